@@ -1,6 +1,6 @@
-"""The commands of studies, made from their fields, gathered with the others; and the place where errors become a line.
+"""The command line: a command for every study, made from its fields, and the other commands, with errors on one line.
 
-An option is a field: its name, its docstring as the help text, and its `Arg` for how text is read.
+An option is a field: its name, its docstring as the help text, and its `Arg`, which parses the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def studies_by_command() -> dict[str, type[Study]]:
 
 
 def _given(kind: Any, text: str, default: Any = None, *names: str, **how: Any) -> tuple[Any, Any]:
-    """An option of some commands: its annotation and default."""
+    """Annotation and default of an option."""
     return Annotated[kind, typer.Option(*names, help=text, **how)], default
 
 
@@ -46,7 +46,7 @@ SAVED: Parameters = {
     "top": _given(int, "Best cells to show.", 5, min=1),
 }
 LOADED: Parameters = {"engine": (Engine, None), "dtype": (Dtype, None), "option": (Options, None)}
-RUN: Parameters = {  # arguments of `run` that a command has
+RUN: Parameters = {  # arguments of `run` that are also options
     "resume": _given(FILE, "Append values to this file as they are computed, and continue from it."),
     "batch": _given(int | None, "Runs submitted at a time.", min=1),
     "on": _given(str | None, "Engine or server URL of the exact patches; transformers by default.", metavar="ENGINE"),
@@ -69,7 +69,7 @@ STEER: Parameters = {
 
 
 def options_of(study: type[Study]) -> dict[str, Parameters]:
-    """The options of a study's command, by where they go."""
+    """The options of a study's command, grouped by the code that reads them."""
     fields = study.fields()
     by_pair = {"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields
     return {
@@ -107,7 +107,7 @@ def _option(field: StudyField, optional: bool) -> tuple[Any, Any]:
 
 
 def command_of(name: str) -> Callable[..., None]:
-    """The function of a study's command, whose signature typer reads."""
+    """The function of a study's command, with the signature that typer reads."""
     study = studies_by_command()[name]
     groups = options_of(study)
 
@@ -148,7 +148,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     ):
         if given["source"].get("bank") is not None:
             lm.bank.load(given["source"]["bank"])
-        late = {name: value(lm, config) for name, value in fields.items() if callable(value)}  # which need the model
+        late = {name: value(lm, config) for name, value in fields.items() if callable(value)}  # need the model
         if late:
             config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
         result = config.run(lm, **run, **({} if on is None else {"on": exact}))
@@ -166,8 +166,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
 
 
 class Commands(TyperGroup):
-    """The group, whose commands of studies are made when they are asked for, and whose errors are one line each: exit
-    status 2."""
+    """The command group. Makes commands of studies on demand, and prints errors on one line, with exit status 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted({*super().list_commands(ctx), *studies_by_command()})

@@ -1,5 +1,5 @@
-"""The commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `serve`, `sites`), and the
-reading of options."""
+"""Commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `serve`, `sites`), and the parsing of
+options."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def red(text: str) -> Text:
     return Text(text, style="red")
 
 
-# -- reading options
+# -- parsing options
 
 
 def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
-    """What `read` makes of an option's text. Its error gets the option as its path."""
+    """The result of `read` on an option's text. Errors get the option as their path."""
     try:
         return read(*given)
     except PatchclampError as error:
@@ -62,7 +62,7 @@ def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
 
 
 def value_of(text: str) -> Any:
-    """JSON where it parses, else the text."""
+    """The text parsed as JSON, or the text itself if that fails."""
     try:
         return json.loads(text)
     except ValueError:
@@ -86,7 +86,7 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
 
 
 def check_engine(name: str | None) -> None:
-    """Raise `UnknownName` for an engine that does not exist."""
+    """Raise `UnknownName` for an unknown engine."""
     from patchclamp.engines.open import NAMES
 
     if name is not None and name not in NAMES:
@@ -94,7 +94,7 @@ def check_engine(name: str | None) -> None:
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a study from the options that were given; functions of (lm, study) for what needs the model."""
+    """The fields of a study from the given options; a value that needs the model is a function of (lm, study)."""
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
@@ -143,7 +143,7 @@ def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_po
 
 
 def read_mask(text: str) -> Any:
-    """A name of the bank, the numbers of a file, or columns, which become numbers once the model is known."""
+    """A name in the bank, the numbers of a file, or columns, which become numbers once the model is loaded."""
     from patchclamp.language.tokens import parse_index
 
     if text.startswith("bank:"):
@@ -166,7 +166,7 @@ def read_mask(text: str) -> Any:
 
 
 def read_array(path: Path, option: str) -> Any:
-    """An array that NumPy saved."""
+    """Load an array that NumPy saved."""
     import numpy as np
 
     try:
@@ -176,7 +176,7 @@ def read_array(path: Path, option: str) -> Any:
 
 
 def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
-    """The prompt pairs of a file, a JSON object per line; or those of the options, checked."""
+    """The prompt pairs of a file, one JSON object per line; without a file, check that the options give a pair."""
     names = ("clean", "corrupt", "answer", "foil")
     if file is None:
         if missing := [name for name in names[:3] if name not in given]:
@@ -211,7 +211,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """The columns of a file of pairs, as `PatchSweep` takes them: a list per label."""
+    """The columns of a file of pairs, as `PatchSweep` takes them: one list per label."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:
@@ -229,7 +229,7 @@ def prompts_of(file: Path | None, option: str) -> list[str] | None:
 
 
 def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
-    """Raise before a model is loaded what a study would raise later, as far as no model is needed."""
+    """Raise errors of the study that can be found before a model is loaded."""
     from patchclamp.language import Op, Site
     from patchclamp.language.site import At, parse_site
     from patchclamp.language.tokens import parse_tokens
@@ -283,7 +283,7 @@ def curve_of(lm: LM, study: Any, vectors: Any, prompts: list[str], resume: Path 
 
 @contextmanager
 def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool = True) -> Iterator[LM]:
-    """An `LM`, loaded under a spinner and closed at the end. vLLM logs errors alone, unless the environment says
+    """An `LM`, loaded under a spinner and closed at the end. vLLM logs only errors, unless the environment says
     otherwise."""
     with quietly(), ERR.status(f"loading {model} …"):
         from patchclamp.proving.prove import ProvedLM
@@ -296,7 +296,7 @@ def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool 
 @contextmanager
 def quietly() -> Iterator[None]:
     """Silence logs and warnings that a user cannot act on."""
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()  # newer vLLM reads it when it starts
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()  # newer vLLM reads it at startup
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
     logging.getLogger("vllm").setLevel(logging.getLevelNamesMapping().get(level, logging.ERROR))
     with warnings.catch_warnings():
@@ -310,7 +310,7 @@ DEMO = "smollm2"
 CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
 ANSWER, FOIL = " Paris", " Rome"
 SITES, METRIC = ("resid_pre", "attn_out", "mlp_out"), "logit_diff"
-# the memory is for the keys and values of a few short prompts: it leaves a laptop usable
+# room for the keys and values of a few short prompts, so that a laptop remains usable
 DEMO_OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28,
@@ -328,7 +328,7 @@ def demo(
     from patchclamp.plots import check_targets
     from patchclamp.studies import patch_sweep
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below would break into the text
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries would garble the text
     png, html = out / "sweep.png", out / "sweep.html"
     check_engine(engine)
     check_targets(png, html)
@@ -358,7 +358,7 @@ def demo(
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Say what is being done, and how long it took."""
+    """Print the description of a step, and its duration."""
     OUT.print(Text(f"{what} …", style="bold"))
     began = time.perf_counter()
     yield
@@ -460,7 +460,7 @@ def harvest(
 
 
 def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | None], ...]:
-    """Windows of positions: 4:, 0:128, -8:."""
+    """Parse windows of positions: 4:, 0:128, -8:."""
     windows = []
     for text in texts or ():
         ends = re.fullmatch(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*", text)
@@ -471,7 +471,7 @@ def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | N
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """I/N."""
+    """Parse I/N."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
         raise ProgramError(f"expected I/N, machine I of N from 0, such as 0/4, got {text!r}", "--shard")
@@ -514,7 +514,7 @@ def parity(
 def serve(model: Model, context: typer.Context) -> None:
     """Start vLLM's OpenAI server with patchclamp on. Every option of `vllm serve` is passed on.
 
-    Clients that do not know patchclamp notice nothing; others add a `patchclamp` object to ordinary requests.
+    Ordinary clients see no difference; others add a `patchclamp` object to their requests.
     """
     from patchclamp.engines.open import resolve
     from patchclamp.engines.preflight import model_name

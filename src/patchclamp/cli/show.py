@@ -32,7 +32,7 @@ def wrote(console: Console, path: Path) -> None:
 
 
 def show(console: Console, result: Any, top: int) -> None:
-    """The result of a study: what was done, on what, and its most important numbers."""
+    """Print the result of a study: title, provenance, and its most important numbers."""
     from patchclamp import studies
 
     if isinstance(result, studies.LogitLensResult):
@@ -44,7 +44,7 @@ def show(console: Console, result: Any, top: int) -> None:
     elif isinstance(result, (studies.AttributionPatchingResult, studies.EdgeAttributionResult)):
         show_patching(console, result, top)
     elif isinstance(result, studies.SteeringVectors) and result.best is None:
-        pass  # nothing was held out, so nothing was measured
+        pass  # no prompts were held out, so there is nothing to show
     elif isinstance(result, (studies.FuzzSweepResult, studies.SteeringVectors, studies.StrengthCurveResult)):
         show_curves(console, result.picture())
         if isinstance(result, studies.FuzzSweepResult):
@@ -59,7 +59,7 @@ _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
 def show_question(console: Console, heatmap: Heatmap) -> None:
-    """What was done, on what, and the prompts with the tokens in which they differ."""
+    """Print title, provenance, and the prompts with the tokens in which they differ."""
     console.print()
     console.print(Text(heatmap.title, style="bold"), soft_wrap=True)
     console.print(Text(heatmap.provenance, style="dim"), soft_wrap=True)
@@ -69,7 +69,7 @@ def show_question(console: Console, heatmap: Heatmap) -> None:
 
 
 def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
-    """The baselines, the noise floor, and a table of the `top` best cells."""
+    """Print the baselines, the noise floor, and a table of the `top` best cells."""
     console.print()
     anchors = [anchor for anchor in (heatmap.baseline, heatmap.goal) if anchor is not None]
     for anchor in sorted(anchors, key=lambda anchor: anchor.side):
@@ -115,7 +115,7 @@ def _best(heatmap: Heatmap, top: int) -> Table:
 
 
 def show_curves(console: Console, curves: Curves) -> None:
-    """What was done, on what, and the middle of every line at every number."""
+    """Print title, provenance, and the middle of every line at every number."""
     console.print()
     console.print(Text(curves.title, style="bold"), soft_wrap=True)
     console.print(Text(curves.provenance, style="dim"), soft_wrap=True)
@@ -138,7 +138,7 @@ def _at(line: Curve, x: float) -> str:
 
 
 def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
-    """The answers to the first prompt, by strength, of the first seed."""
+    """Print the answers to the first prompt, by strength, for the first seed."""
     console.print()
     console.print(
         Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
@@ -152,13 +152,13 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     console.print(table)
 
 
-WORDY = frozenset({  # columns of text; the others are of numbers
+WORDY = frozenset({  # columns of text; the others are numbers
     "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",
 })  # fmt: skip
 
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
-    """One row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
+    """Print one row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
     _head(console, lens.picture())
     column = len(lens.positions) - 1
     at = lens.positions[column]
@@ -174,7 +174,7 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
-    """The parts that add most: layers, heads and neurons."""
+    """Print the parts that contribute most: layers, heads and neurons."""
     _head(console, result.picture())
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
@@ -190,7 +190,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 
 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
-    """One row a cell: where the capture came from and went, and what was said."""
+    """Print one row per cell: source and target layer of the activation, and the continuation."""
     _head(console, result.picture())
     table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
     for s, layer in reversed(list(enumerate(result.layers))):
@@ -203,7 +203,7 @@ def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
 def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
-    """The verified cells or edges that moved the metric furthest, and how well estimates and exact patches agree."""
+    """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
     _head(console, result.picture())
     edges = hasattr(result, "senders")
     table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
@@ -243,7 +243,7 @@ NOWHERE = "–"  # the module of a site on an engine without modules
 
 
 def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """One row a site, its proofs as ticks ("–": none is about it); where the sites lie; and why one fails."""
+    """Print one row per site with its proofs as ticks ("–": not applicable), the sites' modules, and the failures."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
     table = _site_table("site", "layers", "shape", "layout")
     for name in PROOFS.values():
@@ -275,7 +275,7 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
 
 
 def _site_table(*names: str) -> Table:
-    """A table that fits 80 columns: only what says where a site lies may be folded."""
+    """A table that fits 80 columns: only the module of a site may wrap."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(
@@ -285,7 +285,7 @@ def _site_table(*names: str) -> Table:
 
 
 def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """A list of objects, one a site."""
+    """Print a JSON list with one object per site."""
     rows = [
         {
             "site": proof.name, "layers": proof.layers, "shape": shape(proof), "layout": proof.layout,
@@ -298,7 +298,7 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
 
 
 def shape(proof: Proof) -> str:
-    """`[T, 576]`: T tokens; N, where only sampled tokens have rows."""
+    """`[T, 576]` for T tokens; N instead of T if only sampled tokens have rows."""
     return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
 
 
@@ -320,7 +320,7 @@ def _tick(held: bool | None) -> Text:
 
 
 def parity(console: Console, result: Parity) -> None:
-    """One row a site: its worst row, the first layer out of tolerance, its edit; then everything that is wrong."""
+    """Print one row per site: its worst row, the first layer out of tolerance, its edit; then all problems."""
     engines = " against ".join(result.engines)
     console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
@@ -345,7 +345,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def parity_json(console: Console, result: Parity) -> None:
-    """An object: whether all holds, what does not, and every site with its layers. What has no number is null."""
+    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
     console.file.write(msgspec.json.format(msgspec.json.encode(result.to_dict())).decode() + "\n")
 
 
@@ -363,7 +363,7 @@ def _show_verdict(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """Of "z[5]" 5; of a site that is one for the model a dash."""
+    """The layer of a place, `5` of "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 
@@ -375,7 +375,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bo
 
 
 def findings(console: Console, report: Report) -> None:
-    """One table a part; what is not as it should be with what to do about it."""
+    """Print one table per part, with advice on everything that is not in order."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -396,7 +396,7 @@ def findings(console: Console, report: Report) -> None:
 
 
 def findings_json(console: Console, report: Report) -> None:
-    """An object: whether there is no problem, and every finding in order."""
+    """Print a JSON object: the verdict, and every finding in order."""
     rows = [msgspec.to_builtins(finding) for finding in report.findings]
     answer = {"ok": not report.problems, "findings": rows}
     console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
@@ -406,7 +406,7 @@ SEAM_MARKS = {"there": ("✓", "green"), "moved": ("→", "bold yellow"), "gone"
 
 
 def seams(console: Console, report: SourceReport) -> None:
-    """A row a seam, with what became of it; then how many are where they are expected."""
+    """Print one row per seam with its status, then the number of seams per status."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(no_wrap=True)
@@ -426,6 +426,6 @@ def seams(console: Console, report: SourceReport) -> None:
 
 
 def seams_json(console: Console, report: SourceReport) -> None:
-    """An object: whether all seams are there, the version, and every seam in order."""
+    """Print a JSON object: the verdict, the version, and every seam in order."""
     answer = {"ok": report.all_there, **msgspec.to_builtins(report)}
     console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")

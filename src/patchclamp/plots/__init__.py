@@ -1,5 +1,5 @@
-"""SHOW: pictures of results. A `Heatmap`, a `TokenGrid` or `Curves` has the numbers; matplotlib draws it into files and
-plotly makes it interactive. Pictures know nothing of the study that they came from."""
+"""Plots of results. A `Heatmap`, a `TokenGrid` or `Curves` holds the numbers; matplotlib draws it into files and plotly
+makes it interactive. Plots do not depend on the study that they came from."""
 
 from patchclamp.plots.curves import Chart, Curve, Curves
 from patchclamp.plots.heatmap import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip

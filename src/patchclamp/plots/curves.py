@@ -1,6 +1,6 @@
 """`Curves`: lines over one quantity, each with its spread, in one or more charts.
 
-A logarithmic axis may include 0, at the left and apart from the rest. N points of a line
+A logarithmic axis may include 0, at the left and apart from the rest. A line has N points.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-ZERO_GAP = 1.5  # from 0 to the smallest positive number of a logarithmic axis, in the usual steps between numbers
+ZERO_GAP = 1.5  # gap between 0 and the smallest positive number of a logarithmic axis, in mean steps between numbers
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 CHART = (4.6, 2.7)  # inches
@@ -57,8 +57,8 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines with one vertical axis. `y_range`: its ends, by default those of the lines; `note`: how lines and spread
-    were computed; `level`: a value to mark with a dashed line."""
+    """Lines with one vertical axis. `y_range`: its ends, by default those of the lines; `note`: the method behind lines
+    and spread; `level`: a value to mark with a dashed line."""
 
     title: str
     y_label: str
@@ -142,7 +142,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return [(self.place(x), tick(x)) for x in numbers]
 
     def draw(self) -> Figure:
-        """The charts beside each other, two in a row."""
+        """The charts side by side, two in a row."""
         across = min(len(self.charts), 2)
         down = math.ceil(len(self.charts) / across)
         notes = [f"{chart.title}: {chart.note}" for chart in self.charts if chart.note]
@@ -191,7 +191,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
 
     def figure(self) -> Interactive:
-        """The charts below each other, with every value and its spread on hover."""
+        """The charts one below the other, with every value and its spread on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         titles = [style.html_text(chart.title) for chart in self.charts]
         figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,
@@ -232,7 +232,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return figure
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """Notes and every number."""
+        """The charts' notes and all numbers."""
         for chart in self.charts:
             texts = [{float(x): line.text(n) for n, x in enumerate(line.x)} for line in chart.lines]
             rows = [(tick(x), *(of.get(x, "") for of in texts)) for x in self.numbers]

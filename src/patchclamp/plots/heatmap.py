@@ -1,9 +1,7 @@
-"""`Heatmap`: a grid of metric values over a baseline run, as a picture and as a page, whatever study it came from.
+"""`Heatmap`: a grid of metric values over a baseline run, from any study, as a picture and as a page.
 
-White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots mark effects that are not
-above the noise floor, an outline the best cell, and hatching cells that were not run.
-
-R rows of a panel (its layers, or one) · P columns
+White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots mark effects within the
+noise floor, an outline the best cell, and hatching cells that were not run.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-NEAR = 0.35  # of the way to the goal: if no effect is as large, the colours end at the largest effect
+NEAR = 0.35  # share of the way to the goal; if no effect reaches it, the colours end at the largest effect
 BEST = 10  # cells in a page's table
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches
@@ -48,7 +46,7 @@ Side = Literal["clean", "corrupt"]
 class Panel(msgspec.Struct, frozen=True, eq=False):
     """One part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
-    coarse: [R, P], values of blocks of cells, shown paler where a cell has no value of its own
+    coarse: [R, P], values of blocks of cells, shown paler if a cell has no value of its own
     details: more numbers of each cell, by name: [R, P] each
     part_of: for a panel whose columns are heads or other parts of a site: the site, and its cells' label
     """
@@ -81,7 +79,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
 
 
 class HeatmapColumn(msgspec.Struct, frozen=True):
-    """A column of every panel: its label, and the positions that it stands for in both prompts."""
+    """A column of every panel: its label, and its positions in both prompts."""
 
     label: str
     clean: tuple[int, ...]
@@ -89,7 +87,7 @@ class HeatmapColumn(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> str:
-        """`3 → 4`, the clean and the corrupt positions; for a single prompt its own."""
+        """`3 → 4`, the clean and the corrupt positions; for a single prompt, its own."""
         return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
 
 
@@ -156,10 +154,11 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 class Heatmap(msgspec.Struct, frozen=True, eq=False):
-    """`panels` of one value a cell. `baseline` is the unpatched value; `goal`, if any, the one that patches approach.
+    """`panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the one that patches
+    approach.
 
     Effects up to `noise_floor` are noise. `metric` is the name of the value, `explained` a sentence about it and
-    `formula` its definition; `cell` says what a cell is, `axis` what the columns are; `note` is free text.
+    `formula` its definition; `cell` describes a cell, `axis` the columns; `note` is free text.
     """
 
     title: str
@@ -179,7 +178,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scale(self) -> ColourRange:
-        """The goal at the strong end, or the largest effect if no cell comes near the goal."""
+        """The colour scale: its strong end is the goal, or the largest effect if no cell comes near the goal."""
         centre, goal = self.baseline.value, self.goal
         shown = np.concatenate([panel.shown for panel in self.panels])
         largest = float(np.nanmax(np.abs(shown - centre), initial=0.0))
@@ -210,16 +209,16 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return value - self.baseline.value
 
     def faint(self, values: np.ndarray) -> np.ndarray:
-        """True where an effect is not above the noise floor; False for NaN."""
+        """A mask of effects within the noise floor; False for NaN."""
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """The part of the way from the baseline to the goal; None if there is no way."""
+        """The share of the distance from the baseline to the goal; None if that is 0, or there is no goal."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
     def ranked(self, count: int) -> list[Spot]:
-        """The `count` cells furthest towards the goal, or with the largest effects if there is none, best first."""
+        """The `count` cells furthest towards the goal, or with the largest effects without a goal, best first."""
         spots = [
             Spot(i, int(row), int(column), float(panel.values[row, column]))
             for i, panel in enumerate(self.panels)
@@ -238,7 +237,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return f"{row} @ {shorten(visible(label), limit)}, {number(spot.value)} ({effect})"
 
     def _notes(self) -> list[str]:
-        """Sentences below the picture."""
+        """The sentences below the picture."""
         best = self.ranked(1)
         notes = [f"Best (outlined): {self.describe(best[0], LONGEST_LABEL)}."] if best else []
         missing = any(np.isnan(panel.values).any() and panel.coarse is None for panel in self.panels)

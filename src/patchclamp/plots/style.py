@@ -1,4 +1,4 @@
-"""What every picture shares: colours, the text of numbers and tokens, and how figures are written to files.
+"""Shared parts of all plots: colours, the text of numbers and tokens, and writing figures to files.
 
 matplotlib draws files (PNG, SVG, PDF); plotly draws interactive pages. Tokens come from prompts and are never trusted:
 invisible characters are spelled out, and text that enters a page is escaped.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-# Orange to blue keeps both sides apart for all common kinds of colour blindness, and both ends are equally dark.
+# Orange and blue are distinguishable with all common kinds of colour blindness, and both ends are equally dark.
 # Source: ColorBrewer, the halves of PuOr and RdBu; Blues; lines: Okabe and Ito 2008, without yellow.
 DIVERGING = (
     "#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6", "#f7f7f7",
@@ -39,11 +39,11 @@ PALE = 0.55  # opacity of cells that were measured as part of a block
 
 LABEL, TITLE = 8.5, 12  # points
 DOTS_PER_INCH = 160
-FONTS = (  # searched in this order for each glyph, as far as they are installed
+FONTS = (  # searched in this order for each glyph, if they are installed
     "DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS",
     "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Symbols2", "Noto Emoji", "Segoe UI Symbol",
 )  # fmt: skip
-INCLUDES = ("directory", True, "cdn", False)  # where a page has plotly's script
+INCLUDES = ("directory", True, "cdn", False)  # locations of plotly's script for a page
 PAGE_FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 # -- text
@@ -53,12 +53,12 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """A token as a label: spaces and line breaks are shown, and no character is invisible or changes direction."""
+    """A token as a label: spaces and line breaks are visible, and no character is invisible or changes direction."""
     return plain(token).replace(" ", "·") or "∅"
 
 
 def plain(text: str) -> str:
-    """Like `visible`, with spaces left as they are: for running text."""
+    """Like `visible`, with spaces left as they are, for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -70,7 +70,7 @@ def _visible(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, with an ellipsis where text was cut."""
+    """At most `limit` characters, with an ellipsis if text was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -79,7 +79,7 @@ def quoted(token: str) -> str:
 
 
 def number(value: float) -> str:
-    """Two decimals, two significant digits for small numbers, a power of ten for tiny ones."""
+    """A number with two decimals, two significant digits if it is small, a power of ten if it is tiny."""
     size = abs(value)
     if 0 < size < 1e-3:
         digits, power = f"{value:.1e}".split("e")
@@ -103,7 +103,7 @@ def tick(value: float) -> str:
 
 
 def positions(numbers: tuple[int, ...]) -> str:
-    """`3`, `3–5`, `3, 7`."""
+    """Positions as text: `3`, `3–5`, `3, 7`."""
     if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}–{numbers[-1]}"
     return ", ".join(map(str, numbers))
@@ -141,7 +141,7 @@ def page_file(path: str | Path) -> Path:
 
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
-    """Raise before the runs what writing the picture or the page would raise after them."""
+    """Check the files of the picture and the page before the runs, so that writing them does not fail afterwards."""
     for path, check in ((png, picture_file), (html, page_file)):
         if path is not None:
             check(path)
@@ -188,7 +188,7 @@ def save_picture(picture: Picture, path: str | Path) -> Path:
 
 
 def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str = "directory") -> Path:
-    """Write an interactive page. `include_plotlyjs`: "directory" writes plotly.min.js beside the page, once for all
+    """Write an interactive page. `include_plotlyjs`: "directory" writes plotly.min.js next to the page, once for all
     pages of the folder; True puts it into the page (5 MB); "cdn" loads it from the web."""
     if not isinstance(include_plotlyjs, (bool, str)) or include_plotlyjs not in INCLUDES:
         raise ProgramError(f"expected one of {INCLUDES}, got {include_plotlyjs!r:.80}", "include_plotlyjs")
@@ -252,7 +252,7 @@ def fonts() -> list[str]:
 
 
 def new_figure(title: str, notes: Iterable[str], width: float, height: float) -> Figure:
-    """A figure of inches with a wrapped title above and notes below. pyplot is not used: it is not safe in threads."""
+    """A figure, in inches, with a wrapped title above and notes below. pyplot is avoided: it is not thread-safe."""
     from matplotlib.figure import Figure
 
     titles = _wrapped([title], width - 0.5, fontsize=TITLE, weight="bold")
@@ -299,7 +299,7 @@ def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def label_columns(axes: Axes, labels: list[str], width: float) -> None:
-    """Labels below columns `width` inches wide, turned where they are longer, and fewer where they are too many."""
+    """Labels below columns `width` inches wide, rotated if they are longer, and fewer if there are too many."""
     every = max(int(0.14 / width + 0.999), 1)
     longest = max(map(len, labels), default=0) * 0.075 + 0.08
     angle = 0 if longest <= width else 45 if len(labels) <= 30 else 90
@@ -309,14 +309,14 @@ def label_columns(axes: Axes, labels: list[str], width: float) -> None:
 
 
 def label_rows(axes: Axes, labels: list[str], height: float) -> None:
-    """Labels beside rows `height` inches high, fewer where they would overlap."""
+    """Labels beside rows `height` inches high, fewer if they would overlap."""
     every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.15), 20)
     axes.set_yticks(range(0, len(labels), every))
     axes.set_yticklabels(labels[::every])
 
 
 def outline(axes: Axes, row: int, column: int) -> None:
-    """A frame around a cell."""
+    """Draw a frame around a cell."""
     from matplotlib.patches import Rectangle
 
     for colour, width in (("white", 3.4), ("black", 1.7)):
@@ -326,7 +326,7 @@ def outline(axes: Axes, row: int, column: int) -> None:
 
 
 def _as_text(figure: Figure) -> None:
-    """Draw `$` and `\\` as they are, in fonts that have the glyphs."""
+    """Disable math parsing, so that `$` and `\\` are literal, and set fonts that have the glyphs."""
     from matplotlib.text import Text
 
     for axes in figure.axes:
@@ -353,5 +353,5 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
 
 
 def html_text(text: str) -> str:
-    """Text for a plotly label or hover, whose markup is not interpreted; line breaks stay."""
+    """Text for a plotly label or hover, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")

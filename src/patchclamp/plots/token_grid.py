@@ -1,4 +1,4 @@
-"""`TokenGrid`: panels of cells with a colour and a text each: what layers predict at positions, what heads contribute.
+"""`TokenGrid`: panels of cells with a colour and a text each: predictions of layers, or contributions of heads.
 
 R rows, the first at the bottom · C columns
 """
@@ -33,7 +33,7 @@ class Shades(msgspec.Struct, frozen=True):
     colours: tuple[str, ...]
 
     def ink(self, value: float) -> str:
-        """The colour of text on a cell of a value: white on dark cells."""
+        """The text colour on a cell with this value: white on dark cells."""
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         colour = self.colours[round(share * (len(self.colours) - 1))]
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -45,7 +45,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     name: of the values · row_name, column_name: of the axes
     centre: the value in white between two colours; None for a scale of one hue, dark at its `strong` end
-    reaches: the ends of the scale, None for those of the values
+    reaches: the ends of the scale; None uses those of the values
     outlined: (row, column) of cells with a frame
     """
 
@@ -64,7 +64,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def shades(self) -> Shades:
-        """The colour scale, which reaches equally far to both sides of a centre."""
+        """The colour scale, which extends equally far to both sides of a centre."""
         seen = self.values[np.isfinite(self.values)]
         least, most = (float(seen.min()), float(seen.max())) if seen.size else (0.0, 1.0)
         if self.centre is not None:
@@ -76,12 +76,12 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def longest_text(self) -> int:
-        """In characters; one or two columns have room for sentences."""
+        """The longest text of a cell, in characters; one or two columns have room for sentences."""
         return LONGEST_TEXT if len(self.columns) > 2 else 4 * LONGEST_TEXT
 
     @property
     def cell(self) -> tuple[float, float]:
-        """Width and height of a cell in inches: room for its text, unless the picture would be too wide."""
+        """Width and height of a cell in inches, with room for its text unless the picture would be too wide."""
         longest = max((len(shorten(t, self.longest_text)) for row in self.texts or () for t in row), default=0)
         wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.6)
         if len(self.columns) <= 8:
@@ -93,7 +93,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`explained`: the meaning of a cell; `prompt`: tokens to show; `table`: rows of text, the first its heads."""
+    """`explained`: the meaning of a cell; `prompt`: tokens to show; `table`: rows of text, with the header first."""
 
     title: str
     explained: str
@@ -103,7 +103,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     table: Texts = ()
 
     def draw(self) -> Figure:
-        """The panels below each other, or side by side where they have the same rows and fit."""
+        """The panels one below the other, or side by side if they have the same rows and fit."""
         lines: list[list[GridPanel]] = []
         for panel in self.panels:
             width = _width(panel)
@@ -123,7 +123,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The panels below each other, with the notes of every cell on hover."""
+        """The panels one below the other, with the notes of every cell on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         rows = [max(len(panel.rows), 2) for panel in self.panels]
         height = 120 + sum(24 * count + 110 for count in rows)
@@ -159,7 +159,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """What a cell is, the prompt, and the table."""
+        """The meaning of a cell, the prompt, and the table."""
         yield "Cells", f"<p>{escape(self.explained)}</p>"
         if self.prompt:
             yield "Prompt", style.chips(self.prompt, ["same"] * len(self.prompt))

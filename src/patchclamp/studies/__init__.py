@@ -1,5 +1,5 @@
-"""ASK: questions made of many runs. A study is a frozen configuration with `run(lm)`, and a short form of the same name
-in lower case; its result is frozen, drawn, saved and loaded. Studies know an `LM`, never vLLM.
+"""Studies: experiments made of many runs. A study is a frozen configuration with `run(lm)`, and a short form such as
+`patch_sweep(lm, ...)`. Its result is frozen, and can be plotted, saved and loaded. Studies use an `LM`, never vLLM.
 
 The imports below are for readers and editors: a study in a file of this folder is found and exported without them.
 """
@@ -53,7 +53,7 @@ __all__ = [
     "patch_sweep", "patchscope", "path_patch", "steering_vectors", "strength_curve",
 ]  # fmt: skip
 
-STUDIES: dict[str, type[Study]] = {}  # every study, by the name of its class
+STUDIES: dict[str, type[Study]] = {}  # every study, by class name
 
 for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
     for _name, _value in vars(importlib.import_module(_found.name)).copy().items():

@@ -1,8 +1,8 @@
-"""The ablation sweep: what of the model does an answer need?
+"""The ablation sweep: which parts of the model does an answer need?
 
-A prompt is run many times, each time with one cell put out: by zeros, by the mean over some prompts, or by the row of a
-prompt drawn at random.  Where the answer suffers, the cell took part in it.  Zeros and means bring the model to states
-that it never has; a resampled row does not, and adds the noise of the draw, which `draws` averages out.
+A prompt is run many times. Each run ablates one cell: with zeros, with the mean over some prompts, or with the row of a
+randomly drawn prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off
+distribution; a resampled row does not, but adds the noise of the draw, which `draws` averages out.
 
 Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2; resample ablation, Chan et al. 2022, "Causal
 scrubbing" (Alignment Forum); which to take when, Heimersheim and Nanda 2024 (arXiv:2404.15255).
@@ -79,10 +79,10 @@ class AblationSweep(Study):
     prompt: Prompts
     """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
     answer: Answers
-    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
-    Several pairs share one or have a list."""
+    """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
+    or a list with one per prompt."""
     foil: Answers = None
-    """What the answer is compared with. Metrics logprob and prob need none."""
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     sites: Sites = ("attn_out", "mlp_out")
     """Sites with or without layers, heads, neurons or experts: attn_out, mlp_out, z."""
     layers: Layers = None
@@ -93,13 +93,13 @@ class AblationSweep(Study):
     metric: Text = "logit_diff"
     """logit_diff, logprob or prob."""
     source: SourceField = "zeros"
-    """What is written: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
+    """Values to write: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
     group: int | None = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     window: int = 1
-    """Layers patched together with the layer of a cell."""
+    """Adjacent layers ablated together, around the layer of a cell; 1 is that layer alone."""
     seed: int = 0
-    """Seed of the confidence interval and of the test over pairs."""
+    """Seed of the confidence interval and of the test over prompts."""
 
     def _run(
         self,
@@ -166,7 +166,7 @@ ablation_sweep = AblationSweep.short_form("ablation_sweep")
 
 @contextmanager
 def _closing(shared: list[Writer]) -> Iterator[None]:
-    """Lets go of what was patched with; an error's frames may hold it for long."""
+    """Close the sources of the values; an error's frames may keep them alive for long."""
     try:
         yield
     finally:
@@ -199,7 +199,7 @@ def _begun(
     lm: LM, metric: str, pairs: Sequence[Pair], rows: Sequence[Row], columns: tuple[Column, ...],
     seeds: tuple[int, ...], source: str, question: str,
 ) -> AblationSweepResult:  # fmt: skip
-    """The result before any cell has been put out."""
+    """The result before any cell is ablated."""
     empty = np.full((len(pairs), len(rows), len(columns)), np.nan)
     return AblationSweepResult(
         provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,

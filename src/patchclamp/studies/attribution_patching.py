@@ -1,15 +1,12 @@
-"""Attribution patching: an estimate of every cell of a patch sweep from one gradient, and the best of them patched
-exactly.
+"""Attribution patching: estimate every cell of a patch sweep from one gradient, and patch the best of them exactly.
 
-The effect of giving an activation a of the corrupt run its clean value is, to first order, (clean − corrupt) · ∂m/∂a.
-With `steps` the gradient is averaged over the way from the corrupt prompt's embedding to the clean one's, which finds
-cells whose gradient vanishes at the corrupt run.
+To first order, giving an activation a of the corrupt run its clean value changes the metric m by
+(clean − corrupt) · ∂m/∂a. With `steps`, the gradient is averaged along the path from the corrupt prompt's embedding to
+the clean one's. This finds cells whose gradient vanishes at the corrupt run.
 
 Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023
 (arXiv:2310.10348); integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan
 et al. 2017 (arXiv:1703.01365). On how far such estimates can be trusted, Kramár et al. 2024 (arXiv:2403.00745).
-
-What attribution patching estimated, and what exact patches of its best cells gave.
 
 R rows (a site of a layer, or a head of it) · P columns (aligned positions)
 """
@@ -43,7 +40,7 @@ BEST = 20  # verified cells in the picture's table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What is patched together at a position: a site of a layer, or one head of it."""
+    """A row of the grid: a site of a layer, or one head of it, patched at one position at a time."""
 
     site: str
     layer: int | None
@@ -55,7 +52,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A cell: the effect of patching it, as estimated, and as an exact patch gave it, if there was one."""
+    """A cell, its estimated effect, and the effect of an exact patch, or None if it was not verified."""
 
     row: Row
     column: Column
@@ -64,13 +61,13 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
-    """Arrays are [R, P]: a cell is a row at an aligned position."""
+    """Results of attribution patching. Arrays are [R, P]: a cell is a row at an aligned position."""
 
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
 
     def proposals(self, count: int = 10) -> list[Estimate]:
-        """The cells whose estimates are largest in size, largest first."""
+        """The cells with the largest absolute estimates, largest first."""
         return [self._cell(number) for number in self.largest(count)]
 
     def best(self, count: int = 5) -> list[Estimate]:
@@ -83,7 +80,7 @@ class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
         return Estimate(self.rows[r], self.columns[p], float(self.estimates[r, p]), None if np.isnan(exact) else exact)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a cell: site, layer, head, token, positions, estimate and exact effect."""
+        """One row per cell: site, layer, head, token, positions, estimate and exact effect."""
         import pandas
 
         cells = (self._cell(number) for number in range(self.estimates.size))
@@ -95,7 +92,7 @@ class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """The picture's numbers and texts: a panel a site, verified cells outlined, and a table of these."""
+        """Plot data: one panel per site, verified cells outlined, and a table of the verified cells."""
         sites = list(dict.fromkeys(row.site for row in self.rows))
         table = (
             ("place", "token", "estimate", "exact patch"),
@@ -112,7 +109,7 @@ class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _panel(self, site: str) -> GridPanel:
-        """A site's cells; of heads those of all positions together, layers up and heads across."""
+        """The cells of a site; for heads, summed over all positions, with layers up and heads across."""
         numbers = [r for r, row in enumerate(self.rows) if row.site == site]
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
@@ -155,9 +152,8 @@ HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 class AttributionPatching(Study):
     """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
 
-    The metric is logit(answer) − logit(foil), or log p(answer) without a foil. `run(lm,
-    on=...)` patches on another `LM`,
-    such as the serving engine.
+    The metric is logit(answer) − logit(foil), or log p(answer) without a foil. `run(lm, on=...)` patches on another
+    `LM`, such as the serving engine.
 
     Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
     `UnsupportedSite` for sites without a gradient, and the error of any run.
@@ -169,23 +165,23 @@ class AttributionPatching(Study):
     clean: Prompt
     """Prompt whose activations are patched in, as text or token ids."""
     corrupt: Prompt
-    """Prompt that is run with them."""
+    """Prompt that is run with these activations."""
     answer: Answer
-    """One token that the clean prompt calls for, with its leading space."""
+    """Expected answer of the clean prompt: one token, with its leading space."""
     foil: Answer = None
-    """One token, the corrupt prompt's."""
+    """Answer of the corrupt prompt: one token."""
     sites: Sites = DEFAULT_SITES
-    """Site words; of q, k, v and z every head is a row of its own."""
+    """Site names; each head of q, k, v and z is a row of its own."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     steps: int = 0
-    """Gradients to average on the way to the clean prompt; 0 takes one, at the corrupt prompt."""
+    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
     verify: int = 32
     """Cells with the largest estimates to patch exactly."""
     sample: int = 32
-    """Other cells to patch exactly, drawn at random, for an honest correlation."""
+    """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the random draw."""
 
     def _run(
         self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None

@@ -1,10 +1,7 @@
-"""Two runs and the way between them: activations and gradients of a clean and a corrupt prompt, and at steps on the
-way.
+"""Activations and gradients of a clean and a corrupt prompt, and at steps on the path between them; and the base class
+of results of attribution patching: estimates of all cells, exact effects of some, and their correlation.
 
 T tokens of the corrupt prompt · D model width
-
-The base of what attribution patching returns: estimates of all cells, exact effects of some, and how well they
-agree.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from patchclamp.studies.sweep_result import Column, words_of
 
 
 class Between:
-    """The two prompts, aligned, with what is graded at their ends.
+    """The two prompts, aligned, and the graded tokens.
 
-    ids: of the clean prompt and the corrupt one · tokens: their texts · columns: the aligned positions · clean_at,
-    corrupt_at: the same as arrays
+    ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
+    clean_at, corrupt_at: the same positions as arrays
     """
 
     def __init__(self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None) -> None:
@@ -50,7 +47,7 @@ class Between:
         self.clean = self.corrupt = Gradients({}, {}, {})
 
     def read(self, points: Sequence[int]) -> None:
-        """Runs both prompts, and keeps what there is at some points. Raises `EngineError` without gradients."""
+        """Run both prompts, and keep rows and gradients at `points`. Raises `EngineError` without gradients."""
         self._points = sorted({*points, self._first})
         self.clean, self.corrupt = map(self._at, self.ids)
 
@@ -63,8 +60,8 @@ class Between:
         return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
 
     def along(self, steps: int) -> Iterator[Gradients]:
-        """The corrupt run, or `steps` runs, each in the middle of its part of the way from the corrupt prompt's first
-        stream to the clean one's."""
+        """Yield the corrupt run, or `steps` runs at the midpoints of equal steps from the corrupt prompt's first stream
+        to the clean one's."""
         if not steps:
             yield self.corrupt
         begin = self.corrupt.rows[self._first]
@@ -78,7 +75,7 @@ class Between:
 
     @property
     def texts(self) -> dict[str, Any]:
-        """What a result says of the prompts and the metric."""
+        """The fields of a result that describe the prompts and the metric."""
         strings = self._lm.tokenizer.token_strings
         return {
             "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
@@ -88,7 +85,7 @@ class Between:
 
 
 def check_same(lm: LM, serving: LM) -> None:
-    """Raises `ProgramError` if two `LM`s are of models of different sizes."""
+    """Raise `ProgramError` if two `LM`s have models of different sizes."""
     ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
     if ours != theirs:
         raise ProgramError(
@@ -98,8 +95,8 @@ def check_same(lm: LM, serving: LM) -> None:
 
 
 def chosen_cells(estimates: np.ndarray, verify: int, sample: int, seed: int) -> tuple[list[int], list[int]]:
-    """The cells to verify, by number: those of the largest estimates, then those drawn from the others; and the drawn.
-    Cells that are NaN are none."""
+    """The numbers of the cells to verify: the largest estimates, then those drawn from the rest; and the drawn ones
+    alone. NaN cells are excluded."""
     order = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
     rest = order[verify:]
     drawn = np.random.default_rng(seed).choice(rest, min(sample, len(rest)), replace=False)
@@ -109,7 +106,8 @@ def chosen_cells(estimates: np.ndarray, verify: int, sample: int, seed: int) -> 
 def exact_effects(
     lm: LM, between: Between, edits: list[list[Replace]], batch: int, show: Show
 ) -> tuple[np.ndarray, float]:
-    """How far each program moves the metric of the corrupt prompt, and how far two unpatched runs are apart."""
+    """The change that each program makes in the metric of the corrupt prompt, and the noise floor: the difference of
+    two unpatched runs."""
     programs: list[list[Replace]] = [[], *edits, []]
     [score] = [question.score for question in between.graded.questions]
     pace = Pace(batch)
@@ -131,8 +129,8 @@ def exact_effects(
 def arrays(
     estimates: np.ndarray, verify: int, sample: int, seed: int, patch: Callable[[list[int]], tuple[np.ndarray, float]]
 ) -> dict[str, Any]:
-    """A proposal's arrays: the estimates, exact effects of the chosen cells as `patch` gives them, which were drawn,
-    and the noise floor."""
+    """A proposal's arrays: the estimates, the exact effects of the chosen cells from `patch`, a mask of the drawn
+    cells, and the noise floor."""
     chosen, drawn = chosen_cells(estimates, verify, sample, seed)
     effects, floor = patch(chosen) if chosen else (np.zeros(0), 0.0)
     exact, sampled = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool)
@@ -144,13 +142,14 @@ Verified = Literal["all", "best", "sampled"]
 
 
 class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`estimates`: how far the metric of the corrupt run would move if a cell had its clean value, to first order.
-    `exact`: how far it moved when the cell was patched; NaN where it was not. `sampled`: whether a cell was verified
-    because it was drawn at random, and not because its estimate is large. All are of one shape.
+    """Base of results that estimate effects and verify some of them. All three arrays have one shape.
 
-    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged on the way from corrupt to clean;
-    0 is the gradient of the corrupt run alone · verified_on: what made the exact patches · noise_floor: how far two
-    unpatched runs were apart there
+    estimates: change of the corrupt run's metric if a cell had its clean value, to first order
+    exact: change measured when the cell was patched; NaN if it was not
+    sampled: True if a cell was verified because it was drawn at random, not because its estimate is large
+    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged from corrupt to clean; 0 is the
+    gradient of the corrupt run alone · verified_on: what ran the exact patches · noise_floor: difference of two
+    unpatched runs there
     """
 
     metric: str
@@ -168,12 +167,12 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
     noise_floor: float
 
     def pearson(self, which: Verified = "all") -> float:
-        """The correlation of estimates and exact effects, of all verified cells, of those with the largest estimates,
-        or of those drawn at random; NaN of fewer than three."""
+        """The correlation of estimates and exact effects over all verified cells, those with the largest estimates, or
+        those drawn at random; NaN for fewer than three."""
         return _correlation(*self._pairs(which))
 
     def spearman(self, which: Verified = "all") -> float:
-        """The correlation of their ranks, likewise."""
+        """The rank correlation of the same cells."""
         return _correlation(*map(_ranks, self._pairs(which)))
 
     def _pairs(self, which: Verified) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +181,7 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.estimates[chosen], self.exact[chosen]
 
     def largest(self, count: int) -> list[int]:
-        """The numbers of the cells whose estimates are largest in size, largest first."""
+        """The numbers of the cells with the largest absolute estimates, largest first."""
         order = np.argsort(-np.abs(self.estimates), axis=None, kind="stable")
         return order[: min(count, int(np.isfinite(self.estimates).sum()))].tolist()
 
@@ -198,7 +197,7 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"logit difference {style.quoted(self.answer)} − {style.quoted(self.foil)}"
 
     def _verified(self) -> str:
-        """How well estimates and exact patches agree, in a sentence."""
+        """A sentence on the agreement of estimates and exact patches."""
         count = int(np.isfinite(self.exact).sum())
         if not count:
             return "No cell was verified."
@@ -219,7 +218,7 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"{self.provenance.where}; verified on {self.verified_on.where}"
 
     def _way(self) -> str:
-        """What the estimates are of."""
+        """The gradients behind the estimates, in words."""
         return (
             f"gradients at {self.steps} steps between the two runs" if self.steps else "one gradient of the corrupt run"
         )
@@ -232,7 +231,7 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Each value's rank; equal values share the mean of theirs."""
+    """The rank of each value; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((2 * last - counts - 1) / 2)[inverse]

@@ -1,8 +1,8 @@
-"""The causal trace: through which states does a fact about a subject come to the answer?
+"""The causal trace: through which states does a fact about a subject reach the answer?
 
-Noise on the embeddings of the subject's tokens takes the answer away; then one state at a time (a site, a layer, a
-position, or a window of layers) gets the value back that it has without the noise.  Where the answer returns, the fact
-passes.
+Noise on the embeddings of the subject's tokens destroys the answer. Then one state at a time (a site, a layer, a
+position, or a window of layers) is restored to its value without the noise. If the answer returns, the fact passes
+through that state.
 
 Source: Meng et al. 2022 (arXiv:2202.05262), section 2.1 and appendix B.1: noise of three times the standard deviation
 of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention and MLP.
@@ -76,7 +76,7 @@ TIMES = 3.0  # standard deviations of the subjects' embeddings
 
 
 class _Traced(NamedTuple):
-    """A prompt: the positions of its subject, what is graded, the columns."""
+    """A prompt with the positions of its subject, the graded tokens and the columns."""
 
     words: Words
     subject: tuple[int, ...]
@@ -87,7 +87,7 @@ class _Traced(NamedTuple):
 class CausalTrace(Study):
     """Noise the subject, restore every site, layer and token, and show where the answer comes back: a causal trace.
 
-    Values are means over the noise seeds; `each` of the result has them one by one, prompts first, then seeds. The
+    Values are means over the noise seeds; `each` of the result has the single values, prompts first, then seeds. The
     interval and the p-values are over prompts; for a single prompt the interval is over its seeds.
 
     Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
@@ -101,10 +101,10 @@ class CausalTrace(Study):
     subject: Subject
     """Text in the prompt whose embeddings are noised, or a selection; one per prompt."""
     answer: Answers
-    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
-    Several pairs share one or have a list."""
+    """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
+    or a list with one per prompt."""
     foil: Answers = None
-    """What the answer is compared with. Metrics logprob and prob need none."""
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     sites: Sites = ("resid_post",)
     """Sites to restore: resid_post, attn_out, mlp_out."""
     layers: Layers = None
@@ -114,13 +114,13 @@ class CausalTrace(Study):
     metric: Text = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
     window: int = 1
-    """Layers restored together; 10 in the paper for attn_out and mlp_out."""
+    """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
     group: int | None = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     std: Std = None
     """Standard deviation of the noise; by default 3 times that of the embeddings of all subject tokens."""
     seeds: Seeds = 10
-    """Seeds of the noise: how many (0, 1, …), or a list."""
+    """Seeds of the noise: a count (0, 1, …), or a list."""
 
     def _run(
         self,
@@ -191,7 +191,7 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
 
 
 def _selection(subject: Any, path: str) -> Any:
-    """A text that is no selection is a span."""
+    """A selection; text that does not parse as one is a span."""
     if not isinstance(subject, str):
         return subject
     with contextlib.suppress(PatchclampError):
@@ -225,8 +225,7 @@ def _begun(
     lm: LM, metric: str, traced: Sequence[_Traced], rows: Sequence[Row], columns: tuple[Column, ...], both: np.ndarray,
     std: float, seeds: tuple[int, ...],
 ) -> tuple[CausalTraceResult, list[float], list[tuple[float, float]]]:  # fmt: skip
-    """The result before any cell was restored, the noised metric of every unit, and the (offset, factor) of each
-    prompt."""
+    """The result before any cell is restored, the noised metric of every unit, and each prompt's (offset, factor)."""
     pairs, bases, scales = [], [], []
     for of, values in zip(traced, both.tolist(), strict=True):
         offset, factor = of.graded.scale(values[0], float(np.mean(values[1:])))
@@ -254,7 +253,7 @@ def _restored(
     lm: LM, cells: Any, traced: Sequence[_Traced], rows: Sequence[Row], both: np.ndarray,
     scales: Sequence[tuple[float, float]], std: float, seeds: tuple[int, ...], finished: Finished,
 ) -> Filled:  # fmt: skip
-    """Every cell of every prompt, all its seeds together, a prompt after the other: its captures are kept no longer."""
+    """Every cell with all seeds, prompt by prompt, so that only one prompt's captures are held at a time."""
     sites = list(dict.fromkeys(site for row in rows for site in row.sites))
     values, floors = [], []
     for i, of in enumerate(traced):

@@ -1,27 +1,15 @@
-"""The weights of a checkpoint that lies on this machine, read tensor by tensor by the names of the model's modules.
+"""Weights of a checkpoint on this machine, read tensor by tensor: the norms, the unembedding, and the matrices with
+which heads and neurons write into the stream.
 
-Studies need a few of a model's matrices beside its activations: the unembedding, and what heads and neurons write with.
-An engine may run elsewhere, and its weights may be cut or packed, so they are read from the checkpoint, and what is
-computed with them is proved against the live model before it is used (`readout.py`, `writing.py`).
+Studies need a few of a model's matrices in addition to its activations. An engine may run elsewhere, and its weights
+may be sharded or packed, so they are read from the checkpoint. Whatever is computed from them is first verified against
+the live model: a readout must reproduce its logits from its own last stream, a writer what it wrote.
 
-V vocabulary · D model width
+A readout maps rows of the stream to logits in one of two ways. From the checkpoint, it uses the norm and the matrix of
+the files. From the engine, each row replaces the last stream of a run; this is exact for every model and needs no
+files, but costs one request per row.
 
-A model's norms, read from its checkpoint: as they are, and frozen at one row's scale, where they are linear.
-
-N rows · D model width
-
-Readouts: what a model's final norm and unembedding make of any row of the stream, in one of two ways.
-
-From the checkpoint: the norm and the matrix are read from the model's files, and are taken only if they give the live
-model's own logits from its own last stream.  From the engine: the row is put in the place of the last stream, and the
-engine makes the logits; this is exact for every model, needs no files, and costs a request a row.
-
-N rows · D model width · V vocabulary · K rows of a matrix
-
-How heads and neurons write into the stream: the matrix behind them, read from the checkpoint and proved on what the
-live model wrote.
-
-N rows · D model width · W width of what is read: all heads' results, or all neurons
+N rows · D model width · V vocabulary · W width of the row that is read: all heads' results, or all neurons
 """
 
 from __future__ import annotations
@@ -48,10 +36,10 @@ EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddi
 
 
 class Checkpoint:
-    """The safetensors files of a hub id in the cache, or of a folder. Nothing is downloaded.
+    """The safetensors files of a cached hub id or of a folder. Nothing is downloaded.
 
-    folder: where they are
-    config: the model's config, of its text part
+    folder: path of the files
+    config: the model's config, text part only
 
     Raises: `ModelError` if they are not on this machine.
     """
@@ -62,7 +50,7 @@ class Checkpoint:
         self.config = _config(self.folder)
 
     def matrix(self, module: str) -> torch.Tensor:
-        """A module's weight, fp32. Raises `ModelError` if there is none."""
+        """A module's weight, fp32. Raises `ModelError` if it is missing."""
         weight = self.tensor(f"{module}.weight")
         if weight is None:
             beside = [name for name in self._file_of if f"{module}." in name]
@@ -71,7 +59,7 @@ class Checkpoint:
         return weight
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A tensor by its whole name, fp32, or by the only one whose name ends so or lacks its beginning."""
+        """A tensor, fp32, by its full name or a variant of it (`_stored_name`); None if it is missing or ambiguous."""
         stored = self._stored_name(name)
         if stored is None:
             return None
@@ -81,8 +69,8 @@ class Checkpoint:
             return file.get_tensor(stored).float()
 
     def _stored_name(self, name: str) -> str | None:
-        """What the files call a tensor: checkpoints of a bare model lack the first word of a path, those of a model
-        that reads images too have more words before it, or other ones."""
+        """The name of a tensor in the files. Checkpoints of a bare model lack the first component of the path;
+        checkpoints of a multimodal model have additional or different components before it."""
         inner = name.removeprefix("model.language_model.")
         renamed = (f"language_model.model.{inner}", f"model.{inner}") if inner != name else ()
         for stored in (name, name.partition(".")[2], *renamed):
@@ -92,7 +80,7 @@ class Checkpoint:
         return longer[0] if len(longer) == 1 else None
 
     def unembedding(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The matrix [V, D] that makes logits of normed rows, and its bias [V]; the embedding where the two are tied.
+        """The matrix [V, D] that maps normed rows to logits, and its bias [V]; the embedding if the two are tied.
 
         Raises: `ModelError` if there is none under a usual name.
         """
@@ -106,13 +94,13 @@ class Checkpoint:
         raise ModelError(f"{self.folder} has no unembedding under a usual name: {', '.join((*HEADS, *EMBEDDINGS))}")
 
     def _only(self, ending: str) -> torch.Tensor | None:
-        """The only tensor that is called so, or whose name ends so."""
+        """The only tensor whose name is, or ends in, `ending`; None if there are several."""
         names = [name for name in self._file_of if name == ending or name.endswith(f".{ending}")]
         return self.tensor(names[0]) if len(names) == 1 else None
 
     @functools.cached_property
     def epsilons(self) -> tuple[float, ...]:
-        """What the config says that norms add to the variance; if it says nothing, the two usual numbers."""
+        """The values that the config lists as epsilon of its norms; the two usual ones if it lists none."""
         stated = [float(value) for name in EPSILONS if (value := getattr(self.config, name, None)) is not None]
         return tuple(dict.fromkeys(stated)) or (1e-5, 1e-6)
 
@@ -138,7 +126,7 @@ def _folder(name: str) -> Path:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every stored tensor's name, and its file."""
+    """The file of each stored tensor, by tensor name."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -162,7 +150,7 @@ def _config(folder: Path) -> Any:
 
 
 class Norm(msgspec.Struct, frozen=True, eq=False):
-    """x ↦ (x − mean) / √(variance + ε) · weight + bias, where `centres`; without the mean otherwise (RMS norm).
+    """x ↦ (x − mean) / √(variance + ε) · weight + bias if `centres`, otherwise without the mean (RMS norm).
 
     Source: Ba et al. 2016 (arXiv:1607.06450), equation 4; Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4.
     """
@@ -177,8 +165,8 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return normed_ND if self.bias is None else normed_ND + self.bias
 
     def frozen(self, parts_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """What the norm, without its bias, makes of parts that add up to rows: each is divided by its row's scale.
-        This is linear in the parts."""
+        """Apply the norm, without its bias, to parts that add up to rows, each divided by its row's scale. This is
+        linear in the parts."""
         if self.centres:
             parts_ND = parts_ND - parts_ND.mean(-1, keepdim=True)
             rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
@@ -186,7 +174,7 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return parts_ND / scale_N1 * self.weight
 
     def pulled(self, directions_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The directions g for which ⟨g, part⟩ is ⟨direction, `frozen` part⟩, whatever the part."""
+        """The directions g with ⟨g, part⟩ = ⟨direction, `frozen` part⟩ for every part."""
         directions_ND = directions_ND * self.weight
         if self.centres:
             directions_ND = directions_ND - directions_ND.mean(-1, keepdim=True)
@@ -195,8 +183,8 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
 
 
 def possible_norms(checkpoint: Checkpoint, module: str) -> list[Norm]:
-    """What the norm that a checkpoint calls `module` may be: with or without the mean, and its weight as stored or
-    around 1, as Gemma stores it. Which one it is, its rows on the live model show. None without a weight [D]."""
+    """Candidates for the norm that a checkpoint calls `module`: with or without the mean, and with the weight as stored
+    or around 1, as Gemma stores it. The live model's rows decide between them. Empty if the weight is not [D]."""
     import torch
 
     weight, bias = checkpoint.tensor(f"{module}.weight"), checkpoint.tensor(f"{module}.bias")
@@ -211,21 +199,21 @@ def possible_norms(checkpoint: Checkpoint, module: str) -> list[Norm]:
 
 
 def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """How far two tensors are apart, as a share of the second one's spread around its mean; 1 if it has none."""
+    """The distance of two tensors, relative to the second one's spread around its mean; 1 if that spread is 0."""
     spread = float((theirs - theirs.mean()).norm())
     gap = float((ours - theirs).norm())
     return gap / spread if spread > 0 and gap == gap else float(gap > 0)
 
 
 def tolerance(dtype: str) -> float:
-    """How far apart what we compute in fp32 and what a model computes in its dtype may be, as a `relative_gap`."""
+    """Allowed `relative_gap` between our fp32 results and those of a model in its own dtype."""
     return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
 
 
 def proved_norm(
     checkpoint: Checkpoint, modules: list[str], before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
 ) -> Norm:
-    """The norm of a checkpoint, one of some modules, that makes rows of the live model of the rows before it.
+    """The norm, among some modules of a checkpoint, that maps the live model's rows before it to those after it.
 
     Raises: `ModelError` if none does.
     """
@@ -243,12 +231,12 @@ def proved_norm(
 Way = Literal["checkpoint", "engine"]
 WAYS: tuple[Way, ...] = ("checkpoint", "engine")
 LAST, FINAL_NORM, LOGITS = Site("resid_post", -1), Site("final_norm"), Site("logits")
-PROOF_TOKENS = 8  # of the prompt that proves a readout, at most
-MAX_FLOATS = 1 << 25  # of logits at a time
+PROOF_TOKENS = 8  # most tokens of the prompt that verifies a readout
+MAX_FLOATS = 1 << 25  # logits computed at a time
 
 
 class Readout(Protocol):
-    """way: where its numbers come from · about: that in words, for results"""
+    """Maps rows of the stream to logits. way: source of its numbers · about: the same in words, for results"""
 
     way: Way
     about: str
@@ -258,12 +246,12 @@ class Readout(Protocol):
         ...
 
     def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """What the final norm makes of rows of the stream, [N, D]."""
+        """The final norm applied to rows of the stream, [N, D]."""
         ...
 
 
 class Unembedding(msgspec.Struct, frozen=True, eq=False):
-    """The last of a model: norm, matrix and bias, then the logits' scale and cap.
+    """The last step of a model: norm, matrix and bias, then the scale and the cap of the logits.
 
     Source of the cap: Gemma 2 (arXiv:2408.00118), section 2: cap · tanh(logits / cap).
     """
@@ -280,14 +268,14 @@ class Unembedding(msgspec.Struct, frozen=True, eq=False):
         return logits_NV if self.cap is None else self.cap * (logits_NV / self.cap).tanh()
 
     def uncapped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as they were before the cap."""
+        """Logits before the cap."""
         return logits if self.cap is None else self.cap * (logits / self.cap).atanh()
 
 
 def proved_unembedding(lm: LM, checkpoint: Checkpoint, ids: list[int]) -> Unembedding:
-    """The unembedding of a checkpoint that gives the live model's logits for a prompt.
+    """The unembedding of a checkpoint that reproduces the live model's logits for a prompt.
 
-    Raises: `ModelError` if none does: the files are another model's, or its last step is not of this form.
+    Raises: `ModelError` if none does: the files belong to another model, or its last step has another form.
     """
     import torch
 
@@ -323,7 +311,7 @@ def _final_norm(lm: LM) -> str:
 
 
 class FromCheckpoint:
-    """A readout that was read from the model's files and proved on the live model, in fp32."""
+    """A readout from the model's files, verified on the live model, in fp32."""
 
     way: Way = "checkpoint"
 
@@ -341,7 +329,7 @@ class FromCheckpoint:
 
 
 class FromEngine:
-    """A readout that the engine makes: each row is a run of one token, whose last stream the row replaces."""
+    """A readout by the engine: each row replaces the last stream of a run of one token."""
 
     way: Way = "engine"
 
@@ -358,7 +346,7 @@ class FromEngine:
         return torch.cat(list(self._read(rows_ND, FINAL_NORM, 256)))
 
     def _read(self, rows_ND: torch.Tensor, site: Site, count: int) -> Iterator[torch.Tensor]:
-        """What is at a site when each row is the last stream, so many runs at a time."""
+        """Values of a site when each row replaces the last stream, for at most `count` rows at a time."""
         import torch
 
         for rows in rows_ND.split(min(count, 256)):
@@ -373,10 +361,10 @@ class FromEngine:
 
 
 def readout_of(lm: LM, way: str | None, weights: Any, ids: list[int]) -> FromCheckpoint | FromEngine:
-    """The readout that is asked for; None is the checkpoint where its files are at hand, else the engine. `weights`: a
-    folder or hub id with the model's files, if they are not under its own name.
+    """The requested readout; None picks the checkpoint if its files are available, otherwise the engine. `weights` is a
+    folder or hub id with the model's files, if they are not found under its own name.
 
-    Raises: `UnknownName` for another way, `ModelError` for files that are not there or not this model's.
+    Raises: `UnknownName` for another way, `ModelError` for files that are missing or not this model's.
     """
     if way not in (*WAYS, None):
         raise unknown("readout", str(way), WAYS, "readout")
@@ -396,7 +384,7 @@ WRITES: dict[Word, str] = {"z": "attn_out", "neurons": "mlp_out"}
 
 
 class Writer(msgspec.Struct, frozen=True, eq=False):
-    """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], and then through a norm where the model has one there."""
+    """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], then through the norm if the model has one there."""
 
     matrix_WD: torch.Tensor
     bias_D: torch.Tensor | None
@@ -412,11 +400,11 @@ class Writer(msgspec.Struct, frozen=True, eq=False):
         return written_ND if self.bias_D is None else written_ND + self.bias_D
 
     def shares(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """What each number of the rows adds to ⟨direction, written row⟩, [N, W], the norm frozen at its scale."""
+        """The share of each number of the rows in ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
         return rows_NW * (self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T) * self.factor
 
     def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """What biases add to it, [N]."""
+        """The share of the biases in it, [N]."""
         rest_N = 0.0 * directions_ND[:, 0]
         if self.norm is not None and self.norm.bias is not None:
             rest_N = rest_N + directions_ND @ self.norm.bias
@@ -435,16 +423,16 @@ def proved_writer(
     lm: LM, checkpoint: Checkpoint, word: Word, layer: int, rows_NW: torch.Tensor,
     written_ND: torch.Tensor,
 ) -> Writer:  # fmt: skip
-    """The writer of a layer that makes what the live model wrote of what it had at a site.
+    """The writer of a layer that maps the live model's rows at a site to what the layer wrote.
 
-    Raises: `ModelError` if none does: the files are another model's, or the layer is not of this form.
+    Raises: `ModelError` if none does: the files belong to another model, or the layer has another form.
     """
     points = lm.sites.family.points
     module = points[word].transformers.module.format(l=layer)
     after = points[WRITES[word]].transformers
     weight, bias_D = checkpoint.matrix(module), checkpoint.tensor(f"{module}.bias")
     shape = (rows_NW.shape[1], written_ND.shape[1])
-    matrices = [matrix for matrix in (weight.T, weight) if matrix.shape == shape]  # as Linear has it, and as GPT-2's
+    matrices = [matrix for matrix in (weight.T, weight) if matrix.shape == shape]  # layouts of Linear and of GPT-2
     end = after.module.format(l=layer)
     norms: list[Norm | None] = [None]
     if checkpoint.tensor(f"{end}.weight") is not None:

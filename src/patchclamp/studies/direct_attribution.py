@@ -1,17 +1,13 @@
-"""Direct logit attribution: what does each layer, head and neuron add to the answer's logit by itself?
+"""Direct logit attribution: how much does each layer, head and neuron add to the answer's logit by itself?
 
-The last stream is a sum of what the embedding, every attention and every MLP added. The final norm is frozen at the
-scale it had in that run, and then the logits are a sum over the same parts. What a part does by way of later layers is
-not in it.
-
-    N prompts · D model width · L layers · C parts
+The last stream is a sum of the contributions of the embedding, every attention and every MLP. With the final norm
+frozen at the scale it had in that run, the logits are a sum over the same parts. The indirect effect of a part through
+later layers is not included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
 section 3.1, with the norm's scale frozen as in its appendix A.
 
-What a direct logit attribution found: how much each part of the model adds to a difference of two logits.
-
-N prompts · C parts · L layers · H heads · M neurons
+N prompts · D model width · W width of a site · C parts · L layers · H heads · M neurons
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ BEST = 10
 
 
 class Share(msgspec.Struct, frozen=True):
-    """A part of the model, as a site, and what it adds to the logit difference, on average over the prompts."""
+    """A part of the model, as a site, and its contribution to the logit difference, averaged over the prompts."""
 
     part: str
     value: float
@@ -59,12 +55,12 @@ class Share(msgspec.Struct, frozen=True):
 
 class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
-    logit(answer) − logit(foil) as our readout makes it of the last stream, before a cap of the logits; `unexplained`
-    [N] is what is missing, of rounding. `logit_diffs` [N] is the model's own, before the cap. Without a foil it is
-    logit(answer).
+    logit(answer) − logit(foil) that our readout gives for the last stream, before any cap on the logits. `unexplained`
+    [N] is the rounding error of the sum. `logit_diffs` [N] is the model's own difference, before the cap. Without a
+    foil, the difference is logit(answer).
 
     `heads` [N, L, H] and `head_biases` [N, L] add up to their layer's `attn_out`, `neurons` [N, L, M] and
-    `neuron_biases` to its `mlp_out`; NaN in layers that have none, and [N, L, 0] where they were not asked for.
+    `neuron_biases` to its `mlp_out`; NaN in layers without them, and [N, L, 0] if they were not requested.
     """
 
     prompts: tuple[str, ...]
@@ -81,15 +77,14 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     neuron_biases: np.ndarray
 
     def share(self, part: str) -> float:
-        """What a part adds, averaged over the prompts: "embed", "mlp_out[3]", "z[9, 6]", "neurons[3, 17]"."""
+        """The contribution of a part, averaged over the prompts: "embed", "mlp_out[3]", "z[9, 6]", "neurons[3, 17]"."""
         found = next((share for share in self.ranked() if share.part == part), None)
         if found is None:
             raise unknown("part", part, [share.part for share in self.ranked()][:2000], "part")
         return found.value
 
     def ranked(self, kind: str = "") -> list[Share]:
-        """Parts by how much they add, the largest size first: all, or those of one `kind`: "attn_out", "z",
-        "neurons"."""
+        """Parts by absolute contribution, largest first: all, or those of one `kind`: "attn_out", "z", "neurons"."""
         shares = list(zip(self.parts, self.shares.mean(0).tolist(), strict=True))
         for name, grid in (("z", self.heads), ("neurons", self.neurons)):
             mean = grid.mean(0)
@@ -99,7 +94,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return sorted(chosen, key=lambda share: -abs(share.value))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a part: its kind, layer, index and what it adds, with the standard deviation over the prompts."""
+        """One row per part: its kind, layer, index and contribution, with the standard deviation over the prompts."""
         import pandas
 
         rows = [_row(part, self.shares[:, c]) for c, part in enumerate(self.parts)]
@@ -109,7 +104,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self) -> TokenGrid:
-        """The picture's numbers and texts: a panel of heads, one of layers, and a table of the largest parts."""
+        """Plot data: a panel of heads, one of layers, and a table of the largest parts."""
         what = self._quantity()
         panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
@@ -135,7 +130,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return "" if len(self.prompts) == 1 else f", averaged over {len(self.prompts)} prompts"
 
     def _others(self) -> str:
-        """The parts that are in no layer, in a sentence."""
+        """A sentence on the parts outside the layers."""
         single = [
             (part, value)
             for part, value in zip(self.parts, self.shares.mean(0), strict=True)
@@ -192,9 +187,9 @@ class DirectAttribution(Study):
     prompt: Prompts
     """Prompt, as text or token ids, or a list of prompts to average over."""
     answer: Answers
-    """One token, as text or id, or one per prompt."""
+    """Expected answer: one token, as text or id, or one per prompt."""
     foil: Answers = None
-    """Token that it is compared with, likewise; without a foil the answer's logit is attributed."""
+    """Token, or one per prompt, to compare the answer with; without a foil the answer's logit is attributed."""
     by: Parts = BY
     """layer, head, neuron. Heads and neurons need the matrices in the model's files."""
     weights: Weights = None
@@ -250,7 +245,7 @@ direct_attribution = DirectAttribution.short_form("direct_attribution")
 
 
 class _Rows:
-    """What the runs captured at their prompts' ends, fp32 [N, W]."""
+    """Rows captured at the last position of each prompt, fp32 [N, W]."""
 
     def __init__(self, lm: LM, runs: list[Run]) -> None:
         self.lm, self._captured = lm, lm.fetch(runs, copy=False)
@@ -263,7 +258,7 @@ class _Rows:
 
 
 class _Difference:
-    """logit(answer) − logit(foil) of normed rows, as directions [N, D] and what biases add [N]."""
+    """logit(answer) − logit(foil) as a function of normed rows: directions [N, D] and a bias term [N]."""
 
     def __init__(self, unembedding: Unembedding, answers: list[int], foils: list[int]) -> None:
         import torch
@@ -286,9 +281,9 @@ class _Difference:
 
 
 def _parts(rows: _Rows, lm: LM) -> dict[str, torch.Tensor]:
-    """What the embedding, positions, every attention and every MLP added to the last stream, [N, D] each.
+    """The contributions of the embedding, positions, every attention and every MLP to the last stream, [N, D] each.
 
-    Raises: `ModelError` if that does not make up the stream.
+    Raises: `ModelError` if they do not add up to the stream.
     """
     parts = {"embed": rows.at(Site("embed"))}
     positions_ND = rows.at(Site("resid_pre", 0)) - parts["embed"]
@@ -309,8 +304,8 @@ def _parts(rows: _Rows, lm: LM) -> dict[str, torch.Tensor]:
 def _within(
     word: Word, asked: list[Word], rows: _Rows, checkpoint: Checkpoint, towards_ND: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each head or neuron of each layer adds, [N, L, heads or neurons], and what their biases add, [N, L]; NaN in
-    layers that have none."""
+    """The contribution of each head or neuron of each layer, [N, L, heads or neurons], and of their biases, [N, L]; NaN
+    in layers without them."""
     lm, shape = rows.lm, (len(towards_ND), rows.lm.model.layers)
     count, size = (lm.sites.parts(word) or (0, 1)) if word in asked else (0, 1)
     shares, rest = np.full((*shape, count), np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -325,7 +320,7 @@ def _within(
 
 
 def _each(lm: LM, tokens: Any, count: int, path: str) -> list[int]:
-    """The ids of one token for every prompt, or of one a prompt."""
+    """The token ids for all prompts, from one token or from one per prompt."""
     if not isinstance(tokens, (list, tuple)):
         return [single_token(lm, tokens, path)] * count
     if len(tokens) != count:

@@ -1,18 +1,14 @@
-"""Edge attribution patching: an estimate, for every pair of parts, of what the later one would do if it read what the
-earlier one wrote in the clean run, and the largest of these edges patched exactly.
+"""Edge attribution patching: estimate the effect of every edge u → v between parts of the model, and patch the largest
+edges exactly. The effect of an edge is the change in the metric if v read u's output of the clean run.
 
-A receiver reads the stream through a norm of its own. What an edge u → v does is, to first order, (clean − corrupt) of
-what u writes, times the gradient at the stream as v alone reads it. An exact patch of the edge gives v, and nothing
-else, the corrupt stream with u's clean part in it, through v's norm; it is one edit at `attn_in`, `mlp_in` or the last
-stream.
-
-    T positions · D model width · R receivers · S senders
+A receiver reads the stream through a norm of its own. To first order, the effect of an edge u → v is the difference
+(clean − corrupt) of u's output, times the gradient at the stream as v alone reads it. An exact patch of the edge gives
+v, and nothing else, the corrupt stream with u's clean output in it, through v's norm. It is one edit at `attn_in`,
+`mlp_in` or the last stream.
 
 Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
 
-What edge attribution patching estimated, and what exact patches of its best edges gave.
-
-R receivers · S senders
+T positions · D model width · R receivers · S senders
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ BEST = 20  # verified edges in the picture's table
 
 
 class Edge(msgspec.Struct, frozen=True):
-    """An edge: what one part writes into the stream, as another reads it."""
+    """An edge: the output of one part, as read by another."""
 
     sender: str
     receiver: str
@@ -51,17 +47,17 @@ class Edge(msgspec.Struct, frozen=True):
 
 
 class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
-    """Arrays are [R, S], all positions together; NaN where a sender does not come before a receiver.
+    """Arrays are [R, S], summed over positions; NaN if the sender does not come before the receiver.
 
-    senders: "resid_pre[0]", which is the embedding, "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]",
-    "mlp_in[0]", …, "resid_post[L-1]", which is what the logits read
+    senders: "resid_pre[0]" (the embedding), "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]", "mlp_in[0]", …,
+    "resid_post[L-1]" (the input of the logits)
     """
 
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
 
     def proposals(self, count: int = 10) -> list[Edge]:
-        """The edges whose estimates are largest in size, largest first."""
+        """The edges with the largest absolute estimates, largest first."""
         return [self._edge(number) for number in self.largest(count)]
 
     def best(self, count: int = 5) -> list[Edge]:
@@ -76,15 +72,14 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row an edge: sender, receiver, estimate and exact effect."""
+        """One row per edge: sender, receiver, estimate and exact effect."""
         import pandas
 
         numbers = np.flatnonzero(np.isfinite(self.estimates)).tolist()
         return pandas.DataFrame([msgspec.structs.asdict(self._edge(number)) for number in numbers])
 
     def picture(self) -> TokenGrid:
-        """The picture's numbers and texts: senders across, receivers up, verified edges outlined, and a table of
-        these."""
+        """Plot data: senders across, receivers up, verified edges outlined, and a table of the verified edges."""
         exact = [[None if np.isnan(value) else style.signed(float(value)) for value in row] for row in self.exact]
         rows = [(edge.sender, edge.receiver, style.signed(edge.estimate), style.signed(edge.exact or 0.0))
                 for edge in self.best(BEST)]  # fmt: skip
@@ -110,13 +105,13 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
                 f"{edge.sender} to {edge.receiver}; r {self.pearson():.2f}>")  # fmt: skip
 
 
-INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn", "ln_mlp")  # of layers whose attention and MLP may share one
+INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn", "ln_mlp")  # in layers whose attention and MLP may share a norm
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A sender, or what a receiver reads. `order`: when it is computed; senders before a receiver's order reach it.
+    """A sender, or the input of a receiver. Senders of a lower `order` are computed before a receiver and reach it.
 
-    stream: the receiver's stream, before its norm, where it has one
+    stream: the receiver's stream before its norm, if it has one
     """
 
     site: Site
@@ -125,7 +120,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class EdgeAttribution(Study):
-    """Estimate from gradients what every part of the model tells each later one, and patch the largest edges exactly.
+    """Estimate the effect of every edge between parts of the model from gradients, and patch the largest ones exactly.
 
     Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
 
@@ -139,19 +134,19 @@ class EdgeAttribution(Study):
     clean: Prompt
     """Prompt whose activations are patched in, as text or token ids."""
     corrupt: Prompt
-    """Prompt that is run with them."""
+    """Prompt that is run with these activations."""
     answer: Answer
-    """One token that the clean prompt calls for, with its leading space."""
+    """Expected answer of the clean prompt: one token, with its leading space."""
     foil: Answer = None
-    """One token, the corrupt prompt's."""
+    """Answer of the corrupt prompt: one token."""
     steps: int = 0
-    """Gradients to average on the way to the clean prompt; 0 takes one, at the corrupt prompt."""
+    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
     verify: int = 32
     """Edges with the largest estimates to patch exactly."""
     sample: int = 32
     """Other edges to patch exactly, drawn at random."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the random draw."""
     weights: Weights = None
     """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
 
@@ -205,8 +200,8 @@ edge_attribution = EdgeAttribution.short_form("edge_attribution")
 
 
 def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
-    """Senders and receivers, in the order in which the model computes them. Raises `UnsupportedSite` for a model whose
-    stream is changed between them."""
+    """Senders and receivers in the order of computation. Raises `UnsupportedSite` for a model that changes the stream
+    between them."""
     family = lm.sites.family
     if family.afterwards:
         raise UnsupportedSite(
@@ -249,7 +244,7 @@ def _estimates(
     point: dict[Site, int],
     steps: int,
 ) -> np.ndarray:
-    """The estimate of every edge, [R, S]; NaN where the sender does not come before the receiver."""
+    """The estimate of every edge, [R, S]; NaN if the sender does not come before the receiver."""
     written_STD = np.stack([between.difference(point[part.site]) for part in senders])
     slopes = np.zeros((len(receivers), *written_STD.shape[1:]))
     for run in between.along(steps):
@@ -264,7 +259,7 @@ def _estimates(
 
 
 def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
-    """The gradient before a norm, from that behind it."""
+    """The gradient before a norm, from the gradient after it."""
     import torch
 
     with torch.enable_grad():

@@ -1,21 +1,13 @@
-"""Filling a grid: cells of several unpatched runs, patched one at a time, with the mean over the runs and its spread.
+"""Filling the grid of a sweep: cells of several unpatched runs are patched one at a time, and averaged over the runs.
 
-Every sweep gives its unpatched runs (`Unit`) and the places that are patched in them (`Place`). What is written there
-is the units' writers' business (`sources`), how it is run that of `cells`.
+A sweep supplies its unpatched runs (`Unit`) and the places to patch in them (`Place`). The units' writers decide what
+is written there (`sources`). `Cells` runs graded trials in batches, two at a time, with reruns of the unpatched prompt
+among them that measure the noise floor; it also drives the progress bar and the journal from which a study resumes.
 
-Pairs of prompts as a sweep reads them: what is graded, which position of one is which of the other, the columns.
-
-The cells of a study: many graded runs, submitted in batches, with reruns of the unpatched prompt among them.
-
-Every study that fills a grid goes through here: it says what to run (`Trial`), and gets numbers. Here are the batches
-of which two are under way, the reruns that measure the noise floor, the progress bar, and the journal from which an
-interrupted study goes on.
-
-From coarse to fine: blocks of layers and positions are patched at once, and the best are cut into smaller ones.
-
-A block's value is not the sum of its cells': what is patched in one layer is overwritten by the next one's patch, and
-opposite effects cancel out.  So a zoom finds strong cells with a tenth of the runs, and proves of no other cell that
-it is weak.
+`Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
+ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
+opposite effects cancel out. So a zoom finds strong cells with a tenth of the runs, but does not prove that the others
+are weak.
 """
 
 from __future__ import annotations
@@ -55,7 +47,7 @@ from patchclamp.studies.sweep_result import (
 
 
 class Asked(NamedTuple):
-    """A pair that is asked about."""
+    """A pair of prompts, its graded tokens, alignment and columns."""
 
     clean: Words
     corrupt: Words
@@ -68,7 +60,7 @@ class Asked(NamedTuple):
 
 
 def graded_of(lm: LM, answers: Sequence[Any], foils: Sequence[Any], metric: str) -> list[Graded]:
-    """What is graded of every prompt."""
+    """The metric and the graded tokens of every prompt."""
     graded = []
     for i, (answer, foil) in enumerate(zip(answers, foils, strict=True)):
         where = f"[{i}]" if len(answers) > 1 else ""
@@ -78,7 +70,7 @@ def graded_of(lm: LM, answers: Sequence[Any], foils: Sequence[Any], metric: str)
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any]:
-    """A value for each of `count` prompts, from a list of them or from one for all."""
+    """One value for each of `count` prompts, from a list of them or a single shared value."""
     if count > 1 and isinstance(values, (list, tuple)):
         if len(values) != count:
             raise ProgramError(f"{len(values)} for {count} prompts; give one, or one a prompt", name)
@@ -91,7 +83,7 @@ def one_each(values: Any, count: int, name: str) -> list[Any]:
 def pairs_of(
     lm: LM, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: str, positions: Any, written: Side
 ) -> list[Asked]:
-    """Every pair. Raises what is wrong with one, with its number where there are several."""
+    """Read every pair of prompts. Errors of one pair carry its number if there are several."""
     cleans, corrupts = (list(of) if listed(of) else [of] for of in (clean, corrupt))
     if len(cleans) != len(corrupts) or not cleans:
         raise ProgramError(
@@ -149,7 +141,7 @@ def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
 
 
 def question_of(asked: Sequence[Asked]) -> list[Any]:
-    """What of the pairs decides the values of a study, as plain data."""
+    """Everything about the pairs that decides the values of a study, as plain data."""
     return [
         [pair.clean.ids, pair.corrupt.ids, msgspec.to_builtins(pair.graded), msgspec.to_builtins(pair.columns)]
         for pair in asked
@@ -160,8 +152,8 @@ BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that m
 
 
 class Trial(NamedTuple):
-    """One graded run: a prompt's token ids, its edits, and what is graded. An answer of several tokens takes a run for
-    each of them."""
+    """One graded run: a prompt's token ids, its edits, and the graded tokens. An answer of several tokens takes one run
+    per token."""
 
     prompt: Sequence[int]
     edits: Sequence[Op]
@@ -176,29 +168,29 @@ class Round(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the trials of a round gave [n], and what the reruns of its baseline did."""
+    """Values of the trials of a round [n], and of the reruns of its baseline."""
 
     trials: np.ndarray
     baselines: np.ndarray
 
 
 Tell = Callable[[int, np.ndarray, np.ndarray], None]
-"""Hears of trials that have finished: the number of their round, their numbers in it [n], their values [n]."""
+"""Called with trials that have finished: the number of their round, their numbers in it [n], their values [n]."""
 
 
 class Cells:
-    """Carries trials on `lm`, up to `batch` runs at a time (`batches.Pace`). What `journal` has is not computed again.
+    """Runs trials on `lm`, up to `batch` runs at a time (`study.Pace`). Values in `journal` are not computed again.
 
-    advance: is told how many runs have finished
+    advance: called with the number of trials that have finished
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
-        self._runs, self._cut = 0, 0  # that were carried out here, and those of them that began at a cut
+        self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
 
     @property
     def computed(self) -> str:
-        """How much of the runs was computed, in words; empty if the engine has one way only."""
+        """The extent of the computation in words: whole runs, or from the first edit on; empty without a choice."""
         if self._cut:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
@@ -216,7 +208,7 @@ class Cells:
         return values
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """The metric of trials, before normalisation. Those that the journal has are not run again."""
+        """The metric of trials, before normalisation. Trials in the journal are not run again."""
         values = self._take(len(trials))
         if len(values) < len(trials):
             self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
@@ -225,11 +217,11 @@ class Cells:
     def run(
         self, counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell, reruns: int = BASELINES
     ) -> list[Values]:
-        """Every trial's value, a round at a time.
+        """The value of every trial, one round at a time.
 
-        counts: how many trials each round has; `rounds` makes them, and is called only if some are not known yet
-        tell: hears of trials as they finish, on another thread; what it raises stops what is under way
-        reruns: about how many baselines a round has
+        counts: the number of trials of each round; `rounds` makes them, and is called only if some are missing
+        tell: called as trials finish, on another thread unless the journal had them; an error it raises stops the runs
+        reruns: the approximate number of baselines per round
         """
         plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
         values = np.full(len(plan), np.nan)
@@ -246,7 +238,7 @@ class Cells:
     def _compute(
         self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
     ) -> None:
-        """Fills in the values from `begin` on."""
+        """Fill in the values from `begin` on."""
         trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
 
         def read(which: range, runs: list[Run], new: list[float]) -> None:
@@ -260,8 +252,8 @@ class Cells:
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
     ) -> None:
-        """Runs trials in batches, appends their values to the journal, and passes on the numbers of each batch, counted
-        from `begin`, its runs and its values."""
+        """Run trials in batches, append their values to the journal, and pass each batch to `read`: its numbers,
+        counted from `begin`, its runs and its values."""
         unread: collections.deque[list[Trial]] = collections.deque()
         pace, done = Pace(self._batch), begin
 
@@ -292,16 +284,16 @@ class Cells:
         self._advance(len(which))
 
 
-_Planned = tuple[int, int | None]  # the round, and the number of a trial in it; None: its baseline
+_Planned = tuple[int, int | None]  # the number of a round, and of a trial in it; None for the baseline
 
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
-    """How many trials and reruns `Cells.run` makes of rounds of so many trials."""
+    """The number of trials and reruns that `Cells.run` makes for rounds with these numbers of trials."""
     return sum(len(list(_spread(count, reruns))) for count in counts)
 
 
 def _spread(count: int, reruns: int) -> Iterator[int | None]:
-    """The numbers of a round's trials with its baselines, None, evenly among them; one stands at the end."""
+    """The numbers of a round's trials, with its baselines (None) evenly among them and one at the end."""
     every_nth = max(count // reruns, 1)
     for i in range(count):
         if i % every_nth == 0:
@@ -332,25 +324,25 @@ MIN_RERUNS = 2
 
 
 class Listener(Protocol):
-    """Hears of a sweep as it goes, on threads of the sweep's. What it raises stops the sweep."""
+    """Receives the progress of a sweep, possibly on another thread. An error it raises stops the sweep."""
 
     def begin(self, sweep: Any, cells: int) -> None:
-        """The sweep begins: its result so far, whose values are NaN, and how many cells there will be; of a
-        zoom, at most."""
+        """The sweep begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
+        a zoom, the largest possible number."""
         ...
 
     def cells(self, cells: list[Cell]) -> None:
-        """Cells that have finished, in all pairs of prompts."""
+        """These cells have finished in all pairs of prompts."""
         ...
 
 
 class Unit(NamedTuple):
     """One unpatched run.
 
-    before: edits that every run of it has, before a cell's
-    written: the side of a column whose positions are patched; the other's are read
-    base: its metric; offset, factor: the grid has (metric − offset) · factor
-    writer: opens what cells are patched with, when it is first needed
+    before: edits that all of its runs have, ahead of a cell's edits
+    written: the side of a column whose positions are patched; the other side's are read
+    base: its metric; offset, factor: the grid holds (metric − offset) · factor
+    writer: opens the source of the cells' values when it is first needed
     number: of the pair of prompts among all
     """
 
@@ -366,8 +358,8 @@ class Unit(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What is patched together: a row, and for each unit a column of its prompts. `at`: the numbers of row and column
-    in the grid; of several cells those of the first."""
+    """A group of sites patched together: a row, and a column of its prompts for each unit. `at`: the numbers of row and
+    column in the grid; for several cells, those of the first."""
 
     row: Row
     columns: Sequence[Column]
@@ -382,13 +374,13 @@ class Filled(NamedTuple):
 
 
 class Finished:
-    """Gathers the values of `count` places until all `parts` of one are there, and tells its mean."""
+    """Collects the values of `count` places, and reports a place's mean once all of its `parts` are there."""
 
     def __init__(self, count: int, parts: int, tell: Callable[[list[int], np.ndarray], None] | None) -> None:
         self._sum, self._left, self._parts, self._tell = np.zeros(count), np.full(count, parts), parts, tell
 
     def add(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Values of some places, of a unit and draw each."""
+        """Add values of some places, one unit and draw each."""
         np.add.at(self._sum, places, values)
         np.subtract.at(self._left, places, 1)
         done = np.unique(places)[self._left[np.unique(places)] == 0]
@@ -397,7 +389,7 @@ class Finished:
 
 
 def fill(cells: Cells, units: Sequence[Unit], places: Sequence[Place], draws: int, finished: Finished) -> Filled:
-    """Patches every place in every unit. `draws`: how many runs a cell takes, whose mean counts."""
+    """Patch every place in every unit. A cell's value is the mean of `draws` runs."""
 
     def rounds() -> list[Round]:
         return [_round(unit, places, n) for n, unit in enumerate(units)]
@@ -419,7 +411,7 @@ def fill(cells: Cells, units: Sequence[Unit], places: Sequence[Place], draws: in
 
 
 def reruns_for(units: int) -> int:
-    """About how often a baseline is repeated, when so many units have one each."""
+    """The approximate number of reruns of each baseline, for this many units."""
     return max(BASELINES // units, MIN_RERUNS)
 
 
@@ -434,12 +426,12 @@ def _round(unit: Unit, places: Sequence[Place], number: int) -> Round:
 
 
 def _sides(unit: Unit, column: Column) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The positions that are read, and those that are written."""
+    """The positions to read and the positions to write."""
     return (column.clean, column.corrupt) if unit.written == "corrupt" else (column.corrupt, column.clean)
 
 
 def announce(show: Show, rows: Sequence[Any], columns: Sequence[Any], units: int) -> None:
-    """Tell a reporter the size of a grid before any of it is made."""
+    """Report the size of a grid before any of it is computed."""
     if isinstance(show, Reporter):
         show.grid(len(rows) * len(columns) * units)
 
@@ -448,8 +440,8 @@ def announce(show: Show, rows: Sequence[Any], columns: Sequence[Any], units: int
 def carrying(
     lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: Show, resume: Resumable | None
 ) -> Iterator[Cells]:
-    """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
-    decides the values, as plain data."""
+    """`Cells` with a progress bar and, if the study can be resumed from a file, its journal. `question` is everything
+    that decides the values, as plain data."""
     with keeping(lm, question, resume) as journal, progress(what, total, show) as advance:
         yield Cells(lm, batch, journal, advance)
 
@@ -457,11 +449,11 @@ def carrying(
 def with_values(
     sweep: Any, filled: Filled, bases: Sequence[float], computed: str, seed: int, seeds: int = 1
 ) -> Any:  # fmt: skip
-    """A sweep with the values of its units [N, R, P], their mean, and the mean's spread where there are several.
+    """A sweep with the values of its units [N, R, P], their mean, and the spread of the mean if there are several.
 
-    bases: the unpatched metric of every unit; computed: how much of the runs was; seed: of the spread's draws
-    seeds: so many units in a row are of one prompt, whose mean counts once: seeds are no prompts. Of a single prompt
-        the interval is over its seeds, and there are no p-values
+    bases: the unpatched metric of every unit; computed: `Cells.computed`
+    seed: seed of the spread; seeds: this many consecutive units belong to one prompt, and count once by their mean,
+        because seeds are not independent prompts. For a single prompt the interval is over its seeds, without p-values
     """
     each, base = filled.values.reshape(sweep.each.shape), np.asarray(bases, np.float64)
     changed: dict[str, Any] = {
@@ -483,7 +475,7 @@ def with_values(
 def teller(
     listener: Listener, rows: Sequence[Row], columns: Sequence[Column]
 ) -> Callable[[list[int], np.ndarray], None]:
-    """Tells a listener of places by their number, row by row."""
+    """A function that reports places to a listener, given their numbers in row-major order."""
 
     def tell(which: list[int], values: np.ndarray) -> None:
         places = [(rows[i // len(columns)], columns[i % len(columns)]) for i in which]
@@ -502,11 +494,11 @@ def check_seed(seed: Any) -> int:
 
 
 COARSEST = 8  # layers and positions of the first blocks
-LEVELS = 3  # how often they are halved
+LEVELS = 3  # times that blocks are halved
 
 
 class Zoom:
-    """The blocks of a grid: `possible` [R, P] are its cells, `keep` blocks of each size are looked into."""
+    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
@@ -520,7 +512,7 @@ class Zoom:
         )  # fmt: skip
 
     def _whole(self, spans: object) -> list[_Span]:
-        """Those whose cells all exist; of others the single cells that do."""
+        """The spans whose cells all exist; the others are replaced by their existing single cells."""
         whole: list[_Span] = []
         for span in spans:  # pyright: ignore[reportGeneralTypeIssues]
             some = self.possible[np.ix_(span.rows, span.columns)]
@@ -531,17 +523,17 @@ class Zoom:
         return whole
 
     def parts(self, span: _Span) -> list[_Span]:
-        """A block cut in half both ways."""
+        """A block cut in half in both directions."""
         return [_Span(tuple(rows), tuple(columns)) for rows in _halves(span.rows) for columns in _halves(span.columns)]
 
     @property
     def most_single(self) -> int:
-        """At most so many cells are patched alone."""
+        """An upper bound on the number of cells patched alone."""
         return min(int(self.possible.sum()), 4 * self.keep * LEVELS + sum(span.single for span in self.first))
 
     @property
     def most(self) -> int:
-        """At most so many runs are made of a pair."""
+        """An upper bound on the number of places patched in a pair."""
         return len(self.first) + 4 * self.keep * LEVELS
 
 
@@ -555,11 +547,11 @@ class _Span(NamedTuple):
 
 
 Patch = Callable[[Sequence[_Span], bool], Filled]
-"""Patches blocks, and says whether listeners are told."""
+"""Patches blocks; the flag is True if listeners are notified."""
 
 
 def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, int]], Filled, list[Block]]:
-    """Single cells (row, column) with their values [N, C], and the blocks on the way."""
+    """Single cells (row, column) with their values [N, C], and the blocks visited before them."""
     singles: list[tuple[int, int]] = []
     values: list[np.ndarray] = []
     blocks: list[Block] = []
@@ -587,7 +579,7 @@ def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, 
 
 
 def _cut(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Even parts of `size` items at most."""
+    """Even parts of at most `size` items."""
     count = -(-len(items) // size)
     ends = [round(i * len(items) / count) for i in range(count + 1)]
     return [items[a:b] for a, b in itertools.pairwise(ends)]

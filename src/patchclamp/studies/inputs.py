@@ -1,4 +1,4 @@
-"""What studies are asked for, read and checked before anything runs: prompts, layers, positions, numbers."""
+"""Arguments of studies, read and checked before anything runs: prompts, layers, positions, numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from patchclamp.trace.hints import check_options, hints_for
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
-    """The layers of a site word that are asked for, ascending: a number, a list, a range or text such as "0:12"; all
-    that have the site if None. Raises `UnsupportedSite` for layers that do not have it."""
+    """The requested layers of a site, ascending: a number, a list, a range or text such as "0:12"; all layers with the
+    site if None. Raises `UnsupportedSite` for layers without it."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     asked = list(index) if isinstance(index, (list, tuple, range)) else [index]
     try:
@@ -46,8 +46,8 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
 
 
 def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:
-    """The positions of a run's prompt that are asked for, in their order: a selection, a number, or a list of either;
-    all if None. Raises `TokensError` for positions that are not in the prompt."""
+    """The requested positions of a run's prompt, in their order: a selection, a number, or a list of either; all if
+    None. Raises `TokensError` for positions that are not in the prompt."""
     if positions is None:
         return list(range(len(run.prompt_token_ids)))
     chosen: list[int] = []
@@ -71,7 +71,7 @@ def selection(text: Any) -> Tokens:
 
 
 class Alignment(msgspec.Struct, frozen=True):
-    """`pairs` of (clean, corrupt) positions, ascending; positions of either prompt that have no partner."""
+    """`pairs` of (clean, corrupt) positions, ascending, and the positions of either prompt without a partner."""
 
     pairs: tuple[tuple[int, int], ...]
     clean_only: tuple[int, ...]
@@ -79,10 +79,8 @@ class Alignment(msgspec.Struct, frozen=True):
 
 
 def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
-    """Prompts of equal length position by position; else the common prefix by identity, the common suffix by offset.
-
-    Between them the prompts differ: those positions are paired one by one only if there are equally many.
-    Raises `TokensError` if nothing can be paired.
+    """Align prompts of equal length position by position, others by their common prefix and common suffix. Positions
+    between the two have no partner. Raises `TokensError` if nothing can be paired.
     """
     shorter = min(len(clean), len(corrupt))
     if len(clean) == len(corrupt):
@@ -106,7 +104,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A prompt in token ids; `text` is what they were made of, where that is known, and `shown` what a reader sees."""
+    """A prompt in token ids; `text` is its source if known, and `shown` the form for display."""
 
     ids: tuple[int, ...]
     text: str | None
@@ -114,14 +112,14 @@ class Asked(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> str | list[int]:
-        """As `lm.run` takes it."""
+        """The prompt as `lm.run` takes it."""
         return list(self.ids) if self.text is None else self.text
 
 
 def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[Asked]:
     """Prompts in token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
-    Raises: `ProgramError` for what is no list of prompts, and for a prompt that cannot be read, with its place.
+    Raises: `ProgramError` if this is not a list of prompts, or with the path of a prompt that cannot be read.
     """
     if not (prompts := as_items(prompts, path)):
         raise ProgramError("a list of at least one prompt is needed", path)
@@ -171,7 +169,7 @@ def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int
 
 
 def check_batch(batch: Any) -> int:
-    """How many runs are submitted at a time."""
+    """The number of runs submitted at a time."""
     if not is_token_id(batch) or batch < 1:
         raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
     return int(batch)
@@ -201,7 +199,7 @@ def as_texts(texts: Any, path: str) -> list[str]:
 
 
 def as_float(value: Any, path: str) -> float:
-    """`as_number`, whose errors have a path."""
+    """`as_number`, with the path on its errors."""
     try:
         return as_number(value)
     except ProgramError as error:
@@ -209,7 +207,7 @@ def as_float(value: Any, path: str) -> float:
 
 
 def as_floats(values: Any, path: str) -> tuple[float, ...]:
-    """Numbers, such as strengths. The path of an error names the number that is wrong."""
+    """Numbers, such as strengths. An error's path names the wrong one."""
     return tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
 
 
@@ -220,7 +218,7 @@ def as_positive(value: Any, path: str) -> float:
 
 
 def as_engines(engines: Any, path: str) -> tuple[str, str]:
-    """The names of the two engines that are compared."""
+    """The names of the two engines to compare."""
     names = as_texts(engines, path)
     if len(names) != 2:
         raise ProgramError(f"expected the names of two engines, got {names}", path)
@@ -243,7 +241,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 
 def as_layers(layers: Any, path: str = "layers") -> Any:
-    """Layers as people write them: None for all, a whole number, a range, its text, or a list of these."""
+    """Layers as users write them: None for all, a whole number, a range, its text, or a list of these."""
     if layers is None:
         return None
     try:
@@ -262,13 +260,13 @@ def as_layers(layers: Any, path: str = "layers") -> Any:
 
 
 def _range(layers: slice | Range) -> Range:
-    """A range whose ends are whole numbers."""
+    """A range with whole-number ends."""
     return Range.of(slice(layers.start, layers.stop, layers.step))
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A study whose arguments of a known name are read before it starts: one reader for each name. Raises
-    `ProgramError` for an argument that is missing, unknown or surplus, and for a tensor whose numbers cannot be read.
+    """Wrap a study so that its arguments are read before it starts, each by the reader of its name. Raises
+    `ProgramError` for a missing, unknown or surplus argument, and for a tensor whose numbers cannot be read.
     """
     signature = inspect.signature(function)
     known, call = list(signature.parameters), f"{getattr(function, '__name__', function)}()"
@@ -291,7 +289,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in bound.arguments.items():
             if hasattr(value, "detach"):
                 check_dense(value, name)
-            if getattr(value, "shape", None) == ():  # a number of NumPy or torch
+            if getattr(value, "shape", None) == ():  # a NumPy or torch scalar
                 bound.arguments[name] = value = as_plain(value, name)
             if name in READERS and not (value is None and signature.parameters[name].default is None):
                 bound.arguments[name] = READERS[name](value, name)
@@ -307,7 +305,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
-    """Layers as a list: one number, or several. Raises `ProgramError` for anything else."""
+    """Layers as a list, from one number or several. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
     several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:
@@ -316,7 +314,7 @@ def numbers_of(layers: Any, path: str = "layers") -> list[int]:
     return [int(layer) for layer in several]
 
 
-# -- the types of fields of studies, with how each is read
+# -- the types of study fields, each with its reader
 
 
 def as_position(text: str) -> int | str:
@@ -325,7 +323,7 @@ def as_position(text: str) -> int | str:
 
 
 def prompts_in(file: str) -> list[str]:
-    """The prompts of a file, one per line; empty lines are skipped, and \\n stands for a line break."""
+    """The prompts of a file, one per line; empty lines are skipped, and \\n is a line break."""
     prompts = [line.replace("\\n", "\n") for line in lines_of(Path(file)) if line.strip()]
     if not prompts:
         raise ProgramError(f"expected prompts, one per line, got an empty file: {file}")

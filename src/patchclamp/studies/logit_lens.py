@@ -1,15 +1,12 @@
-"""The logit lens: what would the model say next, if it stopped after this layer?
+"""The logit lens: which token would the model predict if it stopped after this layer?
 
 Every layer's stream, at every position, goes through the model's own final norm and unembedding.
-
-    L layers · P positions · D model width · V vocabulary · K rows of a matrix in the unembedding's place
 
 Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); the tuned lens and its KL, Belrose et al.
 2023 (arXiv:2303.08112), equations 2 and 3.
 
-What a logit lens saw: of every layer and position the likeliest tokens, and how far from the model's own answer.
-
-L layers · P positions · K likeliest tokens · C chosen tokens
+L layers · P positions · D model width · V vocabulary · K likeliest tokens, or rows of a matrix that replaces the
+unembedding · C chosen tokens
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ COLOURS: dict[str, str] = {
 
 
 class Guess(msgspec.Struct, frozen=True):
-    """A token that a layer says, and its probability there."""
+    """A token that a layer predicts, and its probability there."""
 
     token_id: int
     token: str
@@ -73,11 +70,11 @@ class Guess(msgspec.Struct, frozen=True):
 
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: of the chosen
-    tokens; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, p of the final layer through the model's own
-    readout, q of the layer through the lens. `entropy` [L, P]: of q, in nats.
+    tokens; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, with p of the final layer through the
+    model's own readout and q of the layer through the lens. `entropy` [L, P]: of q, in nats.
 
-    lens: what was put before or in the place of the model's readout · readout, about: where its numbers come from
-    positions: of the prompt, one a column · texts: every token here by its id
+    lens: description of the lens · readout, about: source of the readout's numbers, and the same in words
+    positions: of the prompt, one per column · texts: every token here by its id
     """
 
     prompt: str
@@ -100,7 +97,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     entropy: np.ndarray
 
     def top(self, layer: int, position: int) -> list[Guess]:
-        """The likeliest tokens of a layer at a position of the prompt, either counted from the end too."""
+        """The likeliest tokens of a layer at a position of the prompt; either may be counted from the end."""
         at = self._row(layer), self._column(position)
         pairs = zip(self.top_ids[at].tolist(), self.top_probs[at].tolist(), strict=True)
         return [Guess(token, self.texts[token], probability) for token, probability in pairs]
@@ -126,8 +123,8 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return _index_of(self.positions, position, len(self.prompt_tokens), "position")
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a layer and position: its token, the likeliest next token, KL and entropy, and of each chosen token
-        rank and probability."""
+        """One row per layer and position: its token, the likeliest next token, KL, entropy, and the rank and
+        probability of each chosen token."""
         import pandas
 
         rows = [
@@ -144,7 +141,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self, *colours: Colour) -> TokenGrid:
-        """The picture's numbers and texts: a panel for each colour, the likeliest token in each cell."""
+        """Plot data: a panel for each colour, the likeliest token in each cell."""
         return TokenGrid(
             title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: what each layer would say next",
             explained="Each cell is the likeliest next token of one layer at one position, read off its stream.",
@@ -168,7 +165,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _note(self, l: int, p: int) -> str:  # noqa: E741
-        """What the page says of a cell."""
+        """The hover text of a cell."""
         tops = ", ".join(
             f"{style.visible(self.texts[int(token)])} {100 * probability:.1f} %"
             for token, probability in zip(self.top_ids[l, p], self.top_probs[l, p], strict=True)
@@ -193,7 +190,7 @@ def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int
     return known.index(wanted)
 
 
-ROWS_AT_ONCE = 256  # that are read out together, as far as whole positions fit
+ROWS_AT_ONCE = 256  # rows read out together, rounded down to whole positions
 
 
 class LogitLens(Study):
@@ -209,7 +206,7 @@ class LogitLens(Study):
     prompt: Prompt
     """Prompt, as text or token ids."""
     tokens: ChosenTokens = ()
-    """Tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its labels."""
+    """Tokens, as text or id, to report rank and probability of at every cell; with `unembedding`, its labels."""
     site: SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
     layers: Layers = None
@@ -221,12 +218,12 @@ class LogitLens(Study):
     translators: PythonOnly = None
     """Tuned lens by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b."""
     unembedding: PythonOnly = None
-    """Matrix [K, D] in place of the model's unembedding, after its final norm."""
+    """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
     labels: Labels = None
-    """Names of its rows."""
+    """Names of the rows of `unembedding`."""
     readout: OptionalText = None
-    """checkpoint: read norm and unembedding from the model's files, proved on the live model; engine: one request per
-    cell. By default the files where they are at hand."""
+    """checkpoint: read norm and unembedding from the model's files, verified on the live model; engine: one request per
+    cell. By default the files if they are available."""
     weights: Weights = None
     """Folder or hub id of the model's files, if not the model's own name."""
 
@@ -289,7 +286,7 @@ def _measure(
     lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
     chosen: list[int],
 ) -> _Measured:  # fmt: skip
-    """Reads rows [P, 1 + L, D], of each position the final layer's first, some positions at a time."""
+    """Measure rows [P, 1 + L, D], with the final layer's row first at each position, some positions at a time."""
     together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
@@ -306,7 +303,7 @@ def _measure(
 def _measure_some(
     logits: Iterator[torch.Tensor], layers: int, positions: int, top: int, chosen: list[int]
 ) -> _Measured:
-    """Reads logits [n, V] that come position by position: of the final layer, then of each layer."""
+    """Measure logits [n, V] that arrive position by position: of the final layer, then of each layer."""
     import torch
 
     shape = (layers, positions)
@@ -382,7 +379,7 @@ def _translators(translators: Mapping[int, Any] | None, layers: list[int], width
 
 
 def _digest(*tensors: torch.Tensor | None) -> list[str | None]:
-    """What decides the values of matrices, as plain data."""
+    """Hashes of matrices, as plain data that identifies their values."""
     return [None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest() for of in tensors]
 
 
@@ -404,7 +401,7 @@ def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Ten
 
 
 def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[str] | None:
-    """Names of the rows of a matrix in the unembedding's place."""
+    """Names of the rows of a matrix that replaces the unembedding."""
     if own_VD is None:
         if labels is not None:
             raise ProgramError("labels name the rows of unembedding=, which is not given", "labels")
@@ -417,7 +414,7 @@ def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[s
 
 
 def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> int:
-    """The id of a chosen token, or the row of that label."""
+    """The id of a chosen token, or the row with that label."""
     path = f"tokens[{number}]"
     if names is not None:
         if token not in names:
@@ -427,7 +424,7 @@ def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> i
 
 
 def checked_site(lm: LM, site: Site | str) -> Site:
-    """A site word, checked to be as wide as the stream and one a layer."""
+    """A site name, checked to be as wide as the stream and to have one row per layer."""
     try:
         at = parse_site(site)
     except PatchclampError as error:

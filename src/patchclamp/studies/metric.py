@@ -1,27 +1,25 @@
-"""Metrics of a run: one number from the log-probabilities of an answer, of one token or of several, and of a foil.
+"""Metrics of a run, their spread over prompt pairs, and divergences of next-token distributions.
+
+A metric is one number from the log-probabilities of an answer, of one or several tokens, and of a foil.
 
     prob        p(answer)
     logprob     log p(answer)
-    logit_diff  log p(answer) − log p(foil); of one token each, logit(answer) − logit(foil)
+    logit_diff  log p(answer) − log p(foil); for one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
-log p of an answer of n tokens is the sum of log p(answer[i] | prompt + answer[:i]): n runs, whose edits name the
-prompt's positions and so act alike in each. A run grades every token that is asked of its prompt.
-
+For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
+positions of the prompt, so they act the same in each run. A run grades every token asked after the same prefix.
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
 
-How far the mean of several prompt pairs can be trusted: a confidence interval, and a test that it is not 0.
-
-N pairs · C cells
-
-How far one next-token distribution is from another, in nats.
+Divergences are in nats. KL takes the unedited run's distribution first. JS is symmetric and at most log 2.
 
     KL(p ‖ q) = Σ p log(p / q)            JS(p, q) = ½ KL(p ‖ m) + ½ KL(q ‖ m), where m = ½ (p + q)
 
-KL is of the first argument, here the unedited run's. JS is symmetric and at most log 2.
 Source: Kullback and Leibler 1951, equation 2.2; Lin 1991 ("Divergence measures based on the Shannon entropy"), equation
 4.1 with equal weights.
+
+N pairs · C cells
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from patchclamp.errors import ProgramError, TokensError, unknown
 from patchclamp.lm import LM
 
 METRICS = ("logit_diff", "recovered", "logprob", "prob")
-ALONE = ("logprob", "prob")  # those that grade the answer without a foil
+ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 
 
 class Question(NamedTuple):
-    """One run that grades a part of an answer: what follows the prompt, and the tokens to score after it."""
+    """One run that grades a part of an answer: the tokens to append to the prompt, and those to score after them."""
 
     suffix: tuple[int, ...]
     score: tuple[int, ...]
 
 
 class Graded(msgspec.Struct, frozen=True, dict=True):
-    """What is graded: the metric's name and the exact tokens."""
+    """A metric's name and the exact tokens that it grades."""
 
     metric: str
     answer: tuple[int, ...]
@@ -57,12 +55,12 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def compared(self) -> tuple[tuple[int, ...], ...]:
-        """The token sequences whose probability counts."""
+        """The token sequences whose probabilities enter the metric."""
         return (self.answer,) if self.foil is None or self.metric in ALONE else (self.answer, self.foil)
 
     @property
     def questions(self) -> tuple[Question, ...]:
-        """The runs that grade it, by their suffixes."""
+        """The runs that grade it, one per distinct suffix."""
         if "questions" not in vars(self):
             score: dict[tuple[int, ...], dict[int, None]] = {}
             for tokens in self.compared:
@@ -89,7 +87,7 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
 
 
 def grade(metric: str, answer: Sequence[int], foil: Sequence[int] | None) -> Graded:
-    """Checks a metric against what is given for it."""
+    """Check a metric against the tokens given for it."""
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS, "metric")
     if metric not in ALONE and foil is None:
@@ -102,8 +100,8 @@ def grade(metric: str, answer: Sequence[int], foil: Sequence[int] | None) -> Gra
 def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     """The token ids of an answer: of a text, of one id, or of several.
 
-    Raises: `TokensError` for a text that has no tokens, or that is several where it would be one with a space before
-    it; `ProgramError` for what is none of these.
+    Raises: `TokensError` for a text without tokens, or one of several tokens that would be a single token with a
+    leading space; `ProgramError` for any other type.
     """
     several = answer if isinstance(answer, (list, tuple)) else [answer]
     if several and all(is_token_id(token) for token in several):
@@ -134,7 +132,7 @@ def bare_ids(lm: LM, text: str, path: str) -> list[int]:
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:
-    """The token id of an answer that must be one token. Raises as `answer_tokens`, and `TokensError` for several."""
+    """The token id of a one-token answer. Raises as `answer_tokens`, and `TokensError` for several tokens."""
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
@@ -143,19 +141,19 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
 
 
 def text_of(lm: LM, tokens: Sequence[int] | None) -> str | None:
-    """An answer for people."""
+    """An answer as text."""
     return None if tokens is None else "".join(lm.tokenizer.token_strings(list(tokens)))
 
 
 LEVEL = 0.95
 BOOTSTRAPS, FLIPS = 2_000, 10_000
-EXACT = 13  # pairs up to which every sign is tried: 2 ** 13 is below FLIPS
-_AT_ONCE = 1 << 22  # numbers of one matrix
+EXACT = 13  # largest number of pairs for which all sign combinations are tried: 2 ** 13 is below FLIPS
+_AT_ONCE = 1 << 22  # numbers in one matrix
 
 
 class Spread(NamedTuple):
-    """Of each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the p-value of the
-    effect, alone and as one of all cells."""
+    """For each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the p-value of the
+    effect, for the cell alone and corrected for all cells."""
 
     low: np.ndarray
     high: np.ndarray
@@ -166,13 +164,13 @@ class Spread(NamedTuple):
 
 
 def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
-    """Interval and p-values of the mean over pairs.
+    """Intervals and p-values of the mean over pairs.
 
-    values_NC: of each pair; base_N: of its unpatched run, over which effects are measured
-    Both intervals are the percentile bootstrap's over pairs, from the same draws; an effect is a pair's value minus the
+    values_NC: values of each pair; base_N: metric of its unpatched run, against which effects are measured
+    Both intervals are the percentile bootstrap over pairs, from the same draws. An effect is a pair's value minus the
     same pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs'
-    effects: without any, an effect and its opposite are equally likely. `p_family` compares with the largest statistic
-    of all cells, so it holds for all of them together.
+    effects, because under the null hypothesis an effect and its opposite are equally likely. `p_family` compares with
+    the largest statistic of all cells, so it holds for all of them together.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
     Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.
@@ -195,7 +193,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The share of flips whose statistic is at least the observed one, the observed one counted among drawn flips."""
+    """The share of flips with a statistic of at least the observed one; drawn flips also count the observed one."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order
@@ -212,7 +210,7 @@ def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.nda
 
 
 def _signs(pairs: int, draw: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Signs [F, N], every combination for few pairs; and how many observed ones are to be counted with them."""
+    """Signs [F, N], all combinations for few pairs, and the number of observed statistics to count with them."""
     if pairs <= EXACT:
         bits = (np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1
         return 1.0 - 2.0 * bits, 0
@@ -227,7 +225,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """KL(p ‖ q) of two distributions as log-probabilities [V]; never below 0, but for rounding, which is cut."""
+    """KL(p ‖ q) of two distributions as log-probabilities [V]; negative rounding errors are clipped to 0."""
     there = np.isfinite(log_p)
     log_p, log_q = log_p[there], log_q[there]
     return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)
@@ -242,7 +240,7 @@ def js(log_p: np.ndarray, log_q: np.ndarray) -> float:
 def with_rest(logprobs: Sequence[float]) -> np.ndarray:
     """Log-probabilities of some tokens, and of all others together: a distribution of n + 1.
 
-    Of two distributions that are lumped so, both divergences are at most those of the full ones (data processing).
+    Divergences of two such distributions are lower bounds of the full ones (data processing inequality).
     """
     some = np.asarray(logprobs, np.float64)
     rest = max(1.0 - float(np.exp(some).sum()), np.finfo(np.float64).tiny)

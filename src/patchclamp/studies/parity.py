@@ -1,11 +1,9 @@
-"""Do two engines mean the same by a model's sites? Every site of every layer captured on both, and one edit at each.
+"""Parity: do two engines agree on a model's sites? All sites of all layers are captured on both, with one edit at each.
 
-The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; of it only rows
-are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, b the reference's; a site's is its worst row's.
+The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; only its rows
+are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, with b from the reference; a site's is that of its worst row.
 
-    T positions · W width of a site · V vocabulary
-
-`Parity`: how far two engines are apart on one model, site by site.
+T positions · W width of a site · V vocabulary
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from patchclamp.studies.inputs import as_prompt, as_text, checked
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How far two engines may be apart. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: how unlike an edit may move the logits, of
-    the largest move if that is above 1; `logprobs`: absolute."""
+    """Allowed differences of two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference of the moves of the logits by an
+    edit, relative to the largest move if that is above 1; `logprobs`: absolute."""
 
     rows: float
     edit: float
@@ -38,9 +36,9 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class SiteParity(msgspec.Struct, frozen=True):
-    """One site word: its places, the worst of them, and one edit at `edit_at`, which `moved` the reference's logits so
-    far, the examined engine's `here` so far, and by `edit` otherwise (of the largest move if that is above 1). What an
-    engine's batch may have done is no move."""
+    """One site: its places, the worst of them, and one edit at `edit_at`. `moved` and `here` are how far the edit moved
+    the logits of the reference and of the examined engine; `edit` is the difference of the two moves, relative to the
+    largest move if that is above 1. A move within the batch noise of an engine counts as 0."""
 
     name: str
     places: tuple[str, ...]
@@ -53,10 +51,10 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 
 class Parity(msgspec.Struct, frozen=True):
-    """What came of it. `engines`: with versions, first the one that is examined; `positions`: how many were compared;
-    `alike`: generated tokens on which both agree, of how many; `only`: sites that one engine has and the other has not,
-    by the same table; `left_out`: those that only one of two tables has, which is no fault; `gaps`: the worst row of
-    every place; `logprobs`: the largest difference among the tokens that are alike."""
+    """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
+    compared; `alike`: generated tokens on which both agree, and their total; `only`: sites on one engine only, by the
+    same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the worst row of
+    every place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str
@@ -77,18 +75,18 @@ class Parity(msgspec.Struct, frozen=True):
         return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
 
     def moves(self, site: SiteParity) -> bool:
-        """Whether the edit moved the logits, and both engines' alike."""
+        """True if the edit moved the logits of both engines, within the allowed difference."""
         return site.moved > 0 and site.here > 0 and site.edit <= self.bounds.edit
 
     @property
     def first(self) -> str | None:
-        """The first place that is out of tolerance, in the order in which a model computes."""
+        """The first place that is out of tolerance, in the order of computation."""
         wrong = [place for place, gap in self.gaps.items() if not gap <= self.bounds.rows]
         return min(wrong, key=_order, default=None)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is not as it must be, a line each."""
+        """Everything that is out of bounds, one line each."""
         problems = [f"{name} is a site on one engine only" for name in self.only]
         problems += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
@@ -129,12 +127,12 @@ def _order(place: str) -> tuple[bool, int, int]:
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
 ENGINES = ("transformers", "vllm")
-READ = ("trust_remote_code", "skip_tokenizer_init")  # options that say how a model is read
-ITS_OWN = ("numerics",)  # an option of the second engine alone, though the first knows one of that name
-# In bf16 and fp16 each engine rounds at places of its own what a layer makes. On a CPU SmolLM2's worst rows (30 layers)
+READ = ("trust_remote_code", "skip_tokenizer_init")  # options that decide how a model is read
+ITS_OWN = ("numerics",)  # an option for the second engine only, although the first has one of the same name
+# In bf16 and fp16 each engine rounds a layer's values at different places. On a CPU SmolLM2's worst rows (30 layers)
 # were 0.09 and 0.007 apart, edits 0.47 and 0.055, log-probabilities 0.09 and 0.006 (in fp32: 2e-5, 7e-5, 8e-6); the
-# bounds are about twice that. A site that is the wrong tensor shows at that too (it is off by 1), a subtle one only in
-# fp32; an edit that does nothing on one engine shows however little it does on the other.
+# bounds are about twice that. They detect a site that is the wrong tensor (off by 1); a subtle error shows only in
+# fp32. An edit that does nothing on one engine is detected however small its effect on the other.
 BOUNDS = {
     "float32": Bounds(rows=1e-4, edit=1e-3, logprobs=1e-3),
     "float16": Bounds(rows=1.5e-2, edit=1.2e-1, logprobs=2e-2),
@@ -154,11 +152,11 @@ def parity(
     tell: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> Parity:
-    """Runs `prompts` as one batch on both `engines` and compares every site that the model's table promises.
+    """Run `prompts` as one batch on both `engines` and compare every site that the model's table promises.
 
-    `tolerance`: of rows (`BOUNDS` by dtype, unless given); `max_tokens`: how many tokens are generated, so that steps
-    of one token are compared too, as far as both engines choose the same. `options` go to each engine that has
-    one of that name, and what neither has is an error. `tell` hears what is being done.
+    `tolerance`: of rows (by default `BOUNDS` of the dtype); `max_tokens`: tokens to generate, so that steps of one
+    token are compared too, as long as both engines choose the same. `options` go to each engine that has one of that
+    name; an option that neither has is an error. `tell` receives progress messages.
 
     Raises: `ProgramError` for a dtype without bounds or no prompts, and whatever an engine's start raises.
     """
@@ -175,8 +173,8 @@ def parity(
 
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of each engine: those that it has, and to the second those that neither has, which it refuses. Of two
-    engines of one kind the options are the second's, but for those that say how a model is read."""
+    """The options of each engine that it has; the second also gets those that neither has, which it refuses. For two
+    engines of one kind the options are the second's, except those that decide how a model is read."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -190,7 +188,7 @@ Edits = Mapping[str, tuple[str, np.ndarray]]  # by site: the place, and the vect
 
 
 class _Kept(NamedTuple):
-    """A prompt's run, as plain data: rows [T, W] by place, of positions in order."""
+    """A prompt's run as plain data: rows [T, W] by place, positions in order."""
 
     prompt: list[int]
     tokens: list[int]
@@ -199,12 +197,12 @@ class _Kept(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What an engine did.
+    """The observations of one engine.
 
     engine: its name and version
     edits: the edit of each site
-    moved: by how much each changed the next token's logits [V]
-    noise: by how much at most they differ without an edit, in the same batch
+    moved: change of the next token's logits [V] by each edit
+    noise: largest difference of these logits without an edit, in the same batch
     """
 
     engine: str
@@ -219,11 +217,11 @@ class _Seen(NamedTuple):
 def _observe(
     model: str, engine: str, options: dict[str, Any], prompts: list[Any], max_tokens: int, edits: Edits | None
 ) -> _Seen:
-    """Everything of one engine, which is gone afterwards."""
+    """Observe one engine, and close it."""
     if engine == "fake":
         options = {name: value for name, value in options.items() if name != "dtype"}
     with pc.LM(model, engine, prove=False, **options) as lm:
-        if not lm.sites.family.tabled:  # what a table made of modules offers is only what is proved
+        if not lm.sites.family.tabled:  # a table made from modules offers only what is proved
             ensure_proved(lm)
         names = [pc.Site(name) for name in lm.sites.names]
         runs = lm.run(prompts, max_tokens=max_tokens, capture=names, logprobs=True)
@@ -240,7 +238,7 @@ def _observe(
 
 
 def _free() -> None:
-    """Gives back what a closed engine held, before the next one measures the memory that is left."""
+    """Free a closed engine's memory before the next one measures what is left."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -253,7 +251,7 @@ def _kept(lm: LM, run: Run) -> _Kept:
 
 
 def _flat(rows: Any) -> np.ndarray:
-    """[T, W], heads one after the other."""
+    """[T, W], heads concatenated."""
     array = np.asarray(rows, np.float32)
     return array.reshape(len(array), -1)
 
@@ -266,8 +264,8 @@ def _edit(lm: LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
 
 
 def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarray], float]:
-    """How far each edit of the prompt's last token moves the next token's logits, [V], and how far nothing does; all in
-    one batch."""
+    """The change of the next token's logits [V] by each edit of the prompt's last token, and the largest change without
+    an edit; all in one batch."""
     here = {name: edit for name, edit in edits.items() if name in lm.sites.names}
     programs = [[], *([pc.Add(vector, at=place, tokens=pc.prompt[-1])] for place, vector in here.values()), []]
     at = pc.logits @ pc.prompt[-1]
@@ -310,24 +308,24 @@ def _names(places: Iterable[str]) -> set[str]:
 
 
 def _common(a: _Kept, b: _Kept) -> int:
-    """How many generated tokens two runs begin with alike."""
+    """The number of leading generated tokens on which two runs agree."""
     same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
     return same.index(False) if False in same else len(same)
 
 
 def _positions(kept: _Kept, common: int) -> int:
-    """How many positions have the same tokens up to them; the last token was never an input."""
+    """The number of positions with the same tokens up to them; the last token was never an input."""
     return len(kept.prompt) + min(common, len(kept.tokens) - 1)
 
 
 def _gaps(a: _Kept, b: _Kept, common: int) -> dict[str, float]:
-    """By place, the worst row among positions whose tokens both runs have alike."""
+    """The worst row of each place, over positions with the same tokens in both runs."""
     positions = {place: (common + 1 if place == "logits" else _positions(b, common)) for place in a.rows}
     return {place: apart(a.rows[place][:n], b.rows[place][:n]) for place, n in positions.items() if place in b.rows}
 
 
 def apart(ours_TW: np.ndarray, theirs_TW: np.ndarray) -> float:
-    """The largest ‖a − b‖₂ / ‖b‖₂ over rows; infinite where one has no number, or other rows."""
+    """The largest ‖a − b‖₂ / ‖b‖₂ over rows; infinite for NaN, no rows or different widths."""
     if ours_TW.shape[1:] != theirs_TW.shape[1:] or not len(ours_TW) or not len(theirs_TW):
         return float("inf")
     n = min(len(ours_TW), len(theirs_TW))
@@ -338,7 +336,7 @@ def apart(ours_TW: np.ndarray, theirs_TW: np.ndarray) -> float:
 
 
 def _largest(numbers: np.ndarray) -> float:
-    """The largest absolute value; infinite if one is not a number, 0 of none."""
+    """The largest absolute value; infinite if one is NaN, 0 for an empty array."""
     return float(np.nan_to_num(np.abs(numbers), nan=np.inf, posinf=np.inf).max(initial=0.0))
 
 
@@ -351,6 +349,6 @@ def _site(name: str, worst: Mapping[str, float], ours: _Seen, theirs: _Seen) -> 
 
 
 def _beyond(moved: np.ndarray, noise: float) -> float:
-    """How far logits were moved; 0 where that may be the batch's doing."""
+    """The largest move of the logits; 0 if it may be batch noise."""
     most = _largest(moved)
     return most if most > 4 * noise + 1e-6 else 0.0

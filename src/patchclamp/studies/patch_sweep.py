@@ -1,9 +1,8 @@
-"""The patch sweep: where in the model does what tells a clean prompt from a corrupt one live?
+"""The patch sweep: where in the model is the information that distinguishes a clean prompt from a corrupt one?
 
-The corrupt prompt is run many times, each time with one cell (a site, a layer, a position) replaced by its value in a
-run of the clean prompt (denoising).  Where that brings the clean answer back, the cell carries what makes the
-difference.  Noising is the other way round: cells of the corrupt run are put into the clean one, and what the answer
-needs is where it goes.
+Denoising runs the corrupt prompt many times, each time with one cell (a site, a layer, a position) replaced by its
+value in a run of the clean prompt. If that restores the clean answer, the cell carries the difference. Noising does the
+reverse: cells of the corrupt run are patched into the clean one, and the answer suffers where it needs them.
 
 Source: activation patching as in causal tracing, Meng et al. 2022 (arXiv:2202.05262), section 2.1; both directions and
 practice after Heimersheim and Nanda 2024 (arXiv:2404.15255).
@@ -72,15 +71,14 @@ from patchclamp.studies.study import Study, json_of, provenance
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweepResult, Row, Side, rows_of, same_columns, words_of
 
 DIRECTIONS = ("denoising", "noising")
-MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time
+MAX_SOURCE_BYTES = 1 << 28  # captured from the source prompts at a time
 
 
 class PatchSweep(Study):
     """Patch every site, layer and token of a clean run into a corrupt one, and show where the answer comes back.
 
-    Denoising runs the corrupt prompt with one cell of the clean run; where the answer comes back, the cell carries what
-    makes the difference. Noising runs the clean prompt with one cell of the corrupt run,
-    and shows what the answer needs.
+    Denoising runs the corrupt prompt with one cell of the clean run: if the answer comes back, the cell carries the
+    difference. Noising runs the clean prompt with one cell of the corrupt run, and shows what the answer needs.
 
     Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any
     run.
@@ -89,23 +87,22 @@ class PatchSweep(Study):
     command = "sweep"
 
     clean: Prompts
-    """Prompt whose activations are patched in, as text or token ids; or a list of prompts, pair by pair, whose mean is
+    """Prompt whose activations are patched in, as text or token ids; or a list of prompts, one per pair, whose mean is
     the grid."""
     corrupt: Prompts
-    """Prompt that is run with them; of several pairs a list as long."""
+    """Prompt that is run with these activations; for several pairs, a list of the same length."""
     answer: Answers
-    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
-    Several pairs share one or have a list."""
+    """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
+    One for all pairs, or a list with one per pair."""
     foil: Answers = None
-    """What the answer is compared with. Metrics logprob and prob need none."""
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     sites: Sites = ("resid_pre",)
     """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     positions: Positions = None
-    """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together; a
-    mapping gives them labels, and of several pairs a selection in it may be a list, one per pair. All aligned
-    positions by default."""
+    """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
+    mapping gives them labels; its values may be lists with one selection per pair. All aligned positions by default."""
     metric: Text = "logit_diff"
     """logit_diff, recovered, logprob or prob."""
     direction: Text = "denoising"
@@ -113,17 +110,17 @@ class PatchSweep(Study):
     group: int | None = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     window: int = 1
-    """Layers patched together with the layer of a cell."""
+    """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
     source: SourceField = None
-    """What is written instead of the other prompt's values: zeros, bank:NAME, `studies.MeanOf(prompts)` or
+    """Values to write instead of the other prompt's: zeros, bank:NAME, `studies.MeanOf(prompts)` or
     `studies.Resampled(prompts)`."""
     alpha: float = 1.0
-    """Share of the new value that is mixed in."""
+    """Weight of the new value in the mix with the old one."""
     mask: MaskField = None
-    """Columns [W] in which it is mixed in, as of `pc.Replace`."""
+    """Columns [W] of a row that are patched, as in `pc.Replace`."""
     zoom: int | None = None
-    """Start with blocks of 8 layers × 8 positions and halve this many of the best of each size; the grid then has the
-    cells that were reached."""
+    """Start with blocks of 8 layers × 8 positions and split this many of the best of each size; the grid then holds
+    only the cells that were reached."""
     seed: int = 0
     """Seed of the confidence interval and of the test over pairs."""
 
@@ -163,7 +160,7 @@ patch_sweep = PatchSweep.short_form("patch_sweep")
 
 
 class SweepPlan:
-    """What a sweep is of; `draws`: the runs of one cell."""
+    """The checked arguments of a sweep; `draws`: the runs of one cell."""
 
     def __init__(
         self, lm: LM, asked: list[Asked], rows: list[Row], columns: tuple[Column, ...], direction: str,
@@ -174,37 +171,37 @@ class SweepPlan:
         self.written: Side = "corrupt" if direction == "denoising" else "clean"
         self.draws = source.draws if isinstance(source, Resampled) else 1
 
-    # -- how much it is
+    # -- size
 
     @property
     def grid(self) -> int:
-        """Cells of the grid in all pairs, whether they are patched or not."""
+        """Cells of the grid in all pairs, whether or not they are patched."""
         return len(self.asked) * len(self.rows) * len(self.columns)
 
     @property
     def most(self) -> int:
-        """At most so many places are patched in each pair."""
+        """An upper bound on the places patched in each pair."""
         return len(self.places) if self.zooming is None else self.zooming.most
 
     @property
     def runs(self) -> int:
-        """At most so many runs with a patch: of each pair, place, draw, and token of an answer that is graded."""
+        """An upper bound on the runs with a patch, over pairs, places, draws, and graded tokens of an answer."""
         return self.most * self.draws * sum(len(pair.graded.questions) for pair in self.asked)
 
     @property
     def captured_bytes(self) -> int:
-        """What the prompts that are read capture at a time, in fp32."""
+        """Bytes captured from the source prompts at a time, in fp32."""
         if self.source is None:
             return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
         prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
         lengths = [len(words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)]
         return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
 
-    # -- what it is
+    # -- content
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """Which cells of the grid there are, [R, P]."""
+        """A mask of the grid's cells that exist, [R, P]."""
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
@@ -217,14 +214,14 @@ class SweepPlan:
 
     @functools.cached_property
     def zooming(self) -> Zoom | None:
-        """The blocks that are patched before single cells."""
+        """The blocks that are patched before single cells; None without a zoom."""
         if self.zoom is None:
             return None
         assert self.places
         return Zoom(self.possible, self.rows, len(self.columns), self.zoom)
 
     def _possible(self, row: Row, p: int) -> bool:
-        """Logits exist at a prompt's last position only."""
+        """True if the cell exists: logits exist only at a prompt's last position."""
         if row.site != "logits":
             return True
         if any(len(pair.graded.questions) > 1 for pair in self.asked):
@@ -244,13 +241,13 @@ class SweepPlan:
 
     @functools.cached_property
     def shared(self) -> Writer:
-        """What all pairs are patched with, where that is not the other prompt."""
+        """The writer that all pairs share, if the values do not come from the other prompt."""
         assert self.source is not None
         lengths = {len(pair.side(self.written).ids) for pair in self.asked}
         return opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
 
     def close(self) -> None:
-        """Lets go of what all pairs were patched with; an error's frames may hold it for long."""
+        """Close the shared writer; an error's frames may keep it alive for long."""
         shared = vars(self).pop("shared", None)
         if shared is not None:
             shared.close()
@@ -265,7 +262,7 @@ class SweepPlan:
 
     @property
     def written_words(self) -> str:
-        """What is written into cells."""
+        """A description of the values written into cells."""
         other = "clean" if self.written == "corrupt" else "corrupt"
         words = f"{other} activations" if self.source is None else in_words(self.source)
         return words + self.mixing.in_words(self.lm)
@@ -285,12 +282,12 @@ class SweepPlan:
 
     @functools.cached_property
     def _row_bytes(self) -> int:
-        """What one token has at all sites."""
+        """Bytes of one token at all sites."""
         refs = [self.lm.sites.resolve(at)[0] for row in self.rows for at in row.sites]
         return sum(4 * self.lm.sites.points[point].width for point in {ref.point for ref in refs})
 
     def _bytes_of(self, pair: int) -> int:
-        """What the longer prompt of a pair has at all sites."""
+        """Bytes of the longer prompt of a pair at all sites."""
         return self._row_bytes * max(len(self.asked[pair].clean.ids), len(self.asked[pair].corrupt.ids))
 
 
@@ -327,12 +324,12 @@ def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener
 
 
 def _unpatched(plan: SweepPlan) -> list[Trial]:
-    """Every clean and corrupt prompt, in turn."""
+    """The clean and corrupt prompt of every pair, in turn."""
     return [Trial(words.ids, (), pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
 
 
 def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweepResult:
-    """The result before any cell has been patched."""
+    """The result before any cell is patched."""
     pairs = []
     for pair, values in zip(plan.asked, both, strict=True):
         offset, factor = pair.graded.scale(*values)
@@ -350,7 +347,7 @@ def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweepResult
 def _patched(
     plan: SweepPlan, cells: Any, places: list[Place], both: list[tuple[float, float]], finished: Finished
 ) -> Filled:
-    """Every place in every pair, a group of pairs after the other."""
+    """Every place in every pair, one group of pairs at a time."""
     values, floors = [], []
     for group in plan.groups():
         source = _Opened(plan, group)
@@ -361,7 +358,7 @@ def _patched(
                 mine = [place._replace(columns=[place.columns[i] for i in group]) for place in places]
             filled = fill(cells, units, mine, plan.draws, finished)
         finally:
-            source.close()  # an error's frames may hold its runs for long
+            source.close()  # an error's frames may keep its runs alive for long
         values.append(filled.values)
         floors.append(filled.floor)
     return Filled(np.concatenate(values), max(floors))
@@ -375,7 +372,7 @@ def _unit(plan: SweepPlan, number: int, both: tuple[float, float], writer: Any) 
 
 
 class _Opened:
-    """What some pairs are patched with; it is run when the first cell needs it."""
+    """The source runs of some pairs, made when the first cell needs them."""
 
     def __init__(self, plan: SweepPlan, group: list[int]) -> None:
         self._plan, self._group = plan, group

@@ -1,13 +1,9 @@
-"""Patchscopes: a capture of one prompt is placed into another prompt, which makes the model say what is in it.
-
-    S source layers · G layers that it is placed in · n positions · D model width
+"""Patchscopes: an activation of one prompt is patched into another prompt, whose continuation shows what it encodes.
 
 Source: Ghandeharioun et al. 2024 (arXiv:2401.06102), section 3 (the mapping f is the identity, or a scale that matches
 norms) and section 4.1 (the prompt that asks for the token itself).
 
-What the model said of a capture that was placed into another prompt, for every layer that it was taken from.
-
-S source layers · G layers that it was placed in · K likeliest tokens · C chosen tokens
+S source layers · G target layers · n positions · D model width · K likeliest tokens · C chosen tokens
 """
 
 from __future__ import annotations
@@ -48,12 +44,12 @@ if TYPE_CHECKING:
 
 
 class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`texts` [S][G]: what the target prompt went on with. `top_ids`, `top_probs` [S, G, K]: the likeliest first
-    tokens of that, best first; `logprobs` [S, G, C]: of the chosen tokens there. `moved` [S, G]: KL divergence, in
-    nats, of that distribution from the one of the target prompt as it is, whose text is `plain_text`. `scales` [S, G]:
-    what the capture was multiplied by, 1 unless it was norm-matched.
+    """`texts` [S][G]: the continuations of the target prompt. `top_ids`, `top_probs` [S, G, K]: the likeliest first
+    tokens of each, best first; `logprobs` [S, G, C]: of the chosen tokens there. `moved` [S, G]: KL divergence, in
+    nats, of that distribution from the unpatched target prompt's, whose continuation is `plain_text`. `scales` [S, G]:
+    factors on the activation, 1 unless it was norm-matched.
 
-    target_layers: G of them; empty if each capture was placed in the layer that it came from, and G is 1
+    target_layers: G of them; empty, with G = 1, if each activation was patched into the layer it came from
     texts_of: every token here by its id
     """
 
@@ -77,8 +73,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     scales: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a cell: layers, text, likeliest first token, how far it moved, and each chosen token's
-        probability."""
+        """One row per cell: layers, text, likeliest first token, KL divergence, and each chosen token's probability."""
         import pandas
 
         return pandas.DataFrame([
@@ -97,8 +92,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.target_layers[g] if self.target_layers else self.layers[s]
 
     def picture(self) -> TokenGrid:
-        """The picture's numbers and texts: the beginning of each text in its cell, coloured by its first token's
-        probability."""
+        """Plot data: the beginning of each text in its cell, coloured by its first token's probability."""
         source = "".join(self.source_tokens[p] for p in self.source_positions)
         target = "".join(self.target_tokens[p] for p in self.target_positions)
         matched = ", scaled to the length of what it replaces" if self.normed else ""
@@ -122,7 +116,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
-        """What stands in the cells: of one column the text, of several its first token."""
+        """The text in each cell: the continuation for a single column, otherwise its first token."""
         if not self.target_layers:
             return tuple((style.shorten(style.plain(row[0]), 60),) for row in self.texts)
         return tuple(tuple(style.visible(self.texts_of[int(token)]) for token in row) for row in self.top_ids[:, :, 0])
@@ -144,7 +138,7 @@ IDENTITY = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
 
 
 class Patchscope(Study):
-    """Place a prompt's activation, from every layer, into another prompt, and show what that goes on with.
+    """Place a prompt's activation, from every layer, into another prompt, and show how that continues.
 
     Raises: `TokensError` for positions that are missing or differ in number, `UnsupportedSite` for a site of another
     width, and the error of any run.
@@ -155,23 +149,23 @@ class Patchscope(Study):
     source: Prompt
     """Prompt whose activation is read."""
     target: Prompt = IDENTITY
-    """Prompt that it is placed into; by default one that asks for the token itself."""
+    """Prompt that it is patched into; by default one that asks for the token itself."""
     source_position: Position = -1
-    """Position, or selection, that is read; as many positions as `target_position`."""
+    """Position, or selection, to read; as many positions as `target_position`."""
     target_position: Position = -1
-    """Position, or selection, that is overwritten."""
+    """Position, or selection, to overwrite."""
     site: SiteField = "resid_post"
     """Site as wide as the stream, without layers."""
     layers: Layers = None
     """Layers to read: all by default, a number, a list, or a range such as "0:12"."""
     target_layers: Layers = None
-    """Layers to write, each with each; by default the layer that was read."""
+    """Layers to write, each combined with each layer read; by default only the layer that was read."""
     normed: Flag = False
-    """Scale the activation to the length of the row that it replaces."""
+    """Scale the activation to the norm of the row that it replaces."""
     max_tokens: int = 12
     """Tokens to generate."""
     tokens: ChosenTokens = ()
-    """Tokens whose probability as the first is wanted."""
+    """Tokens to report the probability of, as the first token."""
     top: int = 5
     """Likeliest first tokens to keep."""
 
@@ -224,8 +218,8 @@ patchscope = Patchscope.short_form("patchscope")
 
 
 class _Said:
-    """What patched runs of the target prompt say: their texts, and of their first token the likeliest, the chosen ones'
-    log-probabilities, and the KL divergence from the unpatched run's."""
+    """Results of the patched runs of the target prompt: their texts and, for their first token, the likeliest ones, the
+    log-probabilities of the chosen ones, and the KL divergence from the unpatched run."""
 
     def __init__(self, lm: LM, plain: Run, top: int, chosen: list[int]) -> None:
         self._lm, self._plain, self._top, self._chosen = lm, plain, top, chosen
@@ -269,7 +263,7 @@ class _Said:
 
 
 def _logprobs(run: Run) -> torch.Tensor:
-    """Of the first generated token, [V]."""
+    """Log-probabilities of the first generated token, [V]."""
     import torch
 
     return torch.as_tensor(run[LOGITS]).float()[0].log_softmax(-1)
@@ -278,7 +272,7 @@ def _logprobs(run: Run) -> torch.Tensor:
 def _vector(
     from_run: Run, into_run: Run, site: str, cell: tuple[int, int], out: list[int], into: list[int], normed: bool
 ) -> tuple[np.ndarray, float]:
-    """The rows [n, D] that a cell places, and what they were multiplied by, on average."""
+    """The rows [n, D] that a cell writes, and the mean factor on them."""
     rows_nD = np.asarray(from_run[Site(site, cell[0])], np.float32)[out]
     if not normed:
         return rows_nD, 1.0

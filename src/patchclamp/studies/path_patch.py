@@ -1,18 +1,18 @@
-"""Path patching: which heads does a head speak to, and does it speak to the answer itself?
+"""Path patching: which heads does a head act on, and does it act on the answer directly?
 
-Activation patching shows the effect of a head by all ways.  Path patching takes one: the sender (a head, or any part
-of a row) gets its value of the other prompt, everything between it and the receivers is held at the unpatched run, and
-what the receivers (inputs of later heads, or the logits) read in that run is put into the unpatched run.  What then
-changes came from the sender straight to the receiver.
+Activation patching shows the effect of a head along all paths. Path patching isolates one. The sender (a head, or any
+part of a row) gets its value from the other prompt, and everything between it and the receivers (inputs of later heads,
+or the logits) is frozen to the unpatched run. The receivers' inputs from that run are then patched into the unpatched
+run. The resulting change came directly from the sender to the receiver.
 
-    run 1  unpatched; all between is captured
-    run 2  sender patched, all between frozen to run 1; what the receivers read is captured
-    run 3  unpatched, the receivers' inputs from run 2; graded
+    run 1  unpatched; everything between is captured
+    run 2  sender patched, everything between frozen to run 1; the receivers' inputs are captured
+    run 3  unpatched, with the receivers' inputs from run 2; graded
 
-Where the receiver is the end of the model (`final_norm` or `logits`), run 2 is graded and there is no run 3.
+If the receiver is the end of the model (`final_norm` or `logits`), run 2 is graded and there is no run 3.
 
 Source: Goldowsky-Dill et al. 2023 (arXiv:2304.05969); Wang et al. 2022 (arXiv:2211.00593), section 3.1 and appendix B,
-where MLPs count as part of the way: freeze=("z",).
+where MLPs count as part of the path: freeze=("z",).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from patchclamp.studies.sweep_result import Column, PathPatchResult, Row, Side, 
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")
 ATTENTION, MLP = ("z", "attn_out"), ("neurons", "mlp_out")  # senders
-SENDERS_AT_ONCE = 64  # runs whose receivers' inputs are kept together
+SENDERS_AT_ONCE = 64  # senders whose receivers' inputs are kept at a time
 
 
 class Receiver(NamedTuple):
-    """Sites whose inputs are patched together; none: the end of the model."""
+    """Sites whose inputs are patched together; empty for the end of the model."""
 
     label: str
     sites: tuple[Site, ...]
@@ -82,39 +82,37 @@ class Receiver(NamedTuple):
 class PathPatch(Study):
     """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
 
-    Rows of the grid are senders,
-    columns receivers. A receiver that does not lie behind a sender has NaN there. Receivers
-    are patched at every position.
+    Rows of the grid are senders, columns receivers. A receiver that is not downstream of a sender has NaN there.
+    Receivers are patched at every position.
 
-    Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument,
-    and the
-    error of any run.
+    Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument, and
+    the error of any run.
     """
 
     command = "paths"
 
     clean: Prompts
-    """Prompt whose senders are patched in; or a list, pair by pair. Both prompts of a pair have one length."""
+    """Prompt whose senders are patched in; or a list, one per pair. Both prompts of a pair have the same length."""
     corrupt: Prompts
-    """Prompt that is run with them."""
+    """Prompt that is run with these senders."""
     answer: Answers
-    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
-    Several pairs share one or have a list."""
+    """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
+    One for all pairs, or a list with one per pair."""
     foil: Answers = None
-    """What the answer is compared with. Metrics logprob and prob need none."""
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     senders: Senders = ("z",)
-    """z, attn_out, neurons or mlp_out, or 'z[9, 3]'; the heads of all layers by default."""
+    """Senders: z, attn_out, neurons or mlp_out, or 'z[9, 3]'; the heads of all layers by default."""
     receivers: Receivers = ("logits",)
-    """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a list among them (joined by + on the command
-    line) is patched together."""
+    """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a nested list (joined by + on the command line)
+    is patched together."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     group: int | None = 1
     """Heads or neurons per sender."""
     positions: Position = None
-    """Selection at which senders are patched, or of several pairs a list, one per pair; the whole prompt by default."""
+    """Selection at which senders are patched, or a list with one per pair; the whole prompt by default."""
     freeze: Frozen = ("z", "mlp_out")
-    """What is held between sender and receiver: z, attn_out, mlp_out."""
+    """Sites to freeze between sender and receiver: z, attn_out, mlp_out."""
     metric: Text = "logit_diff"
     """logit_diff, recovered, logprob or prob."""
     direction: Text = "denoising"
@@ -151,7 +149,7 @@ path_patch = PathPatch.short_form("path_patch")
 
 
 class _Paths:
-    """What is patched. `receivers_of`: the numbers of the receivers that lie behind each sender."""
+    """The checked arguments. `receivers_of`: the numbers of the receivers downstream of each sender."""
 
     def __init__(
         self, lm: LM, asked: list[Asked], rows: list[Row], receivers: list[Receiver], frozen: tuple[str, ...],
@@ -168,17 +166,17 @@ class _Paths:
 
     @property
     def chunks(self) -> list[list[int]]:
-        """Senders with a receiver behind them, some at a time."""
+        """Senders with a receiver downstream, in groups."""
         sending = [r for r, of in enumerate(self.receivers_of) if of]
         return [sending[i : i + SENDERS_AT_ONCE] for i in range(0, len(sending), SENDERS_AT_ONCE)]
 
     def places(self, some: Sequence[int]) -> list[tuple[int, int]]:
-        """The (sender, receiver) that are patched of some senders, by number."""
+        """The (sender, receiver) paths of some senders, by number."""
         return [(r, p) for r in some for p in self.receivers_of[r]]
 
     @property
     def total(self) -> int:
-        """How many runs are graded, those for the noise floor among them."""
+        """The number of graded runs, including those for the noise floor."""
         return len(self.asked) * sum(planned([len(self.places(some))], MIN_RERUNS) for some in self.chunks)
 
     @functools.cached_property
@@ -191,7 +189,7 @@ class _Paths:
 
 
 def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatchResult:
-    """The result, a pair of prompts after the other."""
+    """The result, one pair of prompts at a time."""
     prompts = [Trial(words.ids, (), pair.graded) for pair in paths.asked for words in (pair.clean, pair.corrupt)]
     values = cells.graded(prompts)
     both = list(zip(values[::2], values[1::2], strict=True))  # clean and corrupt, before normalisation
@@ -212,7 +210,7 @@ def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatc
 
 
 def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatchResult:
-    """The result before any path has been patched."""
+    """The result before any path is patched."""
     pairs = []
     for pair, values in zip(paths.asked, both, strict=True):
         offset, factor = pair.graded.scale(*values)
@@ -231,7 +229,7 @@ def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatchResult:
 
 
 class _OfPair:
-    """Patches the paths in one pair of prompts. It holds the runs that are read: both prompts', and those of senders
+    """Patches the paths in one pair of prompts. It holds the source runs: those of both prompts, and those of senders
     whose receivers are being patched.
 
     both: the metric of the clean and of the corrupt prompt, before normalisation
@@ -247,7 +245,7 @@ class _OfPair:
         self._source: Run | None = None
 
     def fill(self, cells: Cells, some: Sequence[int], values: np.ndarray, finished: Finished) -> float:
-        """Writes what some senders give with all receivers behind them into `values` [R, P]. Returns the noise floor
+        """Write the values of some senders and all receivers downstream into `values` [R, P]. Returns the noise floor
         of these runs."""
         places = self._paths.places(some)
         numbers = np.array([r * values.shape[1] + p for r, p in places])
@@ -265,7 +263,7 @@ class _OfPair:
         return float(np.max(np.abs(found.baselines - self._base_value))) * abs(self._factor)
 
     def _sent(self, some: Sequence[int]) -> list[Run | None]:
-        """Run 2 of every sender that needs one of its own; the last ones are given up."""
+        """Run 2 of every sender, or None if all receivers are the end of the model; closes the previous ones."""
         paths = self._paths
         source, base = self._both()
         for run in self._open:
@@ -280,7 +278,7 @@ class _OfPair:
         return list(self._open)
 
     def _edits(self, r: int, p: int, sent: Run | None) -> list[Op]:
-        """The edits of the run that is graded."""
+        """The edits of the graded run."""
         receiver = self._paths.receivers[p]
         if not receiver.sites:
             return self._sending(self._paths.rows[r], *self._both())
@@ -289,9 +287,8 @@ class _OfPair:
         return [Replace(From(sent, at, whole), at=at, tokens=whole) for at in receiver.sites]
 
     def _sending(self, row: Row, source: Run, base: Run) -> list[Op]:
-        """The edits of run 2: the sender's value of the other prompt, and all behind it as in the unpatched run.
-
-        Of the sender's own layer the MLP lies behind attention.
+        """The edits of run 2: the sender gets its value from the other prompt, everything downstream is frozen to the
+        unpatched run. In the sender's own layer, the MLP is downstream of attention.
         """
         column, layer, written = self._column, row.layer, self._paths.written
         assert layer is not None
@@ -306,7 +303,7 @@ class _OfPair:
         return edits
 
     def _both(self) -> tuple[Run, Run]:
-        """Runs of the prompt that is read and of the one that is patched."""
+        """Runs of the source prompt and of the patched prompt."""
         if self._source is None or self._base is None:
             paths = self._paths
             sending = [at for row in paths.rows for at in row.sites]
@@ -321,8 +318,8 @@ class _OfPair:
 
 
 def _behind(lm: LM, row: Row, receiver: Receiver) -> bool:
-    """Whether a receiver reads what a sender wrote: one of its sites lies in a later layer, or in the same one behind
-    the sender. Its other sites have what they have without a patch."""
+    """True if a receiver reads what a sender wrote: one of its sites is in a later layer, or downstream in the same
+    layer. Its other sites keep their unpatched values."""
     return not receiver.sites or any(_site_behind(lm, row, site) for site in receiver.sites)
 
 
@@ -338,7 +335,7 @@ def _site_behind(lm: LM, row: Row, site: Site) -> bool:
 
 
 def _check_mixers(lm: LM) -> None:
-    """What lies between is held by its attention and MLPs: a state between them would let other ways through."""
+    """Refuse recurrent layers: the frozen sites cover attention and MLPs, so a state would let other paths through."""
     recurrent = lm.sites.sizes.recurrent
     if recurrent:
         raise UnsupportedSite(
@@ -348,7 +345,7 @@ def _check_mixers(lm: LM) -> None:
 
 
 def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
-    """What lies between is frozen position by position, so a pair's prompts are of one length."""
+    """Check that both prompts of a pair have the same length, because freezing is position by position."""
     several = listed(clean) and listed(corrupt)
     for i, pair in enumerate(zip(clean, corrupt, strict=False) if several else [(clean, corrupt)]):
         where = f"[{i}]" if several and len(clean) > 1 else ""
@@ -361,7 +358,7 @@ def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
 
 
 def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
-    """The rows: heads and neurons in groups, and outputs that have no such parts as they are."""
+    """The sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):
         try:
@@ -411,7 +408,7 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 
 
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
-    """The one column of senders' positions; of several pairs perhaps a selection each."""
+    """The single column of senders' positions; for several pairs, it may hold a selection for each."""
     positions = as_plain(positions, "positions")
     if isinstance(positions, (list, tuple)) and not listed(clean):
         raise ProgramError(

@@ -1,7 +1,7 @@
-"""What a cell is patched with: a row of another run, zeros, a vector of the bank, a mean over prompts, or a row of a
-prompt drawn at random.
+"""Sources of the values that a sweep writes into a cell: a row of another run, zeros, a vector of the bank, a mean over
+prompts, or a row of a randomly drawn prompt.
 
-    D width of what is patched · T positions of a prompt
+D width of the patched row · T positions of a prompt
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from patchclamp.studies.sweep_result import Row, chosen_positions, words_of
 
 
 class Zeros(msgspec.Struct, frozen=True):
-    """Zeros: zero ablation."""
+    """Zero ablation."""
 
 
 class Banked(Converted, frozen=True):
-    """What `lm.bank` has under a name: a vector, means, or a run, whose rows at the patched positions are taken."""
+    """An entry of `lm.bank`: a vector, means, or a run, whose rows at the patched positions are used."""
 
     name: str
 
 
 class MeanOf(Converted, frozen=True):
-    """The mean over the positions of some prompts, or over those of a selection.
+    """The mean over all positions of some prompts, or over a selection of them.
 
-    by_position: the mean at each position by itself; then the prompts are as long as the patched one, and there is no
-        selection
+    by_position: take the mean at each position separately; the prompts must be as long as the patched one, and there
+        is no selection
     Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2.
     """
 
@@ -48,9 +48,9 @@ class MeanOf(Converted, frozen=True):
 
 
 class Resampled(Converted, frozen=True):
-    """The row of a prompt drawn for each cell from some that are as long as the patched one, at the same position.
+    """For each cell, the row at the same position of a randomly drawn prompt, which is as long as the patched one.
 
-    draws: how many prompts are drawn for a cell, whose value is their mean
+    draws: the number of prompts drawn per cell, whose values are averaged
     Source: resample ablation, Chan et al. 2022, "Causal scrubbing" (Alignment Forum).
     """
 
@@ -63,7 +63,7 @@ Source = Zeros | Banked | MeanOf | Resampled
 
 
 def as_source(source: Any) -> Source:
-    """A source from "zeros", "bank:NAME", an object, or one of JSON with the type mean or resampled."""
+    """A source from "zeros", "bank:NAME", an object, or a JSON object with the type mean or resampled."""
     if isinstance(source, dict):
         source = _of_json(source)
     if isinstance(source, (MeanOf, Resampled)):
@@ -108,7 +108,7 @@ def _of_json(source: dict[str, Any]) -> Source:
 
 
 def question_of(lm: LM, source: Source | None) -> Any:
-    """What of a source decides the values of a study, as plain data."""
+    """Everything about a source that decides the values of a study, as plain data."""
     if source is None or isinstance(source, Zeros):
         return type(source).__name__
     if isinstance(source, Banked):
@@ -124,7 +124,7 @@ def question_of(lm: LM, source: Source | None) -> Any:
 
 
 def _entry(lm: LM, name: str, path: str) -> Any:
-    """What the bank has under a name."""
+    """The entry of the bank with this name."""
     try:
         return lm.bank[name]
     except PatchclampError as error:
@@ -132,7 +132,7 @@ def _entry(lm: LM, name: str, path: str) -> Any:
 
 
 def in_words(source: Source) -> str:
-    """What is written into cells: `zeros`, `'french' of the bank`, `the mean of 3 prompts`."""
+    """A description of the written values: `zeros`, `'french' of the bank`, `the mean of 3 prompts`."""
     if isinstance(source, Zeros):
         return "zeros"
     if isinstance(source, Banked):
@@ -154,17 +154,17 @@ class Writer(Protocol):
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `cell`: the numbers of
-        the pair of prompts, the row and the column."""
+        """The edits of a cell, for each of its draws: positions `write` get the values at `read`. `cell`: the numbers
+        of the pair of prompts, the row and the column."""
         ...
 
     def close(self) -> None:
-        """Lets go of what was captured."""
+        """Free the captures."""
         ...
 
 
 class Mixing(msgspec.Struct, frozen=True):
-    """How much of the new value is mixed in, and in which columns: `Replace`'s alpha and mask."""
+    """The weight of the new value, and the columns it applies to: `Replace`'s alpha and mask."""
 
     alpha: float = 1.0
     mask: Vector | Named | None = None
@@ -173,11 +173,11 @@ class Mixing(msgspec.Struct, frozen=True):
         return Replace(value, at=at, tokens=every[write], alpha=self.alpha, mask=self.mask)
 
     def question(self, lm: LM) -> dict[str, Any]:
-        """As plain data; a mask of the bank with its numbers, as they are now."""
+        """The mix as plain data; a mask of the bank with its current numbers."""
         return {"alpha": self.alpha, "mask": msgspec.to_builtins(self.vector(lm))}
 
     def in_words(self, lm: LM) -> str:
-        """What follows the words of a source: ` with alpha 0.5 in 3 of 64 columns`; nothing where all of it counts."""
+        """A suffix to a source's description: ` with alpha 0.5 in 3 of 64 columns`; empty for a full replacement."""
         words = "" if self.alpha == 1 else f" with alpha {self.alpha:g}"
         mask = self.vector(lm)
         if isinstance(mask, Vector):
@@ -187,7 +187,7 @@ class Mixing(msgspec.Struct, frozen=True):
         return words
 
     def vector(self, lm: LM) -> Any:
-        """The mask, of the bank if it is named there; None if all columns are mixed in."""
+        """The mask, from the bank if it is named; None if it covers all columns."""
         if not isinstance(self.mask, Named):
             return self.mask
         entry = _entry(lm, self.mask.name, "mask")
@@ -195,7 +195,7 @@ class Mixing(msgspec.Struct, frozen=True):
 
 
 class _Light:
-    """A writer that has nothing to let go of."""
+    """A writer with nothing to free."""
 
     draws = 1
 
@@ -204,7 +204,7 @@ class _Light:
 
 
 class FromRun(_Light):
-    """Rows that another run captured, which whoever captured it closes."""
+    """Rows of another run, which its creator closes."""
 
     def __init__(self, run: Run, mixing: Mixing) -> None:
         self._run, self._mixing = run, mixing
@@ -216,7 +216,7 @@ class FromRun(_Light):
 
 
 class FromZeros(_Light):
-    """Zeros."""
+    """Writes zeros."""
 
     def __init__(self, lm: LM, mixing: Mixing) -> None:
         self._lm, self._mixing = lm, mixing
@@ -230,7 +230,7 @@ class FromZeros(_Light):
 
 
 class FromBank(_Light):
-    """What the bank has under a name."""
+    """Writes an entry of the bank."""
 
     def __init__(self, lm: LM, name: str, mixing: Mixing) -> None:
         self._name, self._mixing = name, mixing
@@ -261,7 +261,7 @@ class FromMean(_Light):
 
 
 class FromDrawn:
-    """Rows of runs, one drawn for each cell and draw by the seed and the cell alone: not by how cells are grouped."""
+    """Rows of randomly drawn runs. A draw depends only on the seed and the cell, not on how cells are batched."""
 
     def __init__(self, runs: list[Run], seed: int, draws: int, mixing: Mixing) -> None:
         self._runs, self._seed, self.draws, self._mixing = runs, seed, draws, mixing
@@ -278,8 +278,8 @@ class FromDrawn:
 
 
 def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> Writer:
-    """A writer of a source for cells of some rows of a prompt of `length` tokens, None where prompts differ in length.
-    Runs the prompts that the source is of."""
+    """Run a source's prompts, and return a writer for cells of some rows. `length` is that of the patched prompt, None
+    if there are several lengths."""
     if isinstance(source, Zeros):
         return FromZeros(lm, mixing)
     if isinstance(source, Banked):
@@ -302,7 +302,7 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
 
 
 def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], score: Any = ()) -> list[Run]:
-    """Runs of prompts that capture some sites at every position. Raises the error of one that failed."""
+    """Runs of prompts that capture some sites at every position. Raises the error of a failed run."""
     names = {site.name for site in sites}
     wanted = [Site(site.name, site.layers) @ _readable(site.name) for site in sites]
     assert names or not sites
@@ -312,19 +312,19 @@ def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site
             run.answer  # noqa: B018  raises the run's own error
     except BaseException:
         for run in runs:
-            run.close()  # the error's frames may hold them for long
+            run.close()  # the error's frames may keep it alive for long
         raise
     return runs
 
 
 def width_of(lm: LM, at: Site) -> int:
-    """How many numbers a row has at a site of one layer."""
+    """The width of a row at a site of one layer."""
     ref = lm.sites.resolve(at)[0]
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
 
 
 def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mixing) -> None:
-    """Raises `ShapeError` for a mask, or a vector of the bank, that is not as wide as what is patched."""
+    """Raise `ShapeError` for a mask, or a vector of the bank, whose width differs from the patched row's."""
     entry = _entry(lm, source.name, "source") if isinstance(source, Banked) else None
     sites = [at for row in rows for at in row.sites]
     for vector, path, what in ((mixing.vector(lm), "mask", "mask"), (entry, "source", "vector")):
@@ -336,7 +336,7 @@ def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mix
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
-    """A mask [W] that is 1 in some columns of a row and 0 in the others, for sites of one width."""
+    """A mask [W] that is 1 in the given columns of a row and 0 elsewhere, for sites of one width."""
     refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
     widths = sorted({width_of(lm, Site(ref.name, ref.layer, parse_index(ref.index) if ref.index else None))
                      for ref in refs})  # fmt: skip
@@ -354,7 +354,7 @@ def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) 
 
 
 def _readable(name: str) -> Positions:
-    """What of a prompt to capture: logits exist at its end only."""
+    """The positions to capture: logits exist only at the prompt's end."""
     return Positions("prompt", -1) if name == "logits" else Positions("prompt")
 
 
@@ -379,7 +379,7 @@ def _means(
     """The mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
     totals: dict[str, Any] = {}
     count = 0
-    for i, ids in enumerate(prompts):  # one at a time: what they capture may be large
+    for i, ids in enumerate(prompts):  # one at a time, because captures may be large
         (run,) = captured_runs(lm, [ids], sites)
         positions = list(range(len(ids))) if chosen is None else list(chosen[i])
         count += 1 if by_position else len(positions)

@@ -1,44 +1,26 @@
-"""Steering vectors: directions from contrasting prompts, the layer where they tell prompts apart best, and what a model
-does as they are added more and more.
+"""Steering vectors: a direction per layer from contrasting prompts, the layer where it works best, and a behaviour's
+score by strength.
 
-Three ways to a direction from rows of two classes, and how well it tells held-out rows apart.
+Three methods find a direction from rows of two classes. A direction is scaled so that adding it once moves the mean of
+the negative class to that of the positive class, as measured along the direction. Equal scales are then equal strengths
+for all three methods.
 
-n rows of the positive class · m of the negative one · D their width · r the rank of all rows
+A behaviour is a continuation that shows it, optionally compared with one that does not. Its score is the
+log-probability of all tokens of the first, minus that of the second (`studies.teacher_forcing`); for one token each,
+this is their logit difference. The strength curve shows the score as the vector is added with growing scale.
 
-A direction is scaled so that adding it once moves the mean of the negative class to that of the positive one, as far as
-that lies along it: the same scale means the same strength for all three.
+Control vectors are exchanged with llama.cpp and repeng as GGUF of the architecture `controlvector`, tensors
+`direction.N`. llama.cpp adds `direction.N` to the stream after its layer N, counted from 0, and so does repeng with
+`directions[N]`: this is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, the second layer. It cannot
+represent a direction of layer 0, and refuses a file that has one.)
 
-Control vectors as llama.cpp and repeng keep them: GGUF of the architecture `controlvector`, tensors `direction.N`.
+Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681), section 4 for behaviour by multiplier;
+representation engineering, Zou et al. 2023 (arXiv:2310.01405); propensity as a logit difference, Tan et al. 2024
+(arXiv:2407.12404), section 3; llama.cpp, `common_control_vector_load` and `llama_adapter_cvec`; repeng,
+`ControlVector.export_gguf`.
 
-llama.cpp adds `direction.N` to the stream after its layer N, counted from 0, and so does repeng with `directions[N]`:
-it is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, which is the second layer. It has no place for a
-direction of layer 0, and refuses a file that has one.)
-
-Source: llama.cpp, `common_control_vector_load` and `llama_adapter_cvec`; repeng, `ControlVector.export_gguf`.
-
-Steering vectors as a result: a vector a layer, how they were made and checked, and their way into a run.
-
-L layers · W numbers of a vector
-
-A behaviour: a continuation that shows it, and maybe one that does not; its score is the log-probability of the one
-less that of the other, of all their tokens (`studies.teacher_forcing`).
-
-P prompts · E edits
-
-Steering vectors from contrasting prompts, and the layer whose vector tells held-out prompts apart best.
-
-Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681); representation engineering, Zou et al.
-2023 (arXiv:2310.01405).
-
-The strength curve of steering vectors: how a behaviour's score moves as the vector is added more and more.
-
-The behaviour is a continuation that shows it, beside one that does not if you like. Its score is its log-probability
-after the prompt, of all its tokens, or the difference of the two: for one token each that is their logit difference.
-
-Source: Rimsky et al. 2023 (arXiv:2312.06681), section 4 (behaviour by multiplier); Tan et al. 2024 (arXiv:2407.12404),
-section 3, whose propensity is the logit difference.
-
-Steering vectors and their strength curves as `Curves`.
+n rows of the positive class · m of the negative one · D their width · r the rank of all rows · L layers · W numbers of
+a vector · P prompts · E edits
 """
 
 from __future__ import annotations
@@ -109,7 +91,7 @@ STEPS, CONVERGED = 100, 1e-10
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
-    """Raises `UnknownName` for a method that there is not, `ProgramError` for PCA of prompts that are not pairs."""
+    """Raise `UnknownName` for an unknown method, `ProgramError` for PCA of prompts that do not form pairs."""
     if method not in METHODS:
         raise unknown("method", str(method), METHODS, "method")
     if method == "pca" and positive != negative:
@@ -119,7 +101,7 @@ def check_method(method: str, positive: int, negative: int) -> None:
 def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
     """A direction [D], fp64, by the method's name.
 
-    Raises: as `check_method`, and `ProgramError` where the classes cannot be told apart at all.
+    Raises: as `check_method`, and `ProgramError` if the classes have the same mean along the direction.
     """
     check_method(method, len(positive_nD), len(negative_mD))
     positive_nD, negative_mD = np.asarray(positive_nD, np.float64), np.asarray(negative_mD, np.float64)
@@ -140,9 +122,9 @@ def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndar
 
 
 def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
-    """The first principal component of the pairs' differences, about 0: their mean counts, it is what is looked for.
+    """The first principal component of the pairs' differences about 0, so that their mean counts: it is the signal.
 
-    That is what PCA finds where the order within each pair is shuffled, so that the differences have a mean of 0.
+    PCA finds the same when the order within each pair is shuffled, so that the differences have a mean of 0.
     Source: Zou et al. 2023 (arXiv:2310.01405), section 3.1.
     """
     return np.linalg.svd(positive_nD - negative_nD, full_matrices=False)[2][0]
@@ -169,7 +151,7 @@ def probe(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
 
 
 def _logistic(design_NR: np.ndarray, y_N: np.ndarray) -> np.ndarray:
-    """Weights [R], the last of them the intercept, which has no ridge; Newton's steps, halved while they go up."""
+    """Weights [R], the last one the intercept, without a ridge; by Newton steps, halved while the loss rises."""
     ridge_R = np.append(np.full(design_NR.shape[1] - 1, RIDGE), 0.0)
 
     def loss(w_R: np.ndarray) -> float:
@@ -195,10 +177,10 @@ METHODS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class Check(msgspec.Struct, frozen=True):
-    """How well a direction tells held-out rows apart.
+    """The separation of held-out rows along a direction.
 
-    accuracy: the share on the right side of the middle between the classes' means in the rows it was made of, each
-        class counting half
+    accuracy: the share on the right side of the midpoint between the class means of the rows it was fitted on, with
+        equal weight for each class
     separation: the distance of the held-out means along it, in their pooled standard deviations (Cohen's d)
     """
 
@@ -209,7 +191,7 @@ class Check(msgspec.Struct, frozen=True):
 def check(
     direction_D: np.ndarray, made_of: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray]
 ) -> Check:
-    """Checks a direction on held-out rows; of rows first the positive class [n, D], then the negative one [m, D]."""
+    """Check a direction on held-out rows; each pair is the positive class [n, D], then the negative one [m, D]."""
     middle = sum(float(np.mean(rows @ direction_D)) for rows in made_of) / 2
     positive, negative = (np.asarray(rows, np.float64) @ direction_D for rows in held_out)
     accuracy = (np.mean(positive > middle) + np.mean(negative <= middle)) / 2
@@ -223,7 +205,7 @@ HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
 
 
 def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: str) -> Path:
-    """Writes directions [D] by layer.
+    """Write directions [D], by layer.
 
     Raises: `ProgramError` for layer 0, `PatchclampError` without the gguf package.
     """
@@ -248,9 +230,9 @@ def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: st
 
 
 def read(path: str | Path) -> tuple[dict[int, np.ndarray], str]:
-    """Directions [D] by layer, fp32, and the model that the file was made for.
+    """Read directions [D] by layer, fp32, and the model that the file was made for.
 
-    Raises: `ProgramError` for what is no control vector, `PatchclampError` without the gguf package.
+    Raises: `ProgramError` if it is not a control vector, `PatchclampError` without the gguf package.
     """
     package = _package()
     try:
@@ -286,12 +268,12 @@ def _package() -> Any:
         raise PatchclampError("GGUF files need the gguf package: pip install gguf") from None
 
 
-IMPORTED = "imported"  # the method of vectors that came from elsewhere
+IMPORTED = "imported"  # the method of vectors from a file or another package
 
 
 class PromptSet(msgspec.Struct, frozen=True):
-    """Prompts that vectors were made of: how many, how many of them were held out, and the hash of their token ids
-    (`studies.prompts.content_hash`)."""
+    """A set of prompts that vectors were made from: their number, the number held out, and the hash of their token ids
+    (`studies.inputs.content_hash`)."""
 
     count: int
     held_out: int
@@ -299,17 +281,17 @@ class PromptSet(msgspec.Struct, frozen=True):
 
 
 class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`vectors` [L, W] fp32, one for each of `layers`, at `site`; scale 1 moves the negative prompts' mean to the
+    """`vectors` [L, W] fp32, one for each of `layers`, at `site`. Scale 1 moves the negative prompts' mean to the
     positive ones', along the direction.
 
-    method: "mean", "pca", "probe" or "imported" · tokens: which of a prompt were read, as text; of several the mean
-    accuracy, separation [L]: of the held-out prompts (`directions.Check`), NaN where none were held out
-    effect [L]: how much the layer's vector, added once, moves the score of a behaviour on the held-out negative
-        prompts (`strength_curve`), in nats; NaN where no behaviour was given
-    row_norm [L]: the mean length of the rows that were read: how large a vector is beside them
-    best: the layer of the largest effect, or without a behaviour of the highest accuracy, among equals of the largest
-        separation; None if nothing was held out
-    family: the model's site table, which GGUF files have as a hint
+    method: "mean", "pca", "probe" or "imported" · tokens: those read from each prompt, as text; several are averaged
+    accuracy, separation [L]: of the held-out prompts (`Check`), NaN without held-out prompts
+    effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
+        (`strength_curve`), in nats; NaN without a behaviour
+    row_norm [L]: mean norm of the rows that were read, for comparison with the vectors' norms
+    best: the layer with the largest effect or, without a behaviour, the highest accuracy, ties broken by separation;
+        None if no prompts were held out
+    family: the model's site table, stored as a hint in GGUF files
     """
 
     method: str
@@ -328,7 +310,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     family: str
 
     def vector(self, layer: int | None = None) -> np.ndarray:
-        """The vector [W] of a layer, of the best one if not given: a copy."""
+        """A copy of the vector [W] of a layer, by default of the best one."""
         layer = self.best if layer is None else layer
         if layer is None:
             raise ProgramError(f"no layer is known to be the best: name one of {list(self.layers)}", "layer")
@@ -339,8 +321,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     def edits(
         self, scale: float = 1.0, *, layers: Iterable[int] | int | None = None, tokens: TokensLike = every
     ) -> tuple[Add, ...]:
-        """Edits for `lm.run(..., edits=vectors.edits(2.0))`: the vector is added at the best layer, or where none is
-        known at all of them, as llama.cpp does with a file; or at `layers`.
+        """Edits for `lm.run(..., edits=vectors.edits(2.0))`. They add the vector at `layers`, by default at the best
+        layer, or at all layers if no best is known, as llama.cpp does with a file.
 
         Raises: `ProgramError` for a layer that has no vector.
         """
@@ -360,8 +342,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return chosen
 
     def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
-        """Copies of the vectors by layer, as repeng's `ControlVector.directions` has them; of the layers that `edits`
-        takes.
+        """Copies of the vectors by layer, in the form of repeng's `ControlVector.directions`; of the same layers as
+        `edits`.
 
         Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
         """
@@ -370,21 +352,21 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self._chosen(layers)}
 
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
-        """Writes a control vector for llama.cpp and repeng: with `--control-vector-scaled FILE:2` llama.cpp does what
-        `edits(2.0)` of the same layers does here. Raises: as `directions` and `gguf.write`."""
+        """Write a control vector for llama.cpp and repeng. `--control-vector-scaled FILE:2` of llama.cpp matches
+        `edits(2.0)` of the same layers. Raises: as `directions` and `write`."""
         return write(path, self.directions(layers), self.family)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> SteeringVectors:
-        """Reads a control vector of llama.cpp or repeng. Raises: as `gguf.read`."""
+        """Read a control vector of llama.cpp or repeng. Raises: as `read`."""
         directions, hint = read(path)
         return cls.from_directions(directions, hint)
 
     @classmethod
     def from_directions(cls, directions: Mapping[int, Any], model_hint: str = "") -> SteeringVectors:
-        """From vectors [D] by layer, as repeng's `ControlVector.directions`; layers may count from the end nowhere.
+        """Build from vectors [D] by layer, as in repeng's `ControlVector.directions`; negative layers are refused.
 
-        Raises: `ShapeError` where they are not of one width.
+        Raises: `ShapeError` if their widths differ, a layer is negative, or a vector is all zeros.
         """
         if not isinstance(directions, Mapping):
             raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
@@ -404,7 +386,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a layer: the vector's length, that of the rows it was made of, and the held-out check."""
+        """One row per layer: the vector's norm, the norm of the rows it was made from, and the held-out check."""
         import pandas
 
         return pandas.DataFrame({
@@ -413,7 +395,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         })  # fmt: skip
 
     def picture(self) -> Curves:
-        """The held-out check against the layer, with the texts of its picture."""
+        """Plot data: the held-out check by layer."""
 
         return of_layers(self)
 
@@ -442,7 +424,7 @@ class Behaviour(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, lm: LM, answer: Any, foil: Any, prompts: int) -> Behaviour:
-        """From a text, a token id or a list of token ids, for all prompts, or a list of texts, one a prompt."""
+        """From a text, a token id or a list of token ids for all prompts, or a list of texts, one per prompt."""
         foils = None if foil is None else _continuations(lm, foil, prompts, "foil")
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
@@ -450,10 +432,10 @@ class Behaviour(msgspec.Struct, frozen=True):
         self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
         journal: Journal | None = None,
     ) -> Scored:  # fmt: skip
-        """Scores every prompt under every one of some edits. What `journal` has is not computed again."""
+        """Score every prompt under each of some edits. Scores in `journal` are not computed again."""
         sides = [self.answers] if self.foils is None else [self.answers, self.foils]
         items = [
-            Forced(one.ids, side[p], edit, one.text)  # those that share a run stand beside each other
+            Forced(one.ids, side[p], edit, one.text)  # items that share a run are next to each other
             for p, one in enumerate(asked) for edit in edits for side in sides
         ]  # fmt: skip
         with progress("scoring", len(items), show) as advance:
@@ -462,13 +444,13 @@ class Behaviour(msgspec.Struct, frozen=True):
         return Scored(grids[:, :, 0], grids[:, :, 1] if self.foils is not None else None)
 
     def question(self, edits: Sequence[tuple[Op, ...]]) -> dict[str, Any]:
-        """What decides the scores, beside the prompts, as plain data."""
+        """Everything except the prompts that decides the scores, as plain data."""
         programs = [Program.of(list(edit)).fingerprint for edit in edits]
         return {"answers": self.answers, "foils": self.foils, "edits": programs}
 
 
 def check_behaviour(lm: LM, answer: Any, foil: Any, held_out: float) -> None:
-    """Raises what is wrong with a behaviour that a best layer is looked for by."""
+    """Check the behaviour by which the best layer is chosen."""
     if answer is None:
         if foil is not None:
             raise ProgramError("a foil is beside an answer: give answer=", "foil")
@@ -512,9 +494,8 @@ NO_CHECK = Check(float("nan"), float("nan"))
 class Steering(Study):
     """Make steering vectors from contrasting prompts, one per layer, and find the layer where it works best.
 
-    With `answer` the best layer is the one whose vector, added once to every token of the held-out negative prompts,
-    moves
-    log p(answer) − log p(foil) most; otherwise the one that tells held-out prompts apart best.
+    With `answer`, the best layer is the one whose vector, added once to every token of the held-out negative prompts,
+    moves log p(answer) − log p(foil) most; otherwise the one that best separates held-out prompts.
 
     Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
@@ -523,9 +504,9 @@ class Steering(Study):
     positional = 2
 
     positive: PromptFile
-    """Prompts that show what is looked for: texts or token ids, or with `chat` texts or lists of messages."""
+    """Prompts that show the behaviour: texts or token ids, or with `chat` texts or lists of messages."""
     negative: PromptFile
-    """Prompts that do not; equally many of both are pairs."""
+    """Prompts that do not show it; they form pairs with the positive ones if there are equally many."""
     method: Text = "mean"
     """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
     site: SiteField = "resid_post"
@@ -533,20 +514,20 @@ class Steering(Study):
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     tokens: Selected = prompt[-1]
-    """Tokens of each prompt that are read; the mean of several."""
+    """Tokens to read of each prompt; the mean of several."""
     chat: Flag = False
     """Ask each prompt as the user's turn of a chat."""
     held_out: float = 0.25
-    """Share of the prompts that layers are checked on; 0 for no check and no best layer."""
+    """Share of the prompts held out to check layers; 0 for no check and no best layer."""
     seed: int = 0
     """Seed that draws the held-out prompts."""
     answer: Answer = None
     """Continuation that shows the behaviour."""
     foil: Answer = None
-    """Continuation that does not."""
+    """Continuation that does not show it."""
 
     def check(self, curve: bool = False) -> None:
-        """Raise what can be wrong without a model. `curve`: whether prompts are scored under the vectors."""
+        """Raise errors that can be found without a model. `curve`: True if prompts are scored under the vectors."""
         check_method(self.method, len(self.positive), len(self.negative))
         if self.answer is None and (self.foil is not None or curve):
             raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
@@ -600,7 +581,7 @@ steering_vectors = Steering.short_form("steering_vectors")
 def _fit(
     method: str, positive_NLD: np.ndarray, negative_NLD: np.ndarray, tests: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, list[Check]]:
-    """Vectors [L, D] of the rows that are not held out, and their checks on those that are."""
+    """Vectors [L, D] of the rows that are not held out, and their checks on the held-out rows."""
     classes = positive_NLD, negative_NLD
     made_of = [np.delete(rows, test, axis=0) for rows, test in zip(classes, tests, strict=True)]
     held_out = [rows[test] for rows, test in zip(classes, tests, strict=True)]
@@ -614,7 +595,7 @@ def _fit(
 
 
 def _effects(scored: Scored) -> np.ndarray:
-    """How much each vector, added once, moves the score: [L], the mean over prompts. The first edits are none."""
+    """The change of the score by each vector, added once: [L], the mean over prompts. The first edit is empty."""
     scores = scored.scores.mean(0)
     return scores[1:] - scores[0]
 
@@ -635,8 +616,8 @@ def _site(lm: LM, site: str | Site) -> Site:
 
 
 def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the held-out prompts of each class; of pairs the same. At least one of each is held out, and one is
-    not, unless the share is 0."""
+    """Numbers of the held-out prompts of each class, the same for pairs. Unless the share is 0, each class has at least
+    one held-out prompt and one that is not."""
     if not 0 <= (share := as_float(share, "held_out")) < 1:
         raise ProgramError(f"a share from 0 to below 1 is needed, not {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
@@ -652,7 +633,7 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """What is kept of a prompt: its mean row at each layer [L, D], and the mean length of its rows [L]."""
+    """The record of a prompt: its mean row at each layer [L, D], and the mean norm of its rows [L]."""
 
     mean: Stored
     lengths: Stored
@@ -661,7 +642,7 @@ class _Read(msgspec.Struct, frozen=True):
 def _read(
     lm: LM, journal: Journal | None, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The mean row of each prompt at each layer [N, L, D], and the mean length [L] of all rows."""
+    """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
 
     def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
@@ -676,7 +657,7 @@ def _read(
         rows_LTD = [np.asarray(tensors[site], np.float64) for site in sites]
         if not len(rows_LTD[0]):
             raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
-        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
+        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # flattens heads
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
 
@@ -688,11 +669,11 @@ SCALES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """P prompts · S scales
+    """Log-probabilities of continuations under steering vectors, for P prompts and S scales.
 
     logprobs [P, S]: of the continuation `answers[p]`, all its tokens, in nats, with the vector times `scales[s]`
-    foil_logprobs [P, S]: of `foils[p]`; NaN where there are none
-    vectors: what was added, in words · layers: where · tokens: to which
+    foil_logprobs [P, S]: of `foils[p]`; NaN without foils
+    vectors: the vectors, in words · layers, tokens: where they were added
     """
 
     prompts: tuple[str, ...]
@@ -713,12 +694,12 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def slope(self) -> float:
-        """The change of the mean score by a scale of 1, of the straight line that fits best. It is above 0 where the
-        vector steers as it should."""
+        """The slope of the least-squares line through the mean score, per unit of scale. It is positive if the vector
+        steers as intended."""
         return float(np.polyfit(self.scales, self.scores.mean(0), 1)[0]) if len(self.scales) > 1 else float("nan")
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a prompt and scale."""
+        """One row per prompt and scale."""
         import pandas
 
         return pandas.DataFrame([
@@ -729,7 +710,7 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """The score against the scale, with the texts of its picture."""
+        """Plot data: the score by scale."""
 
         return of_strengths(self)
 
@@ -755,13 +736,13 @@ class StrengthCurve(Study):
     """Continuation that shows the behaviour: text, a token id or a list of ids for all prompts, or a list of texts,
     one per prompt."""
     foil: Answers = None
-    """Continuation that does not."""
+    """Continuation that does not show it."""
     scales: Strengths = SCALES
     """Factors of the vectors, ascending; 0 is the unedited model."""
     layers: Layers = None
-    """Layers of `vectors.edits`."""
+    """Layers to add the vectors at, as in `vectors.edits`."""
     tokens: Selected = every
-    """Tokens of `vectors.edits`; `generated` means the continuation."""
+    """Tokens to add the vectors at, as in `vectors.edits`; `generated` means the continuation."""
     chat: Flag = False
     """Ask each prompt as the user's turn of a chat."""
 
@@ -834,7 +815,7 @@ def of_layers(vectors: SteeringVectors) -> Curves:
 
 
 def of_strengths(curve: StrengthCurveResult) -> Curves:
-    """The mean score against the scale, with quartiles over prompts."""
+    """The mean score by scale, with quartiles over prompts."""
     low, high = np.quantile(curve.scores, (0.25, 0.75), axis=0)
     scales = np.array(curve.scales)
     lines = [Curve("mean over prompts", scales, curve.scores.mean(0), low, high)]

@@ -1,4 +1,4 @@
-"""What every study is made of: runs in batches, its result, and the journal from which it is resumed."""
+"""The base of every study: its configuration, its result, runs in batches, and the journal from which it resumes."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from patchclamp.trace.hints import check_options, hints_for
 
 
 class Reporter:
-    """Receives the progress of a study in place of a bar. What a method raises stops the study."""
+    """Receives the progress of a study in place of a bar. An error that a method raises stops the study."""
 
     def grid(self, cells: int) -> None:
-        """A grid of so many cells, in all pairs, will be filled."""
+        """A grid with this number of cells, over all pairs, will be filled."""
 
     def begin(self, what: str, total: int) -> None:
-        """A step of the study begins, of so many runs."""
+        """A step of the study begins, with this number of runs."""
 
     def advance(self, done: int) -> None:
-        """So many more runs have finished."""
+        """This number of further runs has finished."""
 
 
-Show = bool | Reporter | None  # a bar or not, by default on a terminal; or who receives the progress
+Show = bool | Reporter | None  # show a bar (None: on a terminal only), or a receiver of the progress
 
 
 @contextmanager
 def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
-    """Yields a function that advances the bar; `show` None shows it where standard error is a terminal."""
+    """Yield a function that advances the bar; `show` None shows it if standard error is a terminal."""
     if isinstance(show, Reporter):
         show.begin(what, total)
         yield show.advance
@@ -82,12 +82,12 @@ def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator
 
 
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".json")
-SAMPLED_BYTES = 1 << 16  # at both ends of a file of weights
+SAMPLED_BYTES = 1 << 16  # at both ends of a weights file
 
 
 def model_identity(lm: LM) -> tuple[str, str]:
-    """The model's name and, of a folder, the hash of its files: their names, sizes and ends, and config.json. It is the
-    same on every machine. Other weights of the same shapes have other ends."""
+    """The model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and ends. It is
+    the same on every machine, and differs for other weights of the same shapes because their ends differ."""
     folder = Path(lm.model.name)
     if not folder.is_dir():
         return lm.model.name, ""
@@ -112,10 +112,10 @@ FORMAT = "1"
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """What a result was made with.
+    """The model, engine and versions that made a result.
 
     model: hub id or folder · engine: its name and version · dtype: of the weights · patchclamp: its version ·
-    settings: of the engine, as far as results depend on them · seeds: those of everything that was drawn
+    settings: of the engine, as far as results depend on them · seeds: of everything that was drawn
     """
 
     model: str
@@ -127,13 +127,13 @@ class Provenance(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """Model, engine and dtype for a picture; of a local folder its name, for pictures travel."""
+        """Model, engine and dtype for plots; a local folder is reduced to its name, because plots are shared."""
         path = PurePath(self.model)
         return f"{path.name if path.is_absolute() else self.model} · {self.engine} · {self.dtype}"
 
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
-    """The provenance of what is run on `lm` now."""
+    """The provenance of runs on `lm`."""
     from patchclamp.version import __version__
 
     model = lm.model
@@ -142,33 +142,33 @@ def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
 
 
 class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The base of studies' results. Their arrays are NumPy's, and all their other fields go through JSON."""
+    """The base of studies' results. Their arrays are NumPy's, and all their other fields are stored as JSON."""
 
     provenance: Provenance
     config: dict[str, Any] = {}
 
     def picture(self, *of: Any) -> Picture:
-        """The numbers and texts of its picture; some studies let `of` choose what to show."""
+        """The data of its plot; some studies accept a selection in `of`."""
         raise NotImplementedError
 
     def figure(self, *of: Any) -> Any:
-        """The picture as an interactive plotly figure."""
+        """The plot as an interactive plotly figure."""
         return self.picture(*of).figure()
 
     def plot(self, path: str | Path, *of: Any) -> Path:
-        """Draw the picture into a file with matplotlib: PNG, SVG, PDF, by the extension."""
+        """Draw the plot into a file with matplotlib: PNG, SVG or PDF, by the extension."""
         return save_picture(self.picture(*of), path)
 
     def to_html(self, path: str | Path, *of: Any, include_plotlyjs: bool | str = "directory") -> Path:
-        """Write an interactive page with the picture and its numbers.
+        """Write an interactive page with the plot and its numbers.
 
-        include_plotlyjs: "directory" writes plotly.min.js beside the page, once for all pages of the folder; True puts
+        include_plotlyjs: "directory" writes plotly.min.js next to the page, once for all pages of the folder; True puts
             it into the page, which grows by 5 MB; "cdn" loads it from the web
         """
         return save_page(self.picture(*of), path, include_plotlyjs)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The figure, shown by notebooks."""
         return self.figure()._repr_html_()
 
     def to_bytes(self) -> bytes:
@@ -204,11 +204,11 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def load(cls, path: str | Path | bytes) -> Self:
         """Read a result that `save` wrote, from its file or its bytes.
 
-        Raises: `ProgramError` if it is no result of this study, or is broken.
+        Raises: `ProgramError` if it is not a result of this study, or is broken.
         """
         metadata, tensors = _read_result(path, cls.__name__)
         of = "its bytes" if isinstance(path, bytes) else path
-        names = (cls.__name__, cls.__name__.removesuffix("Result"))  # as files of 0.1 have it
+        names = (cls.__name__, cls.__name__.removesuffix("Result"))  # files of 0.1 use the short name
         if metadata.get("study") not in names or metadata.get("format") != FORMAT:
             saved = metadata.get("study") or "no study of ours"
             raise ProgramError(f"expected {cls.__name__} in format {FORMAT}, got {saved} in format "
@@ -224,7 +224,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def load(path: str | Path | bytes) -> StudyResult:
-    """A saved result of any study, from its file or its bytes.
+    """Load a saved result of any study, from its file or its bytes.
 
     Raises: `ProgramError` if it is not a result, or is broken.
     """
@@ -257,8 +257,8 @@ def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], d
 
 
 def _sorted_header(data: bytes) -> bytes:
-    """A safetensors file with its header sorted, so that equal results are equal to the byte. The library writes
-    metadata in an order that differs from process to process."""
+    """A safetensors file with its header sorted, so that equal results are equal byte for byte. The library orders
+    metadata differently from process to process."""
     length = int.from_bytes(data[:8], "little")
     header = msgspec.json.encode(msgspec.json.decode(data[8 : 8 + length]), order="sorted").ljust(length)
     assert len(header) == length
@@ -266,12 +266,12 @@ def _sorted_header(data: bytes) -> bytes:
 
 
 class Arg(NamedTuple):
-    """How a field of a study is read, as metadata of its annotation.
+    """Metadata in the annotation of a study's field: how its values are read.
 
     read: checks and converts a value, given its path
     parse: converts its text on the command line; None hides the field there
-    many: whether the option is repeatable · option: its name, if not the field's
-    served: whether a client of a server may give it
+    many: True if the option is repeatable · option: its name, if not the field's
+    served: True if a client of a server may set it
     """
 
     read: Callable[[Any, str], Any] | None = None
@@ -297,7 +297,7 @@ class StudyField(NamedTuple):
         """A value as the study uses it. Raises `ProgramError` with the field as its path."""
         if hasattr(given, "detach"):
             check_dense(given, self.name)
-        if getattr(given, "shape", None) == ():  # a number of NumPy or torch
+        if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
         optional = type(None) in get_args(getattr(self.type, "__origin__", self.type))
         if self.arg.read is None or (given is None and (self.default is None or optional)):
@@ -310,16 +310,16 @@ REQUIRED = object()
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Study:
-    """The configuration of a study: what decides its values, declared once.
+    """The configuration of a study: everything that decides its values, declared once.
 
     A subclass has annotated fields, each followed by a docstring, and `_run(self, lm, *, ...)`, whose keyword arguments
-    (`resume`, `batch`, …) do not change the values. From these come the constructor, `run`, the short form
+    (`resume`, `batch`, …) do not change the values. They define the constructor, `run`, the short form
     (`patch_sweep(lm, **fields)`), the command line, and the `config` that is saved with a result.
     """
 
     command: ClassVar[str] = ""  # its name on the command line
     positional: ClassVar[int] = 0  # fields that the short form takes by position
-    not_served: ClassVar[str] = ""  # why a server does not run it for a client
+    not_served: ClassVar[str] = ""  # the reason if a server does not run it for a client
 
     def __init__(self, **given: Any) -> None:
         fields = self.fields()
@@ -412,7 +412,7 @@ class Study:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring below each annotated field of a class; none where its source is not at hand."""
+    """The docstring below each annotated field of a class; empty if its source is not available."""
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError):
@@ -427,7 +427,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def _plain_data(value: Any) -> Any:
-    """A value as JSON has it; an array by its shape and the hash of its numbers."""
+    """A value as plain JSON data; an array as its shape and the hash of its numbers."""
     value = as_plain(value)
     if isinstance(value, (str, int, float, type(None))):
         return value
@@ -446,12 +446,12 @@ Record = TypeVar("Record")
 
 
 def hash_of(question: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of what decides the values of a study: plain data."""
+    """SHA-256, in hex, of everything that decides the values of a study, as plain data."""
     return hashlib.sha256(json_of(question).encode()).hexdigest()
 
 
 def json_of(question: Mapping[str, Any]) -> str:
-    """Plain data as JSON, the same text for the same data. Numbers of NumPy are as good as Python's."""
+    """Plain data as JSON, the same text for the same data. NumPy's numbers count as plain."""
     return msgspec.json.encode(question, enc_hook=_plain, order="deterministic").decode()
 
 
@@ -462,7 +462,7 @@ def _plain(value: Any) -> Any:
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
-    """An array as a record has it."""
+    """An array in a journal record."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -477,22 +477,23 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
 
 
 Resumable = str | Path | Journal
-"""Where the values of a study are kept: a file, or a journal of a server."""
+"""The storage of a study's values: a file, or a journal of a server."""
 
 
 UNDER_WAY = 2
 LOOK_EVERY_S = 0.2
-BATCH_S = 2.0  # time a batch should take: a process that is killed loses the batches under way
-FIRST, GROWTH = 4, 4  # items of the first batch; how many times as large the next may be
+BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
+FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
 
 Item = TypeVar("Item")
 
 
 class Pace:
     """Cuts items into batches that take about `BATCH_S`, by the measured speed of the batches before them. The first
-    ones are small. Order does not depend on speed.
+    ones are small. The order of items does not depend on speed.
 
-    most, first: units in a batch at most, and in the first batch; an item is one unit, unless `parts` has `units`
+    most, first: largest number of units in a batch, and in the first batch; an item is one unit, unless `parts` gets
+    `units`
     """
 
     def __init__(self, most: int, first: int = FIRST) -> None:
@@ -501,7 +502,7 @@ class Pace:
         self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # times, total units
 
     def parts(self, items: Iterable[Item], units: Callable[[Item], int] = lambda item: 1) -> Iterator[list[Item]]:
-        """Yields consecutive items, as many as a batch has when it is asked for, and at least one."""
+        """Yield batches of consecutive items, at least one each, sized at the moment they are requested."""
         part: list[Item] = []
         size = 0
         for item in items:
@@ -521,7 +522,7 @@ class Pace:
         return part
 
     def done(self) -> None:
-        """Notes that the oldest batch under way is finished."""
+        """Record that the oldest batch in flight has finished."""
         now, units = time.monotonic(), self._done[-1][1] + self._under_way.popleft()
         self._done.append((now, units))
         began, before = self._done[0]
@@ -536,11 +537,11 @@ def run_batches(
     under_way: int = UNDER_WAY,
     pace: Pace | None = None,
 ) -> None:
-    """Makes every call, the arguments of an `lm.arun` of a list, and has `read` take its runs, in the calls' order.
-    Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
+    """Make every call, the keyword arguments of an `lm.arun` of a list, and pass its runs to `read` in call order. Up
+    to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
-    `read` is called on another thread. The first error of a call or of `read`, and an interrupt, stop what is under way
-    and are raised.
+    `read` is called on another thread. The first error of a call or of `read`, or an interrupt, cancels the calls in
+    flight and is raised.
     """
     stopped: Future[None] = Future()
 
@@ -555,13 +556,13 @@ def run_batches(
         stopped.add_done_callback(cancel)
         await _run_batches(lm, calls, read, under_way, pace)
 
-    # a thread, for a notebook has an event loop on this one already
+    # a thread, because a notebook already has an event loop on this one
     with base.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
-        # the thread starts before anything is under way: an interrupt would not wait for it
+        # start the thread before any call is in flight: an interrupt during its start would not wait for it
         thread.submit(int).result()
         ended = thread.submit(lambda: asyncio.run(main()))
         try:
-            # Python misses a signal that comes just before it blocks, until it looks again
+            # Python handles a signal that arrives just before it blocks only after the wait, so wait in short steps
             while not wait([ended], timeout=LOOK_EVERY_S).done:
                 pass
         except BaseException:
@@ -596,10 +597,10 @@ async def _run_batches(
 
 @contextmanager
 def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> Iterator[Journal | None]:
-    """The journal of a study that is to be resumed; None of one that is not.
+    """The journal of a resumable study; None without `resume`.
 
-    question: all that decides the values, as plain data
-    Raises: `ProgramError` if the journal is of another study, model, engine or version, `NameTaken` if a study is
+    question: everything that decides the values, as plain data
+    Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if a study is
     writing it.
     """
     if resume is None:
@@ -627,12 +628,12 @@ def recorded_runs(
     advance: Callable[[int], None],
     batch: int,
 ) -> list[Record]:
-    """A record of the run of every item, in order. Those that the journal has are not run again.
+    """A record of the run of every item, in order. Items in the journal are not run again.
 
-    calls: the calls that run batches of items, a run each, as `run_batches` takes them
-    record: what is kept of some runs, which are closed then
-    advance: hears how many items are done
-    batch: runs in a batch at most
+    calls: the calls that run batches of items, one run each, as `run_batches` takes them
+    record: makes the records of some runs, which are then closed
+    advance: called with the number of items that are done
+    batch: largest number of runs in a batch
     """
     records = journal.take(kind, len(items)) if journal is not None else []
     advance(len(records))

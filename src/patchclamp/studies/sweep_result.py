@@ -1,12 +1,6 @@
-"""What sweeps found: a grid of metric values, its spread over prompt pairs, and all that is needed to read it.
+"""Results of sweeps: a grid of metric values with its spread over prompt pairs, its rows and columns, and its heatmap.
 
-R rows (of the model) · P columns (positions, spans, or receivers) · N pairs of prompts · S panels · L layers
-
-The columns of a sweep's grid: positions of the prompt that is patched, and those of the prompt that is read.
-
-The rows of a sweep's grid: what of the model is patched together in a cell, a site of a layer or a part of it.
-
-A sweep as a `Heatmap`: its panels, its prompts marked token by token, and what its metric is in words.
+R rows (parts of the model) · P columns (positions, spans, or receivers) · N pairs of prompts · S panels · L layers
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Column(msgspec.Struct, frozen=True):
-    """Aligned positions patched together: those of the clean prompt are those of the corrupt one."""
+    """Aligned positions patched together: the same ones in the clean and in the corrupt prompt."""
 
     label: str
     clean: tuple[int, ...]
@@ -44,7 +38,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True):
-    """A prompt: its token ids, its tokens for people, and its text."""
+    """A prompt: its token ids, its tokens as text, and its whole text."""
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]
@@ -56,7 +50,7 @@ class Words(msgspec.Struct, frozen=True):
 
 
 def words_of(lm: LM, prompt: Any, path: str) -> Words:
-    """A prompt of text or token ids, read."""
+    """Read a prompt of text or token ids."""
     prompt = as_plain(prompt, path)
     if isinstance(prompt, str):
         try:
@@ -76,12 +70,12 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
 
 
 def listed(prompts: Any) -> bool:
-    """Whether these are several prompts: a list of texts, or of lists of token ids."""
+    """True for several prompts: a list of texts, or of lists of token ids."""
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
 
 
 def chosen_positions(lm: LM, words: Words, selection: Any, path: str) -> tuple[int, ...]:
-    """The positions of a prompt that a selection names. Raises `TokensError` if there are none."""
+    """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
     try:
         prompt = Prompt(words.ids, lambda: lm.tokenizer.spell(words.ids, words.text))
         selected = prompt.select(as_selection(selection), len(words.ids)).tolist()
@@ -93,17 +87,16 @@ def chosen_positions(lm: LM, words: Words, selection: Any, path: str) -> tuple[i
 
 
 Make = Callable[[str, tuple[int, ...], str], Column]
-"""A column of a label and positions of the patched prompt; the text is the path of the selection."""
+"""Makes a column from a label, positions of the patched prompt, and the path of the selection."""
 
 
 def columns_of(
     lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make
 ) -> list[Column]:
-    """The columns of prompt pair `number` of `count`: one for each selection of `positions`, or for each
-    position there is.
+    """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
 
-    positions: selections of the patched prompt; a mapping says their labels, and of several pairs a selection in it may
-        be a list of selections, one a pair
+    positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
+        selection per pair
     """
     if positions is None:
         return [make(words.tokens[p], (p,), "positions") for p in all_positions]
@@ -140,7 +133,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
 
 
 def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """The columns of several pairs as those of the grid: labels that differ give way to the position in the prompt.
+    """Merge the columns of several pairs into those of the grid: labels that differ become positions in the prompt.
 
     Raises: `TokensError` if pairs have different numbers of columns.
     """
@@ -163,9 +156,9 @@ def _numbered(column: Column) -> Column:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A site, its layer, and an index in its row where that is a part of it: `3`, or `0:64`.
+    """A site, its layer, and an index such as `3` or `0:64` if it is a part of the site.
 
-    layers: those that are patched together, where they are more than `layer`: the window around it
+    layers: the window of layers patched together, if it is more than `layer`
     """
 
     site: str
@@ -175,12 +168,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def panel(self) -> str:
-        """The rows of all layers together: `resid_pre`, `z[:, 3]`."""
+        """The name shared by the rows of all layers: `resid_pre`, `z[:, 3]`."""
         return f"{self.site}[:, {self.index}]" if self.index else self.site
 
     @property
     def sites(self) -> list[Site]:
-        """What is patched, layer by layer."""
+        """The patched sites, layer by layer."""
         index = parse_index(self.index) if self.index else None
         return [Site(self.site, layer, index) for layer in self.layers or (self.layer,)]
 
@@ -190,13 +183,13 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1) -> list[Row]:
-    """Every row of some sites, once: by site and index, then by layer.
+    """The rows of some sites, without duplicates: by site and index, then by layer.
 
-    layers: which layers of sites that do not say so; all, a number, a list, or text such as "0:12"
-    group: how many heads, neurons or experts of a site are one row; None: all that the site names
-    window: how many layers around a row's are patched with it, as far as they are there
+    layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
+    group: number of heads, neurons or experts of a site per row; None: all that the site names
+    window: number of layers around a row's that are patched with it, as far as they exist
 
-    Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the place in `sites`.
+    Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
     """
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ProgramError(f"a window has at least one layer, not {window!r}", "window")
@@ -216,7 +209,7 @@ def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, wi
 
 
 def which_layers(layers: Any, count: int) -> set[int]:
-    """The layers that are named, of `count`. Raises `UnsupportedSite` for those that are not there, and for none."""
+    """The named layers, of `count`. Raises `UnsupportedSite` if one is out of range, or the selection is empty."""
     if isinstance(layers, str):
         layers = parse_index(layers)
     if layers is None:
@@ -238,7 +231,7 @@ def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
         return
     if not SITES[site.name].index:
         raise ProgramError(f"{site.name} has no heads, neurons or experts to group", "group")
-    lm.sites.resolve(site)  # raises for an index that is not there
+    lm.sites.resolve(site)  # raises for an index out of range
     parts = lm.sites.parts(site.name)
     assert parts is not None
     count = parts[0]
@@ -260,17 +253,17 @@ def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]
 
 
 def _near(layer: int, middle: int, window: int) -> bool:
-    """Whether a layer is in the window around another; of an even window the larger half lies below it."""
+    """True if a layer is in the window around another; the larger half of an even window is below it."""
     return middle - window // 2 <= layer < middle + (window + 1) // 2
 
 
 def panels_of(rows: Sequence[Row]) -> list[str]:
-    """The panels that rows belong to, in order."""
+    """The panels of rows, in order."""
     return list(dict.fromkeys(row.panel for row in rows))
 
 
 def layers_of(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The layers of rows, ascending; layer 0 alone where no row has one."""
+    """The layers of rows, ascending; only layer 0 if no row has one."""
     return tuple(sorted({row.layer for row in rows if row.layer is not None})) or (0,)
 
 
@@ -278,7 +271,7 @@ Side = Literal["clean", "corrupt"]
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One patched run: where, the corrupt prompt's tokens there, and the metric; of several pairs, its mean."""
+    """One patched run: its place, and the metric, averaged over pairs."""
 
     site: str
     layer: int | None
@@ -298,11 +291,11 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two prompts, what is graded, and the metric of both unpatched.
+    """Two prompts, the graded tokens, and the metric of both unpatched.
 
-    answer_ids, foil_ids: the tokens that were graded
-    alignment: which clean position is which corrupt one; skipped: (side, position, token) without a partner; columns:
-    the grid's columns in these prompts. Of a study of one prompt the corrupt side is empty.
+    answer_ids, foil_ids: the graded tokens
+    alignment: (clean, corrupt) positions; skipped: (side, position, token) without a partner; columns: the grid's
+    columns in these prompts. In a study of one prompt the corrupt side is empty.
     """
 
     clean_prompt: str
@@ -329,22 +322,22 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
-    """The base of sweeps. `values` [R, P] is the metric of the runs with one cell patched, NaN where nothing was run.
+    """The base of sweeps. `values` [R, P] is the metric of the runs with one cell patched, NaN for cells not run.
 
     pairs: the prompts; rows, columns: of the grid, columns with the first pair's positions
     each: [N, R, P], the metric in every pair (and for every seed); `values` is its mean
     clean, corrupt: the metric of the unpatched runs, means over the pairs
-    noise_floor: the largest difference among reruns of the unpatched prompts spread through the same batches: smaller
-        effects mean nothing
+    noise_floor: the largest difference among reruns of the unpatched prompts, spread through the same batches; smaller
+        effects are not meaningful
     effect: [R, P], `values` minus the unpatched run's metric; None before the sweep has finished
-    low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None of
+    low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None for
         one pair
-    effect_low, effect_high: the same of `effect`, from differences within each pair: exclude 0 for a clear effect
-    p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, of a cell alone and as one of all cells
-    blocks: what was patched at once before the grid's cells, if the sweep zoomed in
-    source: what was written into the cells, in words, and how it was mixed in; empty in results of older versions
-    question: all that decides the values, as JSON; `asked` reads it
-    computed: how much of the runs was computed, in words, on an engine that leaves out what programs cannot change
+    effect_low, effect_high: the same for `effect`, from differences within each pair; a clear effect excludes 0
+    p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, per cell and corrected for all cells
+    blocks: the blocks patched before the grid's cells, if the sweep zoomed in
+    source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
+    question: everything that decides the values, as JSON; `asked` reads it
+    computed: extent of the computation in words, on an engine that leaves out what programs cannot change
     """
 
     metric: str
@@ -373,14 +366,14 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """All that decides the values: the prompts' token ids, what is graded, columns, rows, and what else the study
-        has, as source, alpha, mask and zoom. Of the bank's entries it has the content. Empty in results of older
+        """Everything that decides the values: the prompts' token ids, graded tokens, columns, rows, and the study's own
+        settings, such as source, alpha, mask and zoom; entries of the bank by content. Empty in results of older
         versions."""
         return msgspec.json.decode(self.question) if self.question else {}
 
     @property
     def patched(self) -> Side:
-        """The side whose prompt is run with patches, and is the baseline of every cell."""
+        """The side whose prompt is run with patches; its unpatched run is the baseline of every cell."""
         return "corrupt" if self.direction == "denoising" else "clean"
 
     @property
@@ -392,10 +385,10 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def goal(self) -> float | None:
-        """The metric of the other prompt, towards which patches move it; None where there is none."""
+        """The metric of the other prompt, towards which patches move it; None without one."""
         return self.clean if self.patched == "corrupt" else self.corrupt
 
-    # -- of the first pair, and of the machine
+    # -- shorthands for the provenance and the first pair
 
     @property
     def model(self) -> str:
@@ -437,7 +430,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The panels: sites, and of heads, neurons or experts each group by its index, as `z[:, 3]`."""
+        """The panels: sites, or for groups of heads, neurons or experts the site with its index, as `z[:, 3]`."""
         return tuple(panels_of(self.rows))
 
     @property
@@ -473,16 +466,16 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return Cell(row.site, row.layer, self.columns[p], float(self.values[r, p]), row.index)
 
     def best(self, count: int = 5) -> list[Cell]:
-        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; where
-        there is no other prompt, those that moved it furthest."""
+        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; without
+        another prompt, those that moved it furthest in either direction."""
         if self.goal is None:
             return sorted(self.cells(), key=lambda cell: -abs(cell.value - self.baseline))[:count]
         towards = 1.0 if self.goal >= self.baseline else -1.0
         return sorted(self.cells(), key=lambda cell: -towards * cell.value)[:count]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a cell: site, layer, index, column, clean and corrupt positions, value, effect over the baseline, and
-        of several pairs the ends of both intervals and both p-values."""
+        """One row per cell: site, layer, index, column, clean and corrupt positions, value, effect over the baseline,
+        and for several pairs the ends of both intervals and both p-values."""
         import pandas
 
         names = ("low", "high", "effect_low", "effect_high", "p", "p_family")
@@ -501,7 +494,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     # -- pictures
 
     def picture(self) -> Heatmap:
-        """The grid with the texts of its picture."""
+        """Plot data: the grid as a heatmap."""
 
         return heatmap(self)
 
@@ -520,16 +513,16 @@ class PatchSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 
 
 class AblationSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """An ablation sweep: cells of a prompt's run put out (`ablation_sweep`). `corrupt` is None."""
+    """An ablation sweep: cells of a prompt's run are ablated (`ablation_sweep`). `corrupt` is None."""
 
     kind: ClassVar[str] = "ablation"
 
 
 class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """A causal trace: the subject's embeddings are noised, and cells get their clean values back (`causal_trace`).
+    """A causal trace: the subject's embeddings are noised, and cells are restored to clean values (`causal_trace`).
 
     subjects: the noised positions of each pair; std: of the noise, as added to the embeddings
-    low, high: of several prompts the interval over prompts, each with the mean over its seeds; of one prompt the
+    low, high: for several prompts the interval over prompts, each with the mean over its seeds; for one prompt the
         interval over its seeds, without p-values
     """
 
@@ -542,7 +535,7 @@ class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
 class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
     """Path patching: rows are senders, columns receivers (`path_patch`).
 
-    frozen: the sites that were held at the unpatched run between the two
+    frozen: the sites that were frozen to the unpatched run between the two
     """
 
     frozen: tuple[str, ...]
@@ -555,15 +548,14 @@ def place(cell: Cell) -> str:
     return f"{cell.where} @ {cell.column.label!r}"
 
 
-ACROSS = 4  # up to so many columns, parts of a site (heads, …) stand across, and each column has panels of its own
+ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go across, in a panel for each column
 EFFECT = (("effect from", "effect_low"), ("effect to", "effect_high"))
 DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), ("p among all cells", "p_family"))
-OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # of one prompt, which has no p-values
+OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # for one prompt: no p-values
 
 
 def heatmap(sweep: Sweep) -> Heatmap:
-    """One panel a site, those without layers last. Heads, neurons and experts stand across where there are few
-    columns."""
+    """One panel per site, sites without layers last. With few columns, heads, neurons and experts go across."""
     panels, columns, axis = _by_part(sweep) if _parts_across(sweep) else _by_site(sweep)
     base, goal = sweep.patched, sweep.goal
     other = "clean" if base == "corrupt" else "corrupt"
@@ -609,7 +601,7 @@ def _layers(sweep: Sweep, name: str) -> tuple[int | None, ...]:
 
 
 def _parts_across(sweep: Sweep) -> bool:
-    """Whether every row is a part of a site, and there are more parts than columns."""
+    """True if every row is a part of a site, and there are few columns, not more than parts."""
     return all(row.index for row in sweep.rows) and len(sweep.columns) <= min(ACROSS, len(sweep.sites))
 
 
@@ -644,7 +636,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
 
 
 def _coarse(sweep: Sweep) -> np.ndarray | None:
-    """The value of the smallest block that each cell was in, [R, P]."""
+    """The value of the smallest block around each cell, [R, P]."""
     if not sweep.blocks:
         return None
     coarse = np.full(sweep.values.shape, np.nan)
@@ -669,7 +661,7 @@ def _strips(sweep: Sweep) -> tuple[Strip, ...]:
 
 
 def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
-    """For each token of the clean prompt (`own` 0) or the corrupt one (1): how it is to its partner, if it has one."""
+    """The mark of each token of the clean prompt (`own` 0) or the corrupt one (1), in comparison with its partner."""
     tokens = (sweep.clean_tokens, sweep.corrupt_tokens)
     skipped = {position for side, position, _ in sweep.skipped if side == ("clean", "corrupt")[own]}
     same = {pair[own] for pair in sweep.alignment if tokens[0][pair[0]] == tokens[1][pair[1]]}
@@ -683,7 +675,7 @@ def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
 
 
 def did(sweep: Sweep) -> str:
-    """What was done to the runs."""
+    """The intervention on the runs, in words."""
     if sweep.kind == "ablation":
         return f"Ablating one place at a time{_by(sweep)}"
     if sweep.kind == "trace":
@@ -694,7 +686,7 @@ def did(sweep: Sweep) -> str:
 
 
 def _read(sweep: Sweep) -> str:
-    """What a patch writes if nothing else is said."""
+    """The default source of a patch, in words."""
     return f"{'clean' if sweep.patched == 'corrupt' else 'corrupt'} activations"
 
 
@@ -703,7 +695,7 @@ def _by(sweep: Sweep) -> str:
 
 
 def _cell(sweep: Sweep) -> str:
-    """What a cell is."""
+    """The content of a cell, in words."""
     one, other = ("corrupt", "clean") if sweep.patched == "corrupt" else ("clean", "corrupt")
     if sweep.kind == "ablation":
         return f"the run with one place ablated{_by(sweep)}"
@@ -749,7 +741,7 @@ def _note(sweep: Sweep) -> str:
 
 
 def quantity(sweep: Sweep) -> str:
-    """What the metric is of: `logit difference ' Paris' − ' Rome'`."""
+    """The quantity that the metric measures: `logit difference ' Paris' − ' Rome'`."""
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:
         answer, foil = "the answer", "the foil"
     else:
@@ -763,7 +755,7 @@ def quantity(sweep: Sweep) -> str:
 
 
 def formula(sweep: Sweep) -> str:
-    """How the metric is computed."""
+    """The formula of the metric."""
     answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
     if sweep.metric == "prob":
         return f"p({answer} | prompt)"
@@ -777,7 +769,7 @@ def formula(sweep: Sweep) -> str:
 
 
 def _several(sweep: Sweep) -> bool:
-    """Whether an answer or a foil has several tokens: their log-probabilities are sums, and no logits."""
+    """True if an answer or a foil has several tokens: their log-probabilities are sums, not logits."""
     return any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
 
 
@@ -798,6 +790,6 @@ def explained(sweep: Sweep) -> str:
 
 
 def model_name(sweep: Sweep) -> str:
-    """A hub id as it is; of a local folder its name, for pictures travel."""
+    """The hub id, or the name of a local folder, because plots are shared."""
     path = PurePath(sweep.model)
     return path.name if path.is_absolute() else sweep.model

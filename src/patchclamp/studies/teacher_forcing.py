@@ -1,9 +1,9 @@
 """Teacher forcing: the log-probability of every token of a given continuation, exact, on any engine.
 
-One run of prompt + continuation captures `final_norm` where each token of the continuation is predicted. Then each of
-those rows is written into a run of a single token, whose next token is scored: the engine's own unembedding reads it,
-in the engine's own numerics. So a continuation of n tokens costs one prompt of its length and n − 1 prompts of one
-token, in place of n prompts of growing length; the last token is scored by the long run itself.
+One run of prompt + continuation captures `final_norm` at the positions that predict the continuation's tokens. Each of
+those rows is then written into a run of a single token, whose next token is scored: the engine's own unembedding reads
+it, in the engine's own numerics. A continuation of n tokens costs one prompt of its length and n − 1 prompts of one
+token, instead of n prompts of growing length. The long run itself scores the last token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.study import Pace, run_batches
 
-MAX_ROWS = 1 << 14  # of `final_norm` that are kept at a time
+MAX_ROWS = 1 << 14  # rows of `final_norm` kept at a time
 FINAL_NORM = Site("final_norm")
 
 
 class Forced(msgspec.Struct, frozen=True):
-    """A continuation of a prompt, in token ids, at least one; `text` is the prompt's, where it is known.
+    """A continuation of a prompt, in token ids, at least one; `text` is the prompt's, if known.
 
-    edits: as of a run that generates the continuation: selections of the prompt mean the prompt, `generated` means the
+    edits: as in a run that generates the continuation: selections of the prompt mean the prompt, `generated` means the
         continuation
     """
 
@@ -49,11 +49,11 @@ def forced_logprobs(
     advance: Callable[[int], None] = lambda done: None,
     journal: Journal | None = None,
 ) -> list[np.ndarray]:
-    """For each item the log-probability of each token of its continuation, given those before it: fp64 [n].
+    """The log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
 
-    `advance` hears of items as they are done. What `journal` has is not computed again; it grows by groups of items
-    that take about `batches.BATCH_S`.
-    Raises: the error of any run; `UnsupportedSite` where a model's `final_norm` was not proved and n > 1.
+    `advance` is called with the number of items that are done. Items in `journal` are not computed again; it grows by
+    groups of items that take about `study.BATCH_S`.
+    Raises: the error of any run; `UnsupportedSite` if the model's `final_norm` was not proved and n > 1.
     """
     known = journal.take(list[float], len(items)) if journal is not None else []
     logprobs = [np.array(record) for record in known]
@@ -70,19 +70,19 @@ def forced_logprobs(
 
 
 class _Long(msgspec.Struct):
-    """A long run: a prompt with all but the last token of a continuation, which ends in any of `lasts`."""
+    """A long run: a prompt with all but the last token of a continuation, which may end in any of `lasts`."""
 
     item: Forced
     lasts: list[int]
 
     @property
     def count(self) -> int:
-        """How many tokens are not the last."""
+        """The number of tokens before the last."""
         return len(self.item.continuation) - 1
 
 
 def _key(longs: dict[Any, _Long], item: Forced) -> Any:
-    """The key of the long run that scores an item's last token. Continuations that differ in it alone share one."""
+    """The key of the long run that scores an item's last token. Continuations that differ only in it share one."""
     last = item.continuation[-1]
     for number in itertools.count():
         key = item.prompt, item.continuation[:-1], item.edits, number
@@ -126,7 +126,7 @@ def _predicting(long: _Long) -> list[Capture]:
 
 
 def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[np.ndarray]:
-    """The log-probabilities of all tokens but the last, each of a run of one token."""
+    """The log-probabilities of all tokens but the last, each from a run of one token."""
     logprobs = [np.zeros(long.count) for long in longs]
     places = [(i, n) for i, long in enumerate(longs) for n in range(long.count)]
     unread = iter(places)
@@ -153,7 +153,7 @@ def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]])
 
 
 def fixed(lm: LM, item: Forced) -> Iterator[Op]:
-    """An item's edits at the positions that they act on, by number: the continuation is part of the prompt now."""
+    """An item's edits with their positions as numbers, because the continuation is now part of the prompt."""
     ids = [*item.prompt, *item.continuation[:-1]]
     prompt = Prompt(item.prompt, lambda: lm.tokenizer.spell(item.prompt, item.text))
     for path, op in Program.of(list(item.edits)).ops:
@@ -165,7 +165,7 @@ def fixed(lm: LM, item: Forced) -> Iterator[Op]:
 
 
 def _positions(prompt: Prompt, tokens: Tokens, ids: list[int], most: int) -> tuple[int, ...]:
-    """The positions that a selection names; one of a generated token that the continuation does not reach is none."""
+    """The positions of a selection; generated tokens beyond the continuation are dropped."""
     try:
         chosen = prompt.select(tokens, len(ids), ids)
     except TokensError:

@@ -1,34 +1,22 @@
-"""The plan of a harvest: every document's tokens, the prompts that run them, and the rows that are kept.
+"""The plan of a harvest: the tokens of every document, the prompts to run, the rows to keep, and the place of each row.
 
-It depends on the documents, the tokenizer and the filters alone. How many rows there are is known before anything runs,
-and so is the place of every row.
+The plan depends only on the documents, the tokenizer and the filters, so the number and the places of rows are known
+before anything runs. Filters depend on the tokens alone, except for the caps on norms.
 
-    N tokens · R rows of a part · a document's prompts are consecutive
-
-Documents: texts or lists of token ids, from memory, files, or Hugging Face `datasets`.
-
-Filters say which rows of a data set are kept. All but the caps on norms depend on the tokens alone, so the places of
-rows are known before anything runs.
-
-Where every row of a shuffled data set goes: a keyed permutation that is computed for each row alone.
-
-No table of places is kept, so a resumed harvest and one on another machine put every row at the same place.
-
+`Permutation` shuffles the rows of a part with a keyed permutation, computed for each row alone. No table of places is
+stored, so a resumed harvest, or one on another machine, puts every row at the same place.
 Source: the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
 CT-RSA 2002, section 5; its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
-In which order the rows of several parts are read: an exact shuffle of all, with every part read from end to end.
+`ReadingOrder` is an exact shuffle of all rows that reads every part sequentially. Each part is shuffled when it is
+written and keeps its order here; parts are interleaved at random, in proportion to their rows, with every interleaving
+equally likely. Every order of all rows is then equally likely, and nothing is rewritten. The interleaving is drawn
+block by block: the number of rows from each part is drawn as from an urn of all remaining rows (multivariate
+hypergeometric), and the block is shuffled. So any place is found without shuffling the blocks before it.
 
-Each part is shuffled by itself when it is written. Its rows keep their order here, and the parts are interleaved at
-random, each in proportion to its rows: of all ways to lay the parts' numbers in a row, any is as likely as another. Any
-order of all rows is then as likely as any other, and nothing is written anew.
+`Recipe` lists everything that a data set is made from; its hash names the data set's folder.
 
-The way is drawn block by block: how many rows of each part a block has is drawn as from an urn of all that are left
-(multivariate hypergeometric), and the block is shuffled. So any place is found without the places before it.
-
-    N rows · K parts · B blocks
-
-The recipe says what a data set is made of; its hash names the data set's folder.
+N tokens, or rows of all parts · R rows of a part · K parts · B blocks · a document's prompts are consecutive
 """
 
 from __future__ import annotations
@@ -60,12 +48,12 @@ SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".p
 def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     """The documents of `data`, in order.
 
-    data: a list (or any iterable that can be read again) of texts or lists of token ids; a file of text (a document a
-        line, blank lines are none), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
+    data: a list (or any iterable that can be read again) of texts or lists of token ids; a file of text (one document
+        per line, blank lines are skipped), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
         `datasets.Dataset`
-    column: the field or column that has the documents; "text" unless given
+    column: the field or column with the documents; "text" by default
 
-    Raises: `ProgramError` for what has no documents.
+    Raises: `ProgramError` if `data` is none of these.
     """
     if isinstance(data, (str, Path)):
         return _of_file(Path(as_file(data, "documents")), column)
@@ -74,7 +62,7 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     if column is not None:
         raise ProgramError("only files and data sets have columns", "column")
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
-        as_items(data, "documents")  # refuses it
+        as_items(data, "documents")  # raises
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
         raise ProgramError(f"a list, a file or a data set of documents is needed, not {type(data).__name__}; an "
                            "iterator cannot be read again", "documents")  # fmt: skip
@@ -137,7 +125,7 @@ def _of_folder(path: Path, column: str | None) -> Iterator[Document]:
 
 
 def _of_columns(data: Any, column: str | None, where: str, names: list[str] | None) -> Iterator[Document]:
-    """`names` is None of a streamed data set that does not know its columns."""
+    """Documents in a column. `names` is None for a streamed data set with unknown columns."""
     name = (column or "text") if names is None else _column(column, names, where)
     return (_document(row[name]) for row in data)
 
@@ -161,7 +149,7 @@ def _document(value: Any) -> Document:
 
 
 def needed(module: str) -> Any:
-    """A module of the `harvest` extra."""
+    """Import a module of the `harvest` extra."""
     import importlib
 
     try:
@@ -172,16 +160,16 @@ def needed(module: str) -> Any:
 
 
 class Filters(Converted, frozen=True, forbid_unknown_fields=True):
-    """Which rows are kept: those that pass all of these.
+    """Filters of rows: a row is kept if it passes all of these.
 
-    no_bos: not the first token of a document where that is a special one
-    no_special: no special tokens
-    positions: positions of the document in any of these half-open windows, as Python slices have them: (4, None),
-        (-8, None); all if there are none
-    only_tokens, not_tokens: these token ids alone, if any; none of these
-    norm_cap: norms (L2) up to this at every site, of whole rows: before they are projected or added up
-    norm_times_median: norms up to so many times the median of the row's shard, at every site; with sums, up to so many
-        times the median of the document's kept rows
+    no_bos: drop a special token at the start of a document
+    no_special: drop special tokens
+    positions: keep positions of the document in any of these half-open windows, given like Python slices: (4, None),
+        (-8, None); all if empty
+    only_tokens, not_tokens: keep only these token ids, if any; drop these
+    norm_cap: keep L2 norms up to this at every site, of whole rows: before they are projected or summed
+    norm_times_median: keep norms up to this multiple of the median of the row's shard, at every site; with sums, of the
+        median of the document's kept rows
     """
 
     no_bos: bool = False
@@ -208,8 +196,8 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return self.norm_cap is not None or self.norm_times_median is not None
 
     def kept(self, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-        """Whether the row of each token is kept, as far as tokens say: bool [N]. Document i has the tokens from
-        `starts[i]` to `starts[i + 1]`."""
+        """A mask of the rows kept by the filters on tokens, bool [N]. Document i has the tokens from `starts[i]` to
+        `starts[i + 1]`."""
         kept = np.ones(len(tokens), bool)
         if self.no_bos or self.no_special:
             special = np.isin(tokens, special_ids(tokenizer, np.unique(tokens)))
@@ -225,7 +213,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return kept
 
     def _in_windows(self, starts: np.ndarray) -> np.ndarray:
-        """Whether each token's position lies in a window."""
+        """A mask of the tokens whose position is in a window."""
         lengths = np.diff(starts)
         length = np.repeat(lengths, lengths)
         position = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -238,7 +226,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return inside
 
     def passing(self, norms: np.ndarray) -> np.ndarray:
-        """Whether each of a shard's rows is within the caps, bool [n], by its norms at one site [n]."""
+        """A mask of a shard's rows within the caps, bool [n], by their norms at one site [n]."""
         passing = np.ones(len(norms), bool)
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
@@ -269,8 +257,8 @@ def _norm(value: Any) -> float | None:
 
 
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """Those of some token ids that are special: they have a text of their own, and none when special ones are left
-    out."""
+    """The special ones among some token ids: they have a text of their own, but decode to nothing when special tokens
+    are skipped."""
     if isinstance(tokenizer, NoTokenizer):
         raise ProgramError("an engine without a tokenizer does not know special tokens: give not_tokens=", "filters")
     texts = tokenizer.token_strings(ids.tolist())
@@ -301,7 +289,7 @@ class Permutation:
         return self._walk(places, self._backward)
 
     def _walk(self, numbers: np.ndarray, step) -> np.ndarray:
-        """One step for each number, and further ones for those that leave 0 … size − 1."""
+        """One step for each number, and further steps for numbers outside 0 … size − 1."""
         numbers = step(np.asarray(numbers).astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= np.uint64(self.size))):
             numbers[outside] = step(numbers[outside])
@@ -327,7 +315,7 @@ class Permutation:
 
 
 def scrambled(numbers: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits of each number, uint64 [n]."""
+    """A 64-bit hash of each number, uint64 [n]."""
     x = numbers.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -335,28 +323,28 @@ def scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def _below(size: int, hashes: np.ndarray) -> np.ndarray:
-    """A number from 0 to size − 1 for each hash, by its upper half; `size` is at most 2³²."""
+    """A number from 0 to size − 1 for each hash, from its upper half; `size` is at most 2³²."""
     return ((hashes >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
 
 
 def _added(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
-    """(a + b) mod size, for a and b that add up to less than twice `size`."""
+    """(a + b) mod size, for a + b < 2 · size."""
     total = a + b
     return np.where(total >= np.uint64(size), total - np.uint64(size), total)
 
 
 BLOCK = 4096
 MORE_SHARDS = 8
-MOST_ROWS = 10**9  # of what NumPy draws from at a time
-_COUNTS, _LABELS = 1, 2  # what is drawn
+MOST_ROWS = 10**9  # largest total that NumPy draws from
+_COUNTS, _LABELS = 1, 2  # separate the two random streams
 Columns = Callable[[int], Mapping[str, np.ndarray]]
 """A shard's columns, by its number: arrays [rows, …]."""
 
 
 class ReadingOrder:
-    """The order of the rows of shards, by their numbers.
+    """The order of reading the rows of shards, by number.
 
-    rows: of every shard; parts: the part that each shard is of, ascending
+    rows: of every shard; parts: the part of each shard, ascending
     """
 
     def __init__(self, rows: Sequence[int], parts: Sequence[int], seed: int) -> None:
@@ -371,17 +359,17 @@ class ReadingOrder:
 
     @property
     def is_stored(self) -> bool:
-        """Whether rows are read as they are stored: there is one part."""
+        """True if rows are read as stored, because there is only one part."""
         return len(self._first) <= 2
 
     @property
     def most_open(self) -> int:
-        """How many shards are open at a time: one of each part, and some more."""
+        """The number of shards open at a time: one of each part, and some more."""
         return len(self._first) - 1 + MORE_SHARDS
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """How many rows of each part come before each block, [B + 1, K]."""
+        """The number of rows of each part before each block, [B + 1, K]."""
         left = np.diff(self._first)
         if left.sum() >= MOST_ROWS:
             raise ProgramError(
@@ -417,7 +405,7 @@ class ReadingOrder:
         return np.concatenate([self.block(number) for number in range(len(self._before) - 1)])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """The shard of the row at a place, and its number there. `block`: as `self.block`, which remembers some."""
+        """The shard of the row at a place, and its number there. `block`: `self.block`, with a cache."""
         row = number if self.is_stored else int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
@@ -425,7 +413,7 @@ class ReadingOrder:
     def read(
         self, columns: Columns, begin: int = 0, end: int | None = None, most: int = BLOCK
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Rows at places `begin` to `end` in order, `most` at a time at most, by column."""
+        """Rows at places `begin` to `end` in order, at most `most` at a time, by column."""
         end = len(self) if end is None else end
         if self.is_stored:
             yield from self._slices(columns, begin, end, most)
@@ -438,7 +426,7 @@ class ReadingOrder:
                 yield self._gathered(opened, rows[at : at + most])
 
     def _slices(self, columns: Columns, begin: int, end: int, most: int) -> Iterator[dict[str, np.ndarray]]:
-        """Stored rows as they lie, mapped and not copied."""
+        """Rows in stored order, mapped and not copied."""
         for shard, (first, last) in enumerate(zip(self._ends[:-1].tolist(), self._ends[1:].tolist(), strict=True)):
             low, high = max(begin, first), min(end, last)
             if low < high:
@@ -448,7 +436,7 @@ class ReadingOrder:
                     yield {name: array[part] for name, array in of_shard.items()}
 
     def _gathered(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Stored rows, copied together. Of each shard they are ascending, and next to each other."""
+        """Stored rows, copied together. The rows of each shard are ascending and consecutive."""
         shards = np.searchsorted(self._ends, rows, side="right") - 1
         gathered: dict[str, np.ndarray] = {}
         for shard in np.unique(shards).tolist():
@@ -470,8 +458,8 @@ class StoredSite(msgspec.Struct, frozen=True):
     """A site of the data set.
 
     name: such as "resid_post[3]"
-    width: numbers of a stored row
-    captured: numbers of a captured row
+    width: of a stored row
+    captured: width of a captured row
     projection: the hash of the matrix between them, "" without one
     """
 
@@ -482,17 +470,17 @@ class StoredSite(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str:
-        """Its file's name in a shard."""
+        """The name of its file in a shard."""
         words = self.name.replace("]", "").replace("[", ".").replace(", ", ".").replace(":", "-")
         return f"{words}.safetensors"
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a data set is made of. Whatever changes a byte of it is here.
+    """Everything that a data set is made from. Whatever changes a byte of it is here.
 
-    model: hub id, or the last name of a folder · weights: of a folder's files, as `studies.study` hashes them; ""
-    of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
-    of where documents and prompts begin · sites · dtype: of the stored rows · sums: whether a row is the sum over a
+    model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
+    hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
+    starts of documents and prompts · sites · dtype: of the stored rows · sums: True if a row is the sum over a
     document · filters · seed · parts · shard_rows
     """
 
@@ -513,18 +501,18 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norms(self) -> StoredSite | None:
-        """The norms of whole rows, a number for each site, where caps need them and rows are stored reduced. With sums
-        they are 0 of a document that has rows within the caps, and else NaN. Its files are not part of the data set."""
+        """The norms of whole rows, one number per site, if caps need them and rows are stored reduced. With sums they
+        are 0 for a document with rows within the caps, otherwise NaN. Its files are not part of the data set."""
         reduced = self.sums or any(site.projection for site in self.sites)
         return StoredSite(NORMS, len(self.sites), 0) if reduced and self.filters.caps_norms else None
 
     @property
     def written(self) -> tuple[StoredSite, ...]:
-        """What is written while a part is being filled."""
+        """The sites written while a part is being filled."""
         return self.sites if self.norms is None else (*self.sites, self.norms)
 
     def place(self, folder: Path, site: StoredSite) -> Path:
-        """The file of a site in a shard that is being filled in `folder`; that of norms is beside the folder."""
+        """The file of a site in a shard that is being filled in `folder`; that of norms is next to the folder."""
         return folder.with_name(f"{folder.name}.{site.file}") if site.name == NORMS else folder / site.file
 
     @property
@@ -537,7 +525,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`harvest.json`: the recipe, and what there will be when all is done.
+    """`harvest.json`: the recipe, and the sizes of the complete data set.
 
     documents, tokens, cut_tokens: of the data set · part_rows: rows of each part, before caps on norms
     """
@@ -561,22 +549,22 @@ def shard_name(part: int, shard: int) -> str:
 
 
 def part_of(name: str) -> int:
-    """The part that a shard of that name is of."""
+    """The part of a shard, from its name."""
     return int(name.split("-")[1])
 
 
 OVERLONG = ("refuse", "cut", "split")
-PARTS = 8  # of a data set, unless they are given, or would be smaller or larger than:
+PARTS = 8  # default number of parts of a data set, unless that makes them smaller or larger than:
 LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 28, 1 << 31
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
-    """What is run.
+    """The tokens to run.
 
-    ids: token ids of all documents, one after the other, int32 [N]
-    documents: where each document begins in `ids`, and the end, int64 [documents + 1]
-    prompts: where each prompt begins, and the end, int64 [prompts + 1]
-    cut: how many tokens were left out, at the ends of documents that are too long
+    ids: token ids of all documents, concatenated, int32 [N]
+    documents: the start of each document in `ids`, and the end, int64 [documents + 1]
+    prompts: the start of each prompt, and the end, int64 [prompts + 1]
+    cut: the number of tokens dropped at the ends of overlong documents
     """
 
     ids: np.ndarray
@@ -586,14 +574,14 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def digest(self) -> str:
-        """A hash of all this."""
+        """A hash of the three arrays."""
         digest = hashlib.sha256()
         for array in (self.ids, self.documents, self.prompts):
             digest.update(array.tobytes())
         return digest.hexdigest()
 
     def document_of(self, tokens: np.ndarray) -> np.ndarray:
-        """The document [n] of tokens by their place in `ids` [n]."""
+        """The document [n] of tokens, by their place in `ids` [n]."""
         return np.searchsorted(self.documents, tokens, side="right") - 1
 
     def prompt(self, number: int) -> list[int]:
@@ -602,10 +590,10 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, overlong: str) -> Tokens:
-    """Tokenises documents. `context`: the longest prompt, the model's longest unless given; a longer document is
-    refused, cut off there, or split into prompts of that length.
+    """Tokenise documents. `context` is the longest prompt, by default the model's longest; a longer document is
+    refused, cut there, or split into prompts of that length.
 
-    Raises: `TokensError` for a document that is refused, or has a token outside the vocabulary.
+    Raises: `TokensError` for a document that is refused or has a token outside the vocabulary.
     """
     longest = lm.model.max_model_len - 1  # one token is generated
     if context is not None and check_whole(context, "context", 1) > longest:
@@ -643,13 +631,13 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
 
 
 class Part(msgspec.Struct, frozen=True, eq=False):
-    """The documents that are shuffled together: all of them, unless a harvest has several parts.
+    """Documents that are shuffled together: all of them, unless a harvest has several parts.
 
     number: of the part
-    prompts: the prompts that have rows, ascending, int64 [prompts]
+    prompts: the prompts with rows, ascending, int64 [prompts]
     first: the number of each one's first row, and the end, int64 [prompts + 1]
-    tokens: the token of each row, by its place in the documents' ids, int64 [R]; of a document's sum, its first
-    shuffle: where each row goes
+    tokens: the token of each row, by its place in the documents' ids, int64 [R]; for a document's sum, its first
+    shuffle: the place of each row
     shard_rows: rows of each shard but the last
     """
 
@@ -672,17 +660,17 @@ class Part(msgspec.Struct, frozen=True, eq=False):
         return min(self.shard_rows, self.rows - shard * self.shard_rows)
 
     def tokens_of_shard(self, shard: int) -> np.ndarray:
-        """The token of each of a shard's rows, as `tokens` has them."""
+        """The token of each of a shard's rows, as in `tokens`."""
         first = shard * self.shard_rows
         return self.tokens[self.shuffle.rows(np.arange(first, first + self.rows_of_shard(shard)))]
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
-    """What is run, which rows are kept, and where they go.
+    """The tokens to run, the rows to keep, and their places.
 
-    kept: whether the row of each token is kept, as far as tokens say, bool [N]
-    parts: how many; a document's part comes from a hash of the seed and its number
-    sums: whether a row is the sum over a document's kept rows
+    kept: mask of the rows kept by the filters on tokens, bool [N]
+    parts: number of parts; a document's part comes from a hash of the seed and its number
+    sums: True if a row is the sum over a document's kept rows
     """
 
     tokens: Tokens
@@ -694,7 +682,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def part_rows(self) -> tuple[int, ...]:
-        """How many rows each part has."""
+        """The number of rows of each part."""
         ends = np.append(0, np.cumsum(self.kept))[self.tokens.documents]
         rows = np.diff(ends)
         rows = np.minimum(rows, 1) if self.sums else rows
@@ -723,9 +711,9 @@ def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
 
 
 def parts_for(rows: int, row_bytes: int, machines: int) -> int:
-    """How many parts a data set has, as many for each machine. Each is brought to the disk and sealed while the next
-    one is computed, and the page cache holds it, so that it is written from end to end. A machine makes one alone where
-    there are more rows than readers interleave."""
+    """The default number of parts of a data set, equal for all machines. Each part is synced and sealed while the next
+    one is computed, and fits the page cache, so that it is written sequentially. A machine makes a single part if there
+    are more rows than readers interleave."""
     size = rows * row_bytes
     part = min(max(size // PARTS, LEAST_PART_BYTES), MOST_PART_BYTES)
     several = -(-size // part) if rows < MOST_ROWS else 1
@@ -736,7 +724,7 @@ def make_plan(
     lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str,
     parts: int | Callable[[int], int], sums: bool, seed: int, shard_rows: int,
 ) -> Plan:  # fmt: skip
-    """Tokenises the documents and applies the filters. `parts`: how many, or what says that of a number of rows."""
+    """Tokenise the documents and apply the filters. `parts`: their number, or a function of the number of rows."""
     if sums and overlong == "split":
         raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)

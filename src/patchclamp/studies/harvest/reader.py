@@ -1,7 +1,4 @@
-"""`Harvested`: a data set on disk, read through NumPy memory maps, PyTorch or `datasets`.
-
-Exporters: a harvest as other tools take activations.
-"""
+"""`Harvested`: a data set on disk, read through NumPy memory maps, PyTorch or `datasets`; and its exporters."""
 
 from __future__ import annotations
 
@@ -42,13 +39,13 @@ MANIFEST, DOCUMENTS = "harvest.json", "documents.safetensors"
 
 
 class Harvested:
-    """A data set that `harvest` wrote, whole or in part.
+    """A data set that `harvest` wrote, complete or in part.
 
-    folder: the data set's
-    interleave: whether rows of several parts are read as one shuffle (`order`); without it part after part, each
-        shuffled by itself
-    manifest: what made it, and what there will be
-    shards: the names of the shards that are there, in order; missing: of those that are not
+    folder: of the data set
+    interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
+        separately
+    manifest: the recipe, and the sizes of the complete data set
+    shards: the names of the shards that exist, in order; missing: of the others
 
     Raises: `ProgramError` for another folder.
     """
@@ -77,33 +74,33 @@ class Harvested:
 
     @property
     def dtype(self) -> str:
-        """Of the stored rows."""
+        """The dtype of the stored rows."""
         return self.manifest.recipe.dtype
 
     def __len__(self) -> int:
-        """How many rows are there."""
+        """The number of rows in the shards that exist."""
         return len(self.order) if self.shards else 0
 
     @functools.cached_property
     def order(self) -> ReadingOrder:
-        """In which order rows are read, of the shards that are there."""
+        """The order of reading rows, of the shards that exist."""
         shards = self._shards_or_error()
         rows = [len(self.array(self.sites[0], shard)) for shard in shards]
         parts = [part_of(shard) if self.interleave else 0 for shard in shards]
         return ReadingOrder(rows, parts, self.manifest.recipe.seed)
 
     def columns(self, sites: Sequence[str]) -> Columns:
-        """A shard's rows at some sites, by its number, mapped: as `order` reads them."""
+        """A shard's rows at some sites, by its number, mapped, in the form that `order` reads."""
         self.allow_files(sites)
         return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
     def width(self, site: str | None = None) -> int:
-        """How many numbers a row of a site has."""
+        """The width of a row at a site."""
         return self._site(site).width
 
     def array(self, site: str | None = None, shard: str | None = None) -> np.ndarray:
-        """A shard's rows at a site, [rows, D], mapped and not read: float32 or float16; of bfloat16, which NumPy lacks,
-        the 16 bits as uint16. Without `shard` the first, without `site` the only one."""
+        """A shard's rows at a site, [rows, D], memory-mapped: float32, float16, or the 16 bits of bfloat16 as uint16,
+        because NumPy lacks bfloat16. Defaults are the first shard and the only site."""
         kind = self._site(site)
         shard = self._shards_or_error()[0] if shard is None else shard
         if shard not in self.shards:
@@ -116,36 +113,36 @@ class Harvested:
 
     def blocks(self, rows: int = 4096, site: str | None = None) -> Iterator[np.ndarray]:
         """All rows of a site in order, float32 [up to `rows`, D] at a time. They were shuffled when they were written,
-        and parts are interleaved (`order`), so the files are read from end to end."""
+        and parts are interleaved (`order`), so the files are read sequentially."""
         name = self._site(site).name
         for piece in self.order.read(self.columns([name]), most=rows):
             yield as_float32(piece[name], self.dtype)
 
     def index(self, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of each row's document, position and token: of a shard in its rows' order, or of all in the
-        order in which they are read."""
+        """A `pyarrow.Table` of each row's document, position and token: of a shard in its rows' order, or of all shards
+        in reading order."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
         table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def statistics(self) -> dict[str, SiteStatistics]:
-        """Mean, variance and norms of each site's rows, of the shards that are there."""
+        """Mean, variance and norms of each site's rows, of the shards that exist."""
         parts = [decoded((self.folder / shard / STATISTICS).read_bytes()) for shard in self._shards_or_error()]
         return {site: joined(part[site] for part in parts) for site in self.sites}
 
     def write_statistics(self) -> None:
-        """Writes `statistics.json` of the whole data set, if it is whole."""
+        """Write `statistics.json` of the whole data set, if it is complete."""
         if self.complete:
             write_sealed(self.folder / STATISTICS, encoded(self.statistics()))
 
     def allow_files(self, sites: Sequence[str], shards: int | None = None) -> None:
-        """Lets so many shards be open at some sites, or as many as `order` opens at a time."""
+        """Raise the file limit for this many open shards at some sites, by default as many as `order` opens."""
         shards = (0 if self.order.is_stored else self.order.most_open) if shards is None else shards
         allow_files(shards * len(sites), 1, advice=READING)
 
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
-        """As `columns`, with each row's document, position and token: objects, for a sum has None."""
+        """`columns`, with each row's document, position and token, as objects because a sum has None."""
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
@@ -162,7 +159,7 @@ class Harvested:
         return Rows(self, self._sites(sites))
 
     def batches(self, size: int, sites: Any = None, repeat: bool = False) -> Batches:
-        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files from end to end."""
+        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files sequentially."""
         from patchclamp.studies.harvest.torch_rows import Batches
 
         return Batches(self, self._sites(sites), size, repeat)
@@ -177,12 +174,12 @@ class Harvested:
         )  # fmt: skip
 
     def to_saelens(self, folder: str | Path, *, hook_name: str, context_size: int, site: str | None = None) -> int:
-        """As `export.to_saelens`: writes cached activations for SAELens."""
+        """Write cached activations for SAELens, as `to_saelens`."""
 
         return to_saelens(self, folder, hook_name=hook_name, context_size=context_size, site=site)
 
     def activation_buffer(self, site: str | None = None, **options: Any) -> ActivationBuffer:
-        """An `export.ActivationBuffer`, for dictionary_learning's `trainSAE`."""
+        """An `ActivationBuffer`, for dictionary_learning's `trainSAE`."""
 
         return ActivationBuffer(self, site=site, **options)
 
@@ -211,7 +208,7 @@ class Harvested:
 def _records(
     folder: str, interleave: bool, sites: tuple[str, ...], places: list[tuple[int, int]], size: int
 ) -> Iterator[dict[str, Any]]:
-    """Every row at some places as a dict. `datasets` deals the stretches out to workers, for they are a list."""
+    """Every row at some places as a dict. `datasets` distributes `places` over workers because it is a list."""
     data = Harvested(folder, interleave)
     for begin, end in places:
         for piece in data.order.read(data.columns_with_index(sites), begin, end, size):
@@ -226,11 +223,11 @@ def _records(
 def to_saelens(
     data: Harvested, folder: str | Path, *, hook_name: str, context_size: int, site: str | None = None
 ) -> int:
-    """Writes a site's rows as the cached activations of SAELens, in float32. Returns how many rows were left out.
+    """Write a site's rows as cached activations of SAELens, in float32. Returns the number of rows left out.
 
     SAELens reads blocks of `context_size` rows with their token ids (`cached_activations_path`, checked with SAELens
-    6.54). A block here is so many shuffled rows, and no document: SAELens shuffles no further than its buffer. What
-    does not fill a block at the end is left out.
+    6.54). A block here is `context_size` shuffled rows, not a document, because SAELens shuffles only within its
+    buffer. Rows at the end that do not fill a block are left out.
     """
     datasets = needed("datasets")
     if not isinstance(context_size, int) or not 1 <= context_size <= len(data):
@@ -252,7 +249,7 @@ def to_saelens(
 def _blocks(
     folder: str, interleave: bool, site: str | None, size: int, names: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Blocks of `size` rows in the order of reading, across the ends of pieces."""
+    """Blocks of `size` rows in reading order, across the ends of pieces."""
 
     data = Harvested(folder, interleave)
     name = data.sites[0] if site is None else site
@@ -268,10 +265,10 @@ def _blocks(
 
 class ActivationBuffer:
     """A site's rows as `trainSAE(data=…)` of dictionary_learning takes them, in place of its own buffer (checked with
-    version 0.1.0): each `next` is a batch [out_batch_size, D], float32 unless another dtype is given.
+    version 0.1.0): each `next` is a batch [out_batch_size, D], float32 by default.
 
-    The rows come in their stored order, which is shuffled, and begin again at the end unless `repeat` is off. What does
-    not fill a batch at the end comes with the beginning of the next round, and without `repeat` not at all.
+    Rows come in reading order, which is shuffled, and start again at the end unless `repeat` is off. Rows at the end
+    that do not fill a batch come with the beginning of the next round; without `repeat` they are dropped.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""`harvest`: the activations of a data set's documents, shuffled, on disk, from any engine.
+"""`harvest`: write the activations of a data set's documents to disk, shuffled, from any engine.
 
-Linear reductions of rows, so that less goes to disk: projections (`Project`) and sums over documents.
-
-A projection is a projected capture where there can be one, so that less leaves the device, too. The rest is done on the
-host, in fp32, document by document, before rows are rounded to what is stored.
+Linear reductions of rows save disk space: projections (`Project`) and sums over documents. A projection is done by a
+projected capture where possible, so that less data leaves the device. All other reductions are done on the host, in
+fp32, document by document, before rows are rounded to the stored dtype.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ from patchclamp.studies.study import Pace, StudyResult, model_identity, progress
 
 
 class Project:
-    """W h in place of h: probes, directions, the first components of a PCA.
+    """Store W h instead of h: probes, directions, the first components of a PCA.
 
     matrix: W [K, D] for all sites, or one for each site by its name, as in {"resid_post[3]": W}
-    on_device: whether rows are projected before they leave the device, where that can be (`can_project`)
+    on_device: project rows before they leave the device, if possible (`can_project`)
     """
 
     def __init__(self, matrix: Any, on_device: bool = True) -> None:
@@ -70,7 +69,7 @@ class Project:
             self._by_site, self._for_all = {}, _matrix(matrix)
 
     def of(self, site: str, width: int) -> np.ndarray:
-        """W [K, D] of a site that is `width` wide.
+        """W [K, D] of a site of this width.
 
         Raises: `ProgramError` if there is none, `ShapeError` if it does not fit.
         """
@@ -82,17 +81,17 @@ class Project:
         return matrix
 
     def unused(self, sites: list[str]) -> list[str]:
-        """Sites that have a matrix and are not among these."""
+        """Sites with a matrix that are not among these."""
         return [site for site in self._by_site if site not in sites]
 
 
 class Reduction(msgspec.Struct, frozen=True, eq=False):
-    """What becomes of a document's kept rows [n, D] at one site: the same rows, their projections [n, K], or one row,
+    """The reduction of a document's kept rows [n, D] at one site: the same rows, their projections [n, K], or one row,
     the sum of either.
 
     matrix: W [K, D], or None
-    sums: whether rows are added up
-    on_device: whether rows come projected
+    sums: True if rows are summed
+    on_device: True if rows arrive projected
     """
 
     matrix: np.ndarray | None
@@ -108,19 +107,19 @@ class Reduction(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to do on the host."""
+        """True if there is work left for the host."""
         return self.sums or (self.matrix is not None and not self.on_device)
 
     @property
     def captured_by(self) -> Vector | None:
-        """The matrix of the projected capture; None where rows are captured whole."""
+        """The matrix of the projected capture; None if rows are captured whole."""
         return Vector.of(self.matrix) if self.on_device else None
 
     def width(self, width: int) -> int:
         return width if self.matrix is None else len(self.matrix)
 
     def captured(self, width: int) -> int:
-        """How many numbers are captured of a row that is so wide."""
+        """The captured width of a row of this width."""
         return self.width(width) if self.on_device else width
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
@@ -129,8 +128,8 @@ class Reduction(msgspec.Struct, frozen=True, eq=False):
 
 
 def can_project(lm: LM, refs: Mapping[SiteRef, Reduction]) -> set[SiteRef]:
-    """Of the sites of a harvest, those that can be captured projected: rows that are not cut among GPUs, fewer products
-    than a row has numbers and than a capture takes at most, and no other projection of the same tensor."""
+    """The sites of a harvest that can be captured projected. Their rows are not sharded across GPUs, they have fewer
+    products than numbers in a row and not more than a capture allows, and the same tensor has no other projection."""
     ways: dict[int, set[tuple[str, tuple[int, int] | None]]] = {}
     for ref, reduction in refs.items():
         ways.setdefault(ref.point, set()).add((reduction.digest, ref.columns))
@@ -149,20 +148,20 @@ def _matrix(value: Any) -> np.ndarray:
 
 
 SHARD_ROWS = 131_072
-BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens
+BATCH_BYTES = 1 << 29  # captured per batch, if that is between these numbers of tokens:
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
-FIRST_TOKENS = 256  # of the first batch; later ones are larger, as far as they are fast
-UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step that is being computed
+FIRST_TOKENS = 256  # of the first batch; later ones grow according to speed
+UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step in progress
 
 
 class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
-    """What a harvest made.
+    """The result of a harvest.
 
-    folder: of the data set, named by the hash of what made it
-    sites, dtype: what is stored
+    folder: of the data set, named by the hash of its recipe
+    sites, dtype: of the stored rows
     documents, tokens: of the whole data set; cut_tokens: those that were cut off
     rows: of the whole data set, before caps on norms; ran: tokens that this call ran
-    complete: whether all parts are there
+    complete: True if all parts exist
     """
 
     folder: str
@@ -176,7 +175,7 @@ class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
     complete: bool
 
     def open(self) -> Harvested:
-        """The data set, to be read."""
+        """Open the data set for reading."""
         return Harvested(self.folder)
 
 
@@ -202,25 +201,25 @@ def harvest(
     checkpoint_bytes: int = CHECKPOINT_BYTES,
     show_progress: bool | None = None,
 ) -> Harvest:
-    """Writes what documents' tokens have at some sites to disk, shuffled; one that was stopped goes on where it was.
+    """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed.
 
     documents, column: as `documents_of` takes them: a list, a file of text, JSON lines or Parquet, or `datasets`
-    folder: in which the data set's folder is, or will be; its name is the hash of all that its bytes depend on
-    sites: what to keep, as `capture=` takes sites; each layer is a site of its own
-    dtype: of what is stored: bfloat16, float16 or float32
-    filters: which rows are kept
-    project: W [K, D], one by site, or a `Project`: W h is stored in place of h
-    sums: the sum over each document's rows is stored
-    context, overlong: the longest prompt, and what becomes of longer documents: "refuse", "cut" or "split"
+    folder: parent of the data set's folder, whose name is the hash of everything that its bytes depend on
+    sites: sites to keep, as `capture=` takes them; each layer is a site of its own
+    dtype: of the stored rows: bfloat16, float16 or float32
+    filters: rows to keep
+    project: W [K, D], one by site, or a `Project`: store W h instead of h
+    sums: store the sum over each document's rows
+    context, overlong: the longest prompt, and the treatment of longer documents: "refuse", "cut" or "split"
     seed: of the shuffle
-    parts: documents are dealt to so many parts by hash; each part is shuffled on its own, and written after the one
-        before. Unless given: 8, but of 256 MiB at least and 2 GiB at most, and as many for each machine. What reads
-        them interleaves them (`harvest.order`)
+    parts: number of parts. Documents are assigned to parts by hash; each part is shuffled separately, and written after
+        the one before. By default 8, but of at least 256 MiB and at most 2 GiB, and equally many for each machine.
+        Readers interleave them (`Harvested.order`)
     shard: (i, n) for machine i of n: it makes parts i, i + n, …
     shard_rows: rows in a file
-    batch_tokens: tokens that are run at a time, at most, chosen by the width of the rows unless given. Batches that
-        would take longer than about 2 s are smaller. Three are under way, and a few more are being written
-    checkpoint_bytes: after a stop at most twice so many bytes are done again, and at most what came in about 10 s
+    batch_tokens: largest number of tokens run at a time, by default chosen by the width of the rows. Batches that would
+        take longer than about 2 s are smaller. Three are in flight, and a few more are being written
+    checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
@@ -253,14 +252,14 @@ def harvest(
 
 
 class _Kind(NamedTuple):
-    """A site, and what becomes of its rows."""
+    """A site, and the reduction of its rows."""
 
     site: StoredSite
     reduction: Reduction
 
 
 class _Job:
-    """Runs the prompts of some parts and has their rows written."""
+    """Runs the prompts of some parts and passes their rows to the writer."""
 
     def __init__(
         self, lm: LM, plan: Plan, manifest: Manifest, place: Path, kinds: list[_Kind], window: tuple[int, Tokens],
@@ -274,7 +273,7 @@ class _Job:
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
     def run(self, numbers: Sequence[int], show: bool | None) -> int:
-        """Makes some parts. Returns how many tokens were run."""
+        """Make some parts. Returns the number of tokens run."""
         try:
             self._open([self._plan.part(number) for number in numbers])
             self._writer = Writer(max((part.files for part in self._parts), default=1), 2 * len(self._parts))
@@ -288,7 +287,7 @@ class _Job:
         return self._ran
 
     def _fill(self, show: bool | None) -> None:
-        """Runs what is left and has it written."""
+        """Run the remaining prompts, and wait until their rows are written."""
         total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
         with progress("harvesting", int(total), show, "tokens") as self._advance:
             run_batches(self._lm, self._calls(), self._read, UNDER_WAY, self._pace)
@@ -308,11 +307,11 @@ class _Job:
             )
 
     def _lengths(self, part: OpenPart) -> np.ndarray:
-        """How many tokens each of a part's prompts has."""
+        """The number of tokens of each of a part's prompts."""
         return np.diff(self._plan.tokens.prompts)[part.part.prompts]
 
     def _calls(self) -> Iterator[dict[str, Any]]:
-        """The runs of every batch, part by part."""
+        """The calls that run every batch, part by part."""
         captures = [Capture(parse_site(kind.site.name), self._tokens, self._captured_dtype(kind),
                             kind.reduction.captured_by) for kind in self._kinds]  # fmt: skip
         for part in self._parts:
@@ -364,7 +363,7 @@ class _Job:
         self._advance(tokens)
 
     def _document(self, part: OpenPart, prompt: int) -> str:
-        """The path, in errors, of one of a part's prompts."""
+        """The path of one of a part's prompts in errors."""
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 
@@ -388,14 +387,14 @@ class _Job:
         return np.stack([np.linalg.norm(of_site, axis=1) for of_site in whole], axis=1)
 
     def _kept(self, prompt: int) -> np.ndarray | slice:
-        """Which of a prompt's captured rows are kept."""
+        """The indices of a prompt's captured rows that are kept, as a slice if they are consecutive."""
         first, end = self._plan.tokens.prompts[prompt : prompt + 2]
         kept = np.flatnonzero(self._plan.kept[first + self._first : end])
-        together = kept[-1] - kept[0] + 1 == len(kept)  # then nothing is copied
+        together = kept[-1] - kept[0] + 1 == len(kept)  # a slice avoids a copy
         return slice(kept[0], kept[-1] + 1) if together else kept
 
     def _reduced(self, kind: _Kind, rows: Any, which: np.ndarray | slice) -> np.ndarray:
-        """What is stored of a prompt at a site, [n, width]."""
+        """The stored rows of a prompt at a site, [n, width]."""
         if not kind.reduction.changes:
             rows = stored(rows, self._recipe.dtype)
             return rows.reshape(len(rows), -1)[which]
@@ -404,13 +403,13 @@ class _Job:
 
 
 def _batch_tokens(kinds: list[_Kind], dtype: str) -> int:
-    """How many tokens a batch has, by what is captured of each."""
+    """The number of tokens per batch, from the bytes captured per token."""
     sizes = [kind.site.captured * (4 if kind.reduction.changes else STORED[dtype].itemsize) for kind in kinds]
     return min(max(BATCH_BYTES // sum(sizes), LEAST_TOKENS), MOST_TOKENS)
 
 
 def _parts(parts: int | None, machines: int, kinds: list[_Kind], dtype: str) -> int | Callable[[int], int]:
-    """How many parts there are, or what says that of a number of rows."""
+    """The number of parts, or a function of the number of rows."""
     if parts is None:
         row_bytes = sum(kind.site.width for kind in kinds) * STORED[dtype].itemsize
         return lambda rows: parts_for(rows, row_bytes, machines)
@@ -435,7 +434,7 @@ def _shard(shard: Any) -> tuple[int, int]:
 
 
 def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool, capped: bool) -> list[_Kind]:
-    """Every site of every layer, once. Caps on norms need whole rows on the host."""
+    """Every site of every layer, once. Norm caps need whole rows on the host, which rules out projected captures."""
     project = Project(project) if project is not None and not isinstance(project, Project) else project
     reductions: dict[SiteRef, Reduction] = {}
     for number, text in enumerate(sites if isinstance(sites, (list, tuple)) else [sites]):
@@ -468,7 +467,7 @@ def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool, capped: bool)
 
 
 def _width(lm: LM, ref: SiteRef) -> int:
-    """How many numbers a row of a site has."""
+    """The width of a row at a site."""
     first, end = ref.columns or (0, lm.sites.points[ref.point].width)
     return end - first
 
@@ -485,7 +484,7 @@ def _manifest(lm: LM, plan: Plan, kinds: list[_Kind], dtype: str, filters: Filte
 
 
 def _write_plan(folder: Path, manifest: Manifest, plan: Plan) -> Path:
-    """Makes the data set's folder with the manifest and the documents' tokens. Returns it."""
+    """Create the data set's folder with the manifest and the documents' tokens, and return it."""
     import safetensors.numpy
 
     place = folder / manifest.recipe.name
@@ -503,8 +502,8 @@ def _write_plan(folder: Path, manifest: Manifest, plan: Plan) -> Path:
 
 
 def _window(filters: Filters, plan: Plan) -> tuple[int, Tokens]:
-    """The first position that is captured, and what is captured of every prompt: what lies in the window of positions,
-    if that is one for all prompts."""
+    """The first captured position, and the selection to capture: the window of positions if it is the same for all
+    prompts, otherwise every position."""
     whole_documents = len(plan.tokens.prompts) == len(np.unique(plan.tokens.documents))
     if len(filters.positions) != 1 or not whole_documents:
         return 0, every

@@ -16,10 +16,10 @@ Values = torch.Tensor | dict[str, torch.Tensor]
 
 
 class Rows(Dataset[Values]):
-    """Row i of a data set as a tensor [D], or by site where there are several.
+    """Row i of a data set as a tensor [D], or by site if there are several.
 
-    Rows were shuffled when they were written, and parts are interleaved (`order`): reading them in order is quick, and
-    as random as it gets.
+    Rows were shuffled when they were written, and parts are interleaved (`order`), so reading them in order is fast and
+    already random.
     """
 
     def __init__(self, data: Any, sites: list[str]) -> None:
@@ -34,11 +34,11 @@ class Rows(Dataset[Values]):
 
     @functools.cached_property
     def _block(self) -> Callable[[int], np.ndarray]:
-        """Blocks of the order; the last ones are remembered."""
+        """Blocks of the order; the most recent ones are cached."""
         return functools.lru_cache(64)(self._data.order.block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A process that gets it maps the files anew."""
+        """Drop the mapped files, which the receiving process maps itself."""
         return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block")}
 
     def __len__(self) -> int:
@@ -57,10 +57,10 @@ class Rows(Dataset[Values]):
 
 
 class Batches(IterableDataset[Values]):
-    """All rows in order, `size` at a time [size, D], or by site where there are several; the last batch may be shorter.
+    """All rows in order, `size` at a time [size, D], or by site if there are several; the last batch may be shorter.
 
-    Of several workers of a `DataLoader` (with `batch_size=None`) each reads a stretch of its own. `repeat`: begins
-    again at the end, for ever.
+    With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. `repeat` starts again
+    after the last row, without end.
     """
 
     def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False) -> None:
@@ -76,14 +76,14 @@ class Batches(IterableDataset[Values]):
         return self._read(begin, end)
 
     def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Rows in order, `size` at a time at most."""
+        """Rows in order, at most `size` at a time."""
         while begin < end:
             yield from self.data.order.read(self.data.columns(self.sites), begin, end, self.size)
             if not self.repeat:
                 return
 
     def _read(self, begin: int, end: int) -> Iterator[Values]:
-        """Batches go across the ends of pieces."""
+        """Batches in order, joined across the ends of pieces."""
         held: list[dict[str, torch.Tensor]] = []
         count = 0
         for piece in self._pieces(begin, end):
@@ -105,6 +105,6 @@ class Batches(IterableDataset[Values]):
 
 
 def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
-    """Mapped rows as a tensor of memory of its own, in the stored dtype."""
+    """Mapped rows copied into a tensor, in the stored dtype."""
     values = torch.from_numpy(np.array(rows))
     return values.view(torch.bfloat16) if dtype == "bfloat16" else values

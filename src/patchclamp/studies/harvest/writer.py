@@ -1,23 +1,18 @@
-"""Writing: rows go to their places in the shards of their part while the engine computes the next ones.
+"""Writing a harvest: rows go to their places in the shards of their part while the engine computes the next ones.
 
-Threads write batches as they come. While each of them has one, `put` waits, and so the engine gets no more. Other
-threads bring what was written to the disk, and seal a part whose prompts are all written.
+Threads write batches as they arrive. While all of them are busy, `put` blocks, which throttles the engine. Other
+threads sync written rows to disk, and seal a part whose prompts are all written.
 
-The dtypes in which rows are stored, as NumPy has them: bfloat16, which it lacks, as its 16 bits.
+A site's rows in a shard are a safetensors file of full size from the beginning, filled in any order through a memory
+map. The data begin at 4,096 bytes, so that rows of whole pages are aligned with the pages of the file. NumPy lacks
+bfloat16, which is stored as its 16 bits. Statistics are summed in a fixed order, so that the same rows give the same
+bytes.
 
-One site's rows of one shard: a safetensors file of full size from the beginning, whose rows are written in any order
-through a memory map. The data begin at 4,096 bytes, so rows of whole pages are whole pages of the file.
-
-Mean, variance and norms of a data set's rows, summed in one order, so that the same rows give the same bytes.
+The ledger of an unfinished part is a journal of the prompts whose rows are on disk; a resumed harvest skips them. A
+record has the numbers of the prompts of one checkpoint, and is appended after their rows are synced. Sealing a complete
+shard adds its index and statistics, and gives it its final name.
 
 n rows · D width
-
-The ledger of a part under way: a journal of the prompts whose rows are on the disk, so that a resumed harvest leaves
-them out. A record has the numbers of the prompts of one checkpoint, and is appended after their rows are on the disk.
-
-Sealing: a shard whose rows are all there gets its index and its statistics, and its name.
-
-How many files this process may have open: a memory map keeps its file open.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ def stored(rows: Any, dtype: str) -> np.ndarray:
 
 
 def _rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):  # `store.joined.overflowed` finds it
+    with np.errstate(over="ignore"):  # `store.captured.overflowed` detects it
         return to_bfloat16(rows.astype(np.float32, copy=False)) if dtype == "bfloat16" else rows.astype(
             STORED[dtype], copy=False)  # fmt: skip
 
@@ -79,14 +74,14 @@ def to_bfloat16(rows: np.ndarray) -> np.ndarray:
 
 
 def as_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored rows as float32, in memory of their own."""
+    """A copy of stored rows as float32."""
     wide = np.empty(rows.shape, np.float32)
     put_float32(rows, dtype, wide)
     return wide
 
 
 def put_float32(rows: np.ndarray, dtype: str, wide: np.ndarray) -> None:
-    """Puts stored rows as float32 into `wide`, of their shape."""
+    """Write stored rows as float32 into `wide`, which has their shape."""
     if dtype == "bfloat16":
         np.left_shift(rows, np.uint32(16), out=wide.view(np.uint32), dtype=np.uint32)
     else:
@@ -97,7 +92,8 @@ DATA_OFFSET = 4096
 
 
 def header(name: str, dtype: str, rows: int, width: int, metadata: dict[str, str]) -> bytes:
-    """The first `DATA_OFFSET` bytes of a safetensors file of one tensor. Spaces fill the header, as in the format."""
+    """The first `DATA_OFFSET` bytes of a safetensors file of one tensor. The header is padded with spaces, which the
+    format allows."""
     size = rows * width * STORED[dtype].itemsize
     tensor = {"dtype": SAFETENSORS[dtype], "shape": [rows, width], "data_offsets": [0, size]}
     text = json.dumps({"__metadata__": metadata, name: tensor}).encode()
@@ -108,7 +104,7 @@ def header(name: str, dtype: str, rows: int, width: int, metadata: dict[str, str
 
 
 class ShardFile:
-    """A file that is being filled. `rows` is what it holds, [rows, width] in its stored dtype."""
+    """A file that is being filled. `rows` is its content, [rows, width] in the stored dtype."""
 
     def __init__(self, path: Path, head: bytes, dtype: str, rows: int, width: int) -> None:
         self.path = path
@@ -118,23 +114,23 @@ class ShardFile:
             os.pwrite(file.fileno(), head, 0)
             self._map = mmap.mmap(file.fileno(), size)
         if hasattr(mmap, "MADV_RANDOM"):
-            # else every first touch of a page reads what lies around it: seven times as long
+            # otherwise the first access to a page also reads the pages around it, which takes seven times as long
             self._map.madvise(mmap.MADV_RANDOM)
         self.rows = _rows(self._map, dtype, rows, width)
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Block until everything written is on disk."""
         sync(self.path)
 
     def close(self) -> None:
-        """Lets the memory map go, which ends when nobody reads or writes it any more."""
+        """Release the memory map, which ends when no reader or writer uses it."""
         del self.rows, self._map
 
 
 def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
-    """The dtype, the metadata and the rows [rows, width], mapped to be read, of a shard's file.
+    """The dtype, the metadata and the memory-mapped rows [rows, width] of a shard's file.
 
-    Raises: `ProgramError` for another file, `CapacityError` where too many are open.
+    Raises: `ProgramError` for another file, `CapacityError` if too many files are open.
     """
     try:
         with open(path, "rb") as file:
@@ -153,8 +149,8 @@ def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
 
 
 class ReadRows:
-    """The rows of a shard's file, read a slice at a time into the same memory: the pages of a file that was written all
-    over take several times as long to be mapped, one by one.
+    """The rows of a shard's file, read a slice at a time into one buffer. A memory map would take several times as
+    long, because the pages of a file that was written in random order are mapped one by one.
 
     dtype, shape: of the rows, [rows, width]
     """
@@ -168,7 +164,7 @@ class ReadRows:
         self._offset = 8 + int.from_bytes(self._file.read(8), "little")
 
     def __getitem__(self, which: slice) -> np.ndarray:
-        """Some rows; the next ones take their place."""
+        """Some rows, valid until the next call reuses their memory."""
         first, end, _ = which.indices(self.shape[0])
         if len(self._room) < end - first:
             self._room = np.empty((end - first, self.shape[1]), STORED[self.dtype])
@@ -185,7 +181,7 @@ class ReadRows:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Block until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -194,8 +190,8 @@ def sync(path: Path) -> None:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole, or not at all. Processes may write the same at a time; what one that was
-    killed left of the same goes."""
+    """Write a file atomically. Processes may write the same content at the same time; leftovers of one that was killed
+    are removed."""
     same = f"{path.name}.{hashlib.sha256(content).hexdigest()[:8]}"
     beside = path.with_name(f"{same}.{os.getpid()}.new")
     with open(beside, "wb") as file:
@@ -217,7 +213,7 @@ def _rows(mapped: mmap.mmap, dtype: str, rows: int, width: int, offset: int = DA
 
 
 def _reserve(descriptor: int, size: int, path: Path) -> None:
-    """Gives the file its size and its room on the disk: a write through a map cannot say that the disk is full."""
+    """Set the file's size and reserve its disk space, because a write through a map cannot report a full disk."""
     if os.fstat(descriptor).st_size == size:
         return
     try:
@@ -228,15 +224,15 @@ def _reserve(descriptor: int, size: int, path: Path) -> None:
         raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None
 
 
-BLOCK_BYTES = 1 << 20  # of fp32 rows that are summed at a time; they stay in the processor's cache
+BLOCK_BYTES = 1 << 20  # fp32 rows summed at a time; they stay in the processor's cache
 
 
 class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
-    """Of the rows of one site.
+    """Statistics of the rows of one site.
 
-    rows: how many
-    mean, variance: of each number of a row (the population's variance), float64 [D]
-    norm_mean, norm_rms, norm_min, norm_max: of the rows' norms (L2); NaN without rows
+    rows: their number
+    mean, variance: of each number of a row (population variance), float64 [D]
+    norm_mean, norm_rms, norm_min, norm_max: of the rows' L2 norms; NaN without rows
     """
 
     rows: int
@@ -248,12 +244,12 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
     norm_max: float
 
 
-@np.errstate(all="ignore")  # rows that are not finite have such statistics
+@np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
 def statistics_of(rows: np.ndarray | ReadRows, dtype: str) -> tuple[SiteStatistics, np.ndarray]:
     """The statistics of stored rows [n, D], and their norms [n], float32.
 
-    Sums are of what is left when the first rows' mean is taken off (Chan, Golub and LeVeque 1983, section 3), over a
-    block in fp32, and over blocks in float64.
+    Sums are of the rows minus the mean of the first rows (Chan, Golub and LeVeque 1983, section 3), in fp32 over a
+    block and in float64 over blocks.
     """
     count, width = rows.shape
     if not count:
@@ -261,7 +257,7 @@ def statistics_of(rows: np.ndarray | ReadRows, dtype: str) -> tuple[SiteStatisti
     size = max(1, BLOCK_BYTES // (4 * max(width, 1)))
     norms, first, squares = np.empty(count, np.float32), np.zeros(width), np.zeros(width)
     shift = as_float32(rows[:size], dtype).mean(axis=0)
-    room = np.empty((min(size, count), width), np.float32)  # used again: the system takes long to give and take memory
+    room = np.empty((min(size, count), width), np.float32)  # reused, because allocating and freeing memory is slow
     for begin in range(0, count, size):
         block = room[: min(size, count - begin)]
         put_float32(rows[begin : begin + size], dtype, block)
@@ -278,12 +274,12 @@ def statistics_of(rows: np.ndarray | ReadRows, dtype: str) -> tuple[SiteStatisti
 
 
 def nothing(width: int) -> SiteStatistics:
-    """The statistics of no rows."""
+    """The statistics of zero rows."""
     return SiteStatistics(0, np.zeros(width), np.zeros(width), math.nan, math.nan, math.nan, math.nan)
 
 
 def joined(parts: Iterable[SiteStatistics]) -> SiteStatistics:
-    """The statistics of all rows, from those of parts; the order matters to the last bits."""
+    """The statistics of all rows, from those of parts; the order affects the last bits."""
     total, *others = parts
     for part in others:
         total = part if not total.rows else _two(total, part) if part.rows else total
@@ -309,7 +305,7 @@ def encoded(sites: dict[str, SiteStatistics]) -> bytes:
 
 
 def decoded(content: bytes) -> dict[str, SiteStatistics]:
-    """What `encoded` wrote."""
+    """Parse the output of `encoded`."""
     return {
         site: SiteStatistics(
             values["rows"], _array(values["mean"]), _array(values["variance"]),
@@ -325,13 +321,13 @@ def _array(values: list[float | None]) -> np.ndarray:
 
 
 Summed = Future[tuple[SiteStatistics, np.ndarray]]
-"""Statistics and norms of a file's rows, which are being computed."""
+"""Statistics and norms of a file's rows, being computed."""
 INDEX, STATISTICS = "index.parquet", "statistics.json"
 COPIED_BYTES = 1 << 24
 
 
 def metadata_of(recipe: Recipe, name: str, part: int, shard: int) -> dict[str, str]:
-    """What a shard's file says of itself."""
+    """The metadata of a shard's file."""
     return {"harvest": name, "format": str(recipe.format), "shard": shard_name(part, shard)}
 
 
@@ -343,11 +339,11 @@ def head_of(recipe: Recipe, name: str, part: int, shard: int, site: StoredSite, 
 
 def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int,
          pool: ThreadPoolExecutor, sums: Mapping[str, Summed]) -> None:  # fmt: skip
-    """Gives a shard's folder what it lacks, and its name. It can be interrupted anywhere and done again.
+    """Add the missing files to a shard's folder and give it its final name. It may be interrupted and repeated.
 
-    folder: where the shard's folder is while it is being filled, in the data set's folder
-    pool: may do several sites at a time
-    sums: of each site, by name; not used where caps on norms leave rows out
+    folder: the shard's folder while it is being filled, in the data set's folder
+    pool: for several sites at a time
+    sums: statistics of each site, by name; not used if caps on norms leave rows out
     """
     for unfinished in folder.glob("*.new"):
         unfinished.unlink()
@@ -376,7 +372,7 @@ def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, sh
 
 
 def index(tokens: Tokens, rows: np.ndarray, sums: bool) -> bytes:
-    """A Parquet file: of each row its document, its position there and its token id; a sum has only the document."""
+    """A Parquet file with each row's document, position in it and token id; a sum has only the document."""
     arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
     document = tokens.document_of(rows)
     nowhere = np.full(len(rows), sums)
@@ -391,11 +387,11 @@ def index(tokens: Tokens, rows: np.ndarray, sums: bool) -> bytes:
 
 
 def _within_caps(folder: Path, recipe: Recipe, pool: ThreadPoolExecutor) -> np.ndarray | None:
-    """Which rows are within the caps on norms at every site, bool [n]; None without caps. It is written down:
-    once a file is compacted, nobody can tell any more."""
+    """A mask of the rows within the caps on norms at every site, bool [n]; None without caps. It is saved, because it
+    cannot be computed from a compacted file."""
     if not recipe.filters.caps_norms:
         return None
-    marks = folder.with_name(f"{folder.name}.passing.npy")  # beside: it is not of the data set
+    marks = folder.with_name(f"{folder.name}.passing.npy")  # outside the folder: it is not part of the data set
     if marks.exists():
         return np.load(marks)
 
@@ -421,7 +417,7 @@ def summed(path: Path) -> tuple[SiteStatistics, np.ndarray]:
 
 
 def _compacted(path: Path, head: bytes, passing: np.ndarray) -> Path:
-    """A file beside that has the passing rows alone, in their order; `path` itself, if it is that already."""
+    """A new file with only the passing rows, in their order; `path` itself if it is already compacted."""
     dtype, _, rows = open_rows(path)
     if len(rows) != len(passing):
         return path
@@ -437,22 +433,22 @@ def _compacted(path: Path, head: bytes, passing: np.ndarray) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """Removes the folder of a part whose shards are all sealed."""
+    """Remove the folder of a part whose shards are all sealed."""
     shutil.rmtree(folder)
     sync(folder.parent)
 
 
 SPARE_FILES = 256
-MOST_ON_MACOS = 10_240  # whatever its limit says
+MOST_ON_MACOS = 10_240  # regardless of the limit it reports
 WRITING = "take fewer sites, fewer and larger shards (shard_rows), or another number of parts"
 READING = "read fewer sites at a time, or part after part (interleave=False)"
 
 
 def allow_files(count: int, times: int, beside: int = 0, advice: str = WRITING) -> int:
-    """Lets this process have `count` files open, that often as far as it may, and `beside` and some more. Returns how
-    often it may.
+    """Raise this process's limit of open files to a multiple of `count`, plus `beside` and some spare ones. Returns the
+    multiple, at most `times`. A memory map keeps its file open.
 
-    Raises: `CapacityError` if it may not once.
+    Raises: `CapacityError` if the hard limit does not allow a multiple of 1.
     """
     try:
         import resource
@@ -476,19 +472,19 @@ def allow_files(count: int, times: int, beside: int = 0, advice: str = WRITING) 
 
 WRITERS = 4
 SEALERS = 4  # shards at a time
-SYNCERS = min(8, os.cpu_count() or 1)  # files that are brought to the disk, or whose rows are summed, at a time
-CHECKPOINT_BYTES = 1 << 32  # beyond a part's, as a rule: in the middle of a part, pages to be written lie apart
-CHECKPOINT_S = 2.0  # what was computed since is computed again after a kill
-BEHIND = 2  # times as much may be written while what was written before is brought to the disk
-OPEN_PARTS = 4  # at most: one is being filled, and others are being brought to the disk
+SYNCERS = min(8, os.cpu_count() or 1)  # files that are synced or summed at a time
+CHECKPOINT_BYTES = 1 << 32  # usually more than a part: in the middle of a part, the pages to write are scattered
+CHECKPOINT_S = 2.0  # after a kill, rows since the last checkpoint are computed again
+BEHIND = 2  # writers wait at this multiple of the checkpoint's bytes until the checkpoint in progress is done
+OPEN_PARTS = 4  # largest number of open parts: one is being filled, the others are being synced
 
 
 class Batch(NamedTuple):
     """The rows of some prompts.
 
     prompts: their numbers in the part
-    rows: gives, of one site after the other of `Recipe.written`, the rows of each prompt, [n, width] as they are
-        stored; on the thread that writes
+    rows: yields, for each site of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; called on
+        the writing thread
     """
 
     prompts: list[int]
@@ -496,7 +492,7 @@ class Batch(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Rows of a prompt that lie in one shard: which of the prompt's they are, and their places there, [n] each."""
+    """Rows of a prompt in one shard: their indices among the prompt's rows, and their places in the shard, [n] each."""
 
     shard: int
     rows: np.ndarray | slice
@@ -506,7 +502,7 @@ class _Piece(NamedTuple):
 class OpenPart:
     """A part that is being filled, in a folder of its own.
 
-    left: which of its prompts are still to be run, by their numbers in the part
+    left: the prompts still to run, by their numbers in the part
     """
 
     def __init__(self, folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, checkpoint: int) -> None:
@@ -516,20 +512,20 @@ class OpenPart:
         self._ledger = Journal(self._folder / "ledger").open(f"{name}, part {part.number}")
         unsealed = [shard for shard in range(part.shards) if not self._sealed(shard).exists()]
         if not all((self._shard(shard) / site.file).exists() for shard in unsealed for site in recipe.sites):
-            self._ledger.clear()  # what it lists is gone
+            self._ledger.clear()  # the rows that it lists are gone
         finished = np.zeros(len(part.prompts), bool)
         for prompts in self._ledger.take(list[int]):
             finished[prompts] = True
-        if not unsealed:  # it was stopped while it was forgotten
+        if not unsealed:  # it was stopped while its folder was being removed
             finished[:] = True
         self.left = np.flatnonzero(~finished)
         self._unwritten = len(self.left)
         self._unsynced_bytes, self._unlisted = 0, []
         self._listed_at = time.monotonic()
         self._lock, self._syncing, self._opening = threading.Lock(), threading.Lock(), threading.Lock()
-        self._room: threading.Semaphore | None = None  # where its files count among those that are open
+        self._room: threading.Semaphore | None = None  # limits the open parts; held while its files are open
         self._beside: Future[None] | None = None  # the last checkpoint that was made while others wrote
-        self._failed: BaseException | None = None  # of a checkpoint: what is on the disk is not known any more
+        self._failed: BaseException | None = None  # of a checkpoint: afterwards the state on disk is unknown
         self._files: dict[str, list[ShardFile]] = {}
 
     @property
@@ -542,11 +538,11 @@ class OpenPart:
 
     @property
     def files(self) -> int:
-        """How many files are open while it is being filled."""
+        """The number of files open while it is being filled."""
         return self.part.shards * len(self._recipe.written)
 
     def open(self, pools: Pools) -> None:
-        """Makes the shards' files, or opens those that are there, unless they are open. Waits while others' are."""
+        """Create or open the shards' files, unless they are open. Blocks while too many parts are open."""
         with self._opening:
             if self._failed is not None:
                 raise self._failed
@@ -583,7 +579,7 @@ class OpenPart:
         return self._folder / f"shard-{shard:05d}"
 
     def write(self, batch: Batch, pools: Pools) -> bool:
-        """Puts a batch's rows at their places. Returns whether the part is full now."""
+        """Write a batch's rows to their places. Returns True if the part is now full."""
         self.open(pools)
         pieces, size = self._pieces(batch.prompts), 0
         for site, blocks in zip(self._recipe.written, batch.rows(), strict=True):
@@ -600,7 +596,7 @@ class OpenPart:
         return self._written(batch.prompts, size, pools)
 
     def _pieces(self, prompts: list[int]) -> list[list[_Piece]]:
-        """Where the rows of each prompt go."""
+        """The places of each prompt's rows."""
         part = self.part
         ranges = [(part.first[i], part.first[i + 1]) for i in prompts]
         shards, places = np.divmod(
@@ -630,16 +626,16 @@ class OpenPart:
         return full
 
     def _checkpoint_beside(self, pools: Pools) -> Future[None]:
-        """The checkpoint that is being made while others write, or a new one."""
+        """The checkpoint in progress, or a new one."""
         with self._lock:
             if self._beside is None or self._beside.done():
                 self._beside = pools.checkpoints.submit(self.checkpoint, pools.files)
             return self._beside
 
     def checkpoint(self, pool: ThreadPoolExecutor) -> None:
-        """Brings what was written to the disk, and its prompts into the ledger; `pool` may do several files at once.
+        """Sync written rows to disk, then add their prompts to the ledger; `pool` may sync several files at once.
 
-        Raises: what went wrong, and from then on the same: the system tells of a lost page once.
+        Raises: the first error, on this and every later call, because the system reports a lost page only once.
         """
         with self._syncing:
             if self._failed is not None:
@@ -656,7 +652,7 @@ class OpenPart:
                 raise
 
     def seal(self, pools: Pools) -> None:
-        """Brings a full part to the disk and seals its shards. Rows are summed meanwhile, unless some are left out."""
+        """Sync a full part and seal its shards. Rows are summed meanwhile, unless caps leave some out."""
         brought = pools.checkpoints.submit(self.checkpoint, pools.files)
         unsealed = [shard for shard in range(self.part.shards) if not self._sealed(shard).exists()]
         sums = {shard: {} if self._recipe.filters.caps_norms else {
@@ -665,7 +661,7 @@ class OpenPart:
         try:
             brought.result()
         finally:
-            if not brought.cancelled():  # else it is brought to the disk when it is closed
+            if not brought.cancelled():  # otherwise `close` syncs it
                 self._close_files()
         list(pools.shards.map(lambda shard: self._seal(shard, pools.files, sums[shard]), unsealed))
         self._ledger.close()
@@ -675,9 +671,9 @@ class OpenPart:
         seal(self._shard(shard), self._recipe, self._name, self._tokens, self.part, shard, pool, sums)
 
     def close(self) -> None:
-        """Stops in the middle; what is not in the ledger is done again by the next harvest."""
+        """Stop in the middle; the next harvest repeats what is not in the ledger."""
         if self._files and self._failed is None:
-            # an error here is perhaps why it stops
+            # an error here may be the reason for stopping
             with contextlib.suppress(OSError, PatchclampError), ThreadPoolExecutor(SYNCERS) as pool:
                 self.checkpoint(pool)
         self._close_files()
@@ -693,16 +689,16 @@ class OpenPart:
 
 
 def is_sealed(folder: Path, part: Part) -> bool:
-    """Whether all shards of a part are there, and nothing is left of its making."""
+    """True if all shards of a part exist, and its open folder is gone."""
     names = [shard_name(part.number, shard) for shard in range(part.shards)]
     return all((folder / name).exists() for name in names) and not (folder / f"part-{part.number:04d}.open").exists()
 
 
 class Pools(NamedTuple):
-    """Threads beside those that write, and how many more parts may be open.
+    """Threads besides the writers, and the number of further parts that may be open.
 
-    checkpoints: of parts that are not full, one at a time · sealing: of full parts, two at a time: one is brought to
-    the disk while another is summed · shards: that are sealed · files: that are brought to the disk, or summed
+    checkpoints: of parts that are not full, one at a time · sealing: of full parts, two at a time: one is synced while
+    another is summed · shards: being sealed · files: being synced or summed
     """
 
     checkpoints: ThreadPoolExecutor
@@ -718,7 +714,7 @@ class Pools(NamedTuple):
 
 
 class Writer:
-    """Takes batches and gives them to threads. `files`: of each part, at most; `beside`: that are open all the time."""
+    """Passes batches to threads. `files`: largest number per part; `beside`: files that are always open."""
 
     def __init__(self, files: int, beside: int) -> None:
         self._writers = _threads("writer", WRITERS)
@@ -729,25 +725,25 @@ class Writer:
         )  # fmt: skip
         self._room = threading.BoundedSemaphore(WRITERS)
         self._under_way: list[Future[None]] = []
-        self._failure: BaseException | None = None  # the first: others may be told that the harvest has been stopped
+        self._failure: BaseException | None = None  # the first one; later ones may only report that it was stopped
 
     def put(self, part: OpenPart, batch: Batch) -> None:
-        """Has a batch written. Waits while there are too many; raises what went wrong with those before."""
+        """Queue a batch. Blocks while there are too many; raises the error of an earlier one."""
         self._room.acquire()
         self._check()
         self._under_way.append(self._writers.submit(self._write, part, batch))
 
     def seal(self, part: OpenPart) -> None:
-        """Has a full part sealed."""
+        """Queue the sealing of a full part."""
         self._under_way.append(self._pools.sealing.submit(self._seal, part))
 
     def finish(self) -> None:
-        """Returns when all is written and sealed; raises what went wrong."""
+        """Block until everything is written and sealed; raises the first error."""
         while self._under_way:
             self._take(self._under_way.pop(0))
 
     def stop(self) -> None:
-        """Returns when no thread runs any more; what has not begun is not done."""
+        """Block until no thread is running; work that has not begun is cancelled."""
         self._open_no_more()
         for pool in (self._writers, *self._pools.threads):
             pool.shutdown(cancel_futures=True)
@@ -772,7 +768,7 @@ class Writer:
             raise
 
     def _open_no_more(self) -> None:
-        """No thread waits for files to be closed any more: those of a part that failed never are."""
+        """Release threads that wait for files to be closed: those of a failed part never are."""
         self._pools.stopped.set()
         self._pools.open_parts.release(WRITERS)
 
@@ -783,7 +779,7 @@ class Writer:
             self._take(future)
 
     def _take(self, future: Future[None]) -> None:
-        """Waits for something that is under way. Raises what went wrong first, if anything did."""
+        """Wait for a task. Raises the first error of the harvest, if there was one."""
         try:
             future.result()
         except BaseException as error:
