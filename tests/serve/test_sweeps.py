@@ -274,7 +274,7 @@ OTHER_STUDIES = {
     "logit_lens": {"prompt": "The Eiffel Tower is in", "layers": "2:4", "tokens": [" Paris"]},
     "patchscope": {"source": "The Eiffel Tower is in Paris", "layers": "2:4", "max_tokens": 3},
     "fuzz_sweep": {"prompts": ["The Eiffel Tower is"], "strengths": [0, 0.3], "max_tokens": 3},
-    "steering": {"positive": ["good day", "good dog", "good cat", "good film"],
+    "steering_vectors": {"positive": ["good day", "good dog", "good cat", "good film"],
                  "negative": ["bad day", "bad dog", "bad cat", "bad film"], "layers": "2:4"},
 }  # fmt: skip
 

@@ -212,7 +212,7 @@ def test_what_is_known_is_not_run_again(lm, tmp_path: Path, monkeypatch):
     told: list[Any] = []
 
     class Listener:
-        def begin(self, sweep, cells):
+        def start(self, sweep, cells):
             told.append((np.isnan(sweep.values).all(), cells))
 
         def cells(self, cells):
@@ -307,7 +307,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
 
 def test_what_a_listener_raises_stops_the_sweep_and_leaves_nothing(lm):
     class Listener:
-        def begin(self, sweep, cells):
+        def start(self, sweep, cells):
             pass
 
         def cells(self, cells):
@@ -337,7 +337,7 @@ def test_every_cell_is_told_once_with_its_mean_over_pairs(lm):
     told: dict[Any, float] = {}
 
     class Listener:
-        def begin(self, sweep, cells):
+        def start(self, sweep, cells):
             assert cells == 18
 
         def cells(self, cells):
@@ -356,7 +356,7 @@ def test_paths_are_told_once_with_their_mean_over_pairs(lm):
     told: dict[Any, float] = {}
 
     class Listener:
-        def begin(self, sweep, cells):
+        def start(self, sweep, cells):
             assert cells == np.isfinite(paths.values).sum() < paths.values.size
 
         def cells(self, cells):

@@ -154,7 +154,7 @@ class NoSpread:
 
 def test_an_errors_frames_hold_no_shared_runs(lm):
     class Listener:
-        def begin(self, sweep, cells):
+        def start(self, sweep, cells):
             pass
 
         def cells(self, cells):

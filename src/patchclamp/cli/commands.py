@@ -256,7 +256,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)
         if drawn and not study.held_out and steer["prompts"] is None:
-            raise ProgramError("expected held-out prompts or --prompts, for there is nothing to draw", "held_out")
+            raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
 
 
 @contextmanager

@@ -338,7 +338,7 @@ def parity(console: Console, result: Parity) -> None:
         )  # fmt: skip
     console.print(table)
     if result.left_out:
-        console.print(Text(f"on one engine only, for the tables differ: {', '.join(result.left_out)}", style="dim"))
+        console.print(Text(f"on one engine only, since the tables differ: {', '.join(result.left_out)}", style="dim"))
     near = result.logprobs <= result.bounds.logprobs
     console.print(Text.assemble("log-probabilities ", _bounded(result.logprobs, near), " apart at most"))
     _show_verdict(console, result)

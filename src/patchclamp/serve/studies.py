@@ -10,7 +10,6 @@ import asyncio
 import base64
 import contextlib
 import math
-import re
 import threading
 import time
 from collections import Counter
@@ -50,7 +49,7 @@ BATCH = 64  # runs that are read together: a study whose client is gone ends wit
 MAX_ITEMS = 64  # sites, senders or receivers
 PART_BYTES = 96 << 10  # of a result, in one event: its line stays below 256 KiB
 EVERY_S = 0.2  # between two events of progress
-KINDS = {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): kind for name, kind in studies.STUDIES.items()}
+KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
 
 router = APIRouter(
     prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
@@ -261,15 +260,15 @@ class RunningStudy(Reporter):
         if self._stopped.is_set():
             raise RunError("the client of this study disconnected")
 
-    def begin(self, sweep: Any, total: int) -> None:
-        """A step of a study begins (its name, its runs); as a listener, a grid (its result so far, its cells)."""
+    def begin(self, what: str, total: int) -> None:
         self._limits.check("sweep_cells", total, "runs of the study", "sites")
-        if not isinstance(sweep, Sweep):
-            self._total, self._done = total, 0
-            return
+        self._total, self._done = total, 0
+
+    def start(self, sweep: Sweep, cells: int) -> None:
+        """Send the axes of a grid, whose cells follow."""
         self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
                         "columns": _numbered(sweep.columns)}  # fmt: skip
-        self._put(("start", _start(sweep, total)))
+        self._put(("start", _start(sweep, cells)))
 
     def advance(self, done: int) -> None:
         self._raise_if_stopped()

@@ -153,7 +153,7 @@ class AblationSweep(Study):
             units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer, n)
                      for n, (of, g, base) in enumerate(zip(words, graded, bases, strict=True))]  # fmt: skip
             if listener is not None:
-                listener.begin(begun, len(places))
+                listener.start(begun, len(places))
             finished = Finished(
                 len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
             )

@@ -153,7 +153,7 @@ class CausalTrace(Study):
             begun, bases, scales = _begun(lm, self.metric, traced, rows, columns, both, noise, numbers)
             begun = msgspec.structs.replace(begun, source="clean activations", question=json_of(question))
             if listener is not None:
-                listener.begin(begun, counts[0])
+                listener.start(begun, counts[0])
             finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
             filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
         each = filled.values.reshape(len(counts), len(rows), len(columns))

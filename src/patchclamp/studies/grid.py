@@ -326,7 +326,7 @@ MIN_RERUNS = 2
 class Listener(Protocol):
     """Receives the progress of a sweep, possibly on another thread. An error it raises stops the sweep."""
 
-    def begin(self, sweep: Any, cells: int) -> None:
+    def start(self, sweep: Any, cells: int) -> None:
         """The sweep begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
         a zoom, the largest possible number."""
         ...

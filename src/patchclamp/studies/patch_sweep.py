@@ -309,7 +309,7 @@ def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener
         return _patched(plan, cells, [plan.place(*block) for block in blocks], both, finished)
 
     if listener is not None:
-        listener.begin(begun, zooming.most_single if zooming else len(plan.places))
+        listener.start(begun, zooming.most_single if zooming else len(plan.places))
     if zooming is None:
         singles, blocks = plan.places, ()
         filled = patch([([r], [p]) for r, p in singles], True)

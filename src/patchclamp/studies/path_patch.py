@@ -195,7 +195,7 @@ def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatc
     both = list(zip(values[::2], values[1::2], strict=True))  # clean and corrupt, before normalisation
     begun = _begun(paths, both)
     if listener is not None:
-        listener.begin(begun, paths.count)
+        listener.start(begun, paths.count)
     tell = None if listener is None else teller(listener, paths.rows, begun.columns)
     finished = Finished(len(paths.rows) * len(paths.receivers), len(paths.asked), tell)
     each, floors = begun.each.copy(), []

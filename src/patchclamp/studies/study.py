@@ -319,6 +319,7 @@ class Study:
 
     command: ClassVar[str] = ""  # its name on the command line
     positional: ClassVar[int] = 0  # fields that the short form takes by position
+    short: ClassVar[str] = ""  # the name of its short form, and of its route
     not_served: ClassVar[str] = ""  # the reason if a server does not run it for a client
 
     def __init__(self, **given: Any) -> None:
@@ -404,6 +405,7 @@ class Study:
                 )
             )
         call.__name__ = call.__qualname__ = name
+        cls.short = name
         call.study = cls  # pyright: ignore[reportFunctionMemberAccess]
         call.__module__, call.__signature__ = cls.__module__, inspect.Signature(parameters)  # pyright: ignore
         fields = "\n".join(f"{field.name}: {field.doc}" for field in cls.fields().values())
