@@ -336,8 +336,8 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
-    """Raises `EngineError` unless a run by itself reads the rows that it reads in a batch, and an edit at `mover`, which
-    moves the logits in a batch, moves them there too. Small steps run other code than large ones (CUDA graphs), and without
+    """Raises `EngineError` unless a run by itself reads the same rows as in a batch, and an edit at `mover`, which
+    moves the logits in a batch, moves them too. Small steps run other code than large ones (CUDA graphs), and without
     taps that code would run unedited. If the batch is small too, such code reads nothing in both."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
@@ -460,7 +460,7 @@ def _code() -> str:
 
 
 class ProvedLM(LM):
-    """A language model. `model` is a hub id, a folder, a server's URL, or "smollm2" (the small model of the demo extra).
+    """A language model. `model` is a hub id, a folder, a server's URL, or "smollm2" (from the demo extra).
 
     engine: "vllm" (the default if it is installed), "transformers", "fake", or an engine object.
     prove: offer only sites that are proved on this live model. Proving takes a few seconds on a CPU; the result is
