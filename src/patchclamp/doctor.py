@@ -29,8 +29,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
-    """Examines the machine and, with a `model`, an engine started for it with `options`. An error that keeps the model
-    from starting becomes a finding."""
+    """Examines the machine and, with a `model`, an engine started with `options`. Startup errors become findings."""
     findings = [*_versions(), *_vllm(engine)]
     return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
 

@@ -249,10 +249,8 @@ class LM:
 
     def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[dict[str, Any]]:
         """Fetches the captures of many runs in few engine calls, at some sites or (None) all: one dict per run of its
-        tensors [T, W] by site name, such as "resid_post[3]". They equal `run.read(site, copy=copy)`.
-
-        Raises `MissingSource` for a site that a run did not capture, and a failed run's own error.
-        """
+        tensors [T, W] by site name, such as "resid_post[3]". They equal `run.read(site, copy=copy)`. Raises
+        `MissingSource` for a site that a run did not capture, and a failed run's own error."""
         runs, chunk, size = runs_of(runs), [], 0
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else self._refs(sites)
@@ -302,11 +300,9 @@ class LM:
         self._close()
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the GPU memory of weights and KV cache until `wake`; captures and vectors stay.
-
-        Raises `EngineError` on engines other than vLLM, for levels above 1 (which discard the weights), without
-        `enable_sleep_mode=True`, and while runs are in progress.
-        """
+        """Frees the GPU memory of weights and KV cache until `wake`; captures and vectors stay. Raises `EngineError` on
+        engines other than vLLM, for levels above 1 (which discard the weights), without `enable_sleep_mode=True`, and
+        while runs are in progress."""
         self.engine.sleep(level)
 
     def wake(self) -> None:
@@ -487,8 +483,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _key() -> str:
-    """An unguessable key. Keys are drawn in bulk: reading the system's randomness releases the GIL, and getting it back
-    may take until another thread yields."""
+    """An unguessable key. Keys are drawn in bulk: a draw releases the GIL, and getting it back may take a while."""
     while True:
         try:
             return _drawn.popleft()

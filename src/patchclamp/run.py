@@ -138,10 +138,7 @@ class Run:
 
     @property
     def top_logprobs(self) -> list[dict[int, float]]:
-        """The log-probabilities of the top tokens at each generated token, by token id.
-
-        Raises `ProgramError` if the run did not request them.
-        """
+        """The log-probabilities of the top tokens at each generated token. Raises `ProgramError` if not requested."""
         if len(self.answer.top_logprobs) != len(self.token_ids):
             raise ProgramError("this run has no likeliest tokens: ask for some, as in lm.run(..., logprobs=5)")
         return self.answer.top_logprobs
@@ -231,8 +228,7 @@ class Run:
 
     @property
     def acted(self) -> dict[str, list[int]]:
-        """The ascending positions that each edit acted on, by path, such as "edits[0]". They are exact: the run's token
-        ids determine them."""
+        """The ascending positions that each edit acted on, by path ("edits[0]"). The token ids determine them."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
         if self._bound is None:
             return {}

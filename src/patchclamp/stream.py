@@ -21,7 +21,7 @@ class Stream:
     """The output of one run as it is generated: `for part in stream`, or `async for`, yields each `Part`.
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
-    Before that, `stream.so_far` is the run up to the parts read, with the captures of each part.
+    Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
     An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
     vLLM, is raised after parts that were already read.
 
@@ -61,10 +61,8 @@ class Stream:
     @property
     def so_far(self) -> Run:
         """The run up to the parts read, with its captures by then; after the last part, `run`. Each access returns a
-        new object, whose captures can be read until the stream ends. Programs cannot use it in `From`.
-
-        Raises `ProgramError` before the first part and after `close`.
-        """
+        new object, whose captures can be read until the stream ends. Programs cannot use it in `From`. Raises
+        `ProgramError` before the first part and after `close`."""
         if not self._unread.alive:
             return self.run
         if not self._parts:

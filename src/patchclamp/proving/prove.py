@@ -43,8 +43,7 @@ MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by at most this
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """The names of the sites that an edit at `ref` must move or must not move: those in `watchable` (name to point) at
-    other points than its own."""
+    """Names of `watchable` sites (name to point) at other points that an edit at `ref` must move or must not."""
     names = (*SITES[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
@@ -75,11 +74,8 @@ STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
-    """The site words in sums, each with the reason why its sum does not add up, or "" if it does.
-
-    A failed sum fails all its words, because it does not show which tensor is wrong.
-    base: a run that captured everything
-    """
+    """The site words in sums, each with the reason why its sum does not add up, or "" if it does. A failed sum fails
+    all its words, because it does not show which tensor is wrong. `base`: a run that captured everything."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -291,8 +287,7 @@ def _write_back(base: Run, name: str) -> list[Op]:
 
 
 def _changes_nothing(lm: LM, ids: list[int], base: Run, name: str) -> bool:
-    """True if a run that writes a site back gives the answer of `base`. Each runs by itself, because a run's place in a
-    batch may change its rounding."""
+    """True if writing a site back gives the answer of `base`. Both run alone, because a batch may change rounding."""
     return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
 
 
@@ -365,8 +360,7 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """True, by ref, if edits scaled by `LOUDER` move the logits: the contribution of one layer to a deep model's stream
-    may be below the rounding."""
+    """True, by ref, if edits scaled by `LOUDER` move the logits: one layer may add less to a stream than rounding."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, LOUDER)] for ref in refs)], longer)
@@ -374,10 +368,8 @@ def _moved_by_more(
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
-    """A test edit: a vector [W] to add to a row [W]. It has the row's length, and no norm removes it.
-
-    For a router it reverses the choice of experts, because adding the same number to all of them may change nothing.
-    """
+    """A test edit: a vector [W] to add to a row [W]. It has the row's length, and no norm removes it. For a router it
+    reverses the choice of experts, because adding the same number to all of them may change nothing."""
     row_W = row_W.astype(np.float64)
     if name == "router":
         return (-2 * row_W).astype(np.float32)

@@ -62,8 +62,7 @@ def attach(app: Any) -> None:
 
 
 async def start(client: Any, state: Any, args: Any) -> None:
-    """Proves the sites of the server's engine. Raises `EngineError` for an engine without patchclamp, because it would
-    ignore every program."""
+    """Proves the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
     from patchclamp.engines.vllm.compat.configuration import enabled
     from patchclamp.errors import EngineError
 

@@ -109,10 +109,8 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 def program_values(body: bytes, most: int) -> int | None:
     """The number of values under the key "patchclamp" of a JSON body, or `most` + 1 if there are more; None without the
-    key.
-
-    Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur in
-    the text of a prompt, where quotes are escaped."""
+    key. Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur
+    in the text of a prompt, where quotes are escaped."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True

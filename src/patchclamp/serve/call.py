@@ -51,11 +51,8 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 async def variant_of(asked: Any, models: Any, kept: Kept, owner: str) -> Variant | None:
-    """The variant that a request's `model` names; None for a model of vLLM or an unknown base model.
-
-    models: vLLM's `OpenAIServingModels`
-    Raises `MissingSource` if the owner has no such program.
-    """
+    """The variant that a request's `model` names; None for a model of vLLM or an unknown base model. Raises
+    `MissingSource` if the owner has no such program. `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
         return None
     known = {card.id for card in (await models.show_available_models()).data}
@@ -174,10 +171,8 @@ class Call:
         return len(self._unbound) - 1
 
     async def bound(self) -> list[Binding]:
-        """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller.
-
-        Raises the errors of binding. Then no run of the call has begun, except those bound immediately.
-        """
+        """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller. Raises
+        the errors of binding; then no run of the call has begun, except those bound immediately."""
         if not self._unbound:
             return []
         if self._binding is None:
@@ -206,10 +201,8 @@ class Call:
         return self.error is None and len(self.runs) == self.began
 
     async def answer(self, kept: Kept, most: int | None = None) -> dict[str, Any]:
-        """The response's `patchclamp` object. Frees inline captures that are not to be kept.
-
-        most: the maximum number of base64 characters of inline captures per run; None for no limit
-        """
+        """The response's `patchclamp` object. Frees inline captures that are not to be kept. `most`: the maximum number
+        of base64 characters of inline captures per run; None for no limit."""
         answer: dict[str, Any] = {
             "fingerprint": await asyncio.to_thread(lambda: self.fingerprint),
             "runs": [await self._run_answer(choice, *self.runs[choice], most) for choice in sorted(self.runs)],
@@ -299,8 +292,7 @@ class Records:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Returns a counter for the records of one more prompt with `n` runs. It raises `TooLarge` as soon as the whole
-        request exceeds the limit."""
+        """Returns a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 

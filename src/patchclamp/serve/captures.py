@@ -150,8 +150,7 @@ def data_event(data: Any) -> str:
 
 
 class FileResponse(StreamingResponse):
-    """Sends a file. If its rest is no longer available, the connection closes, and the client can see from
-    Content-Length that the file is incomplete."""
+    """Sends a file. If its rest is no longer available, the connection closes before Content-Length is reached."""
 
     def __init__(self, file: File, parts: AsyncIterator[Any], failed: Callable[[PatchclampError], None]) -> None:
         headers = {"Content-Length": str(file.size)}

@@ -27,11 +27,9 @@ from patchclamp.serve.front import OPEN, Front, front_of, log
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts.
-
-    On patchclamp's routes, errors of a program are raised immediately: vLLM logs later errors of a stream, and they may
-    quote the prompt. On vLLM's own routes an error is converted to one of vLLM's, with the same status.
-    """
+    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
+    errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
+    vLLM's own routes an error is converted to one of vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
     if call is not None:
         number = call.next_prompt()

@@ -37,10 +37,8 @@ OPEN = "open"  # the owner on servers without API keys: anyone who knows the nam
 
 
 def owner_of(authorization: str | None, has_keys: bool) -> str:
-    """The owner of a request with that `Authorization` header, which vLLM has already checked.
-
-    Raises `NoKey` if the server has keys and the request has none: vLLM does not guard every route.
-    """
+    """The owner of a request with that `Authorization` header, whose key vLLM checks on the routes that it guards.
+    Raises `NoKey` if the server has keys and the request has none, because vLLM does not guard every route."""
     if not has_keys:
         return OPEN
     if not authorization:
@@ -147,9 +145,7 @@ class KnownBindings:
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
         """Returns a function from a run's key to its binding, safe on any thread. Names are those the owner keeps now.
-
-        count: called with the number of records of each op; an exception that it raises ends binding
-        """
+        `count` is called with the number of records of each op; an exception that it raises ends binding."""
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)
 

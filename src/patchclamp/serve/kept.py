@@ -1,7 +1,6 @@
 """Objects that requests store on a server for their owner: captured runs, named vectors and programs, sweep journals.
 
-Everything is in memory: a name is a dictionary key and never a path. An owner's runs, vectors and programs share one
-namespace.
+Everything is in memory: a name is a dictionary key and never a path. Runs, vectors and programs share a namespace.
 
 The API processes of a server synchronise through the first engine core, which stores the newest note on every name. A
 process fetches new notes before it looks up a name of a request, and every few seconds; a single process never does.
@@ -53,10 +52,7 @@ class Note(msgspec.Struct):
 
 
 class RunNote(msgspec.Struct):
-    """A run for other processes. Its captures stay with the process that ran it.
-
-    ids: the token ids of its conditions, by bank key
-    """
+    """A run for other processes, without its captures. `ids`: the token ids of its conditions, by bank key."""
 
     key: str
     prompt_token_ids: list[int]
@@ -211,10 +207,8 @@ class Kept:
         return entries[name]
 
     def put(self, owner: str, kind: str, name: str, entry: Vector | Means | Program) -> None:
-        """Stores a vector, means or a program under a name, replacing one of the same kind.
-
-        Raises `NameTaken` for a name of another kind, and `CapacityError` if the owner's bank is full.
-        """
+        """Stores a vector, means or a program under a name, replacing one of the same kind. Raises `NameTaken` for a
+        name of another kind, and `CapacityError` if the owner's bank is full."""
         self.check_free(owner, name, kind)
         sizes = self._named_bytes.setdefault(owner, {})
         others = sum(size for key, size in sizes.items() if key != name)
@@ -257,10 +251,8 @@ class Kept:
             self._expected[owner] -= captured_bytes
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
-        """Stores a run under a name. Other processes are notified if its `request` is given.
-
-        Raises `CapacityError` if the owner's runs leave no room, and `NameTaken`.
-        """
+        """Stores a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
+        the owner's runs leave no room, and `NameTaken`."""
         self.drop_old()
         self.check_free(owner, name, "run")
         runs = self._runs.setdefault(owner, {})
@@ -439,10 +431,8 @@ class KeptSweeps:
         self._touched_s: dict[tuple[str, str], float] = {}
 
     def journal(self, owner: str, name: str) -> Journal:
-        """The journal of a name, created if it does not exist.
-
-        Raises `CapacityError` if the owner has too many, and `ProgramError` for an invalid name.
-        """
+        """The journal of a name, created if it does not exist. Raises `CapacityError` if the owner has too many, and
+        `ProgramError` for an invalid name."""
         key = owner, check_name(name, "resume")
         self._drop_old()
         if key not in self._journals:

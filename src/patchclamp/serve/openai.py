@@ -34,8 +34,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Adds routes before vLLM's that call vLLM's functions. Raises `SeamMoved` for a function with a different
-    signature."""
+    """Adds routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
         require_alike(seam, stock[path].endpoint if path in stock else None)

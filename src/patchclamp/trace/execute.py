@@ -44,12 +44,9 @@ class Planned(NamedTuple):
 
 
 class Schedule:
-    """The levels of all entries of some recordings, and the runs that follow from them.
-
-    has_edits: True if other edits act before the trace's own; they may need generated tokens
-
-    Raises `ProgramError`, with the line, for a write that depends on itself.
-    """
+    """The levels of all entries of some recordings, and the runs that follow from them. `has_edits`: other edits act
+    before the trace's own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that
+    depends on itself."""
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
@@ -160,11 +157,8 @@ Calls = Generator[Call, list[Run], None]
 
 
 class Execution:
-    """The execution of one trace.
-
-    edits: ops placed before the trace's own in every program
-    options: arguments of `lm.run` for the prompts' own runs
-    """
+    """The execution of one trace. `edits` come before the trace's own ops in every program; `options` are arguments of
+    `lm.run` for the prompts' own runs."""
 
     def __init__(self, recordings: list[Recording], edits: list[Op], options: Call) -> None:
         self._edits, self._options, self._recordings = edits, options, recordings

@@ -209,8 +209,7 @@ for _name, _what in _UNKNOWN_YET.items():
 
 
 class Place:
-    """Base of objects that contain tensors: modules, groups of tokens and traces. Using one as a tensor, a function or
-    a block raises `ProgramError`."""
+    """Base of modules, groups of tokens and traces. Using one as a tensor, function or block raises `ProgramError`."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ProgramError(
@@ -374,8 +373,7 @@ class View(Arithmetic):
     def clone(self) -> Any:
         """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
         in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
-        line.
-        """
+        line."""
 
         return Draft(self)
 

@@ -289,8 +289,7 @@ class Recording:
         return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
 
     def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
-        """The positions of a spot, or of some tokens there, in their order. Raises `ShapeError` if they depend on the
-        generated tokens."""
+        """The positions of a spot, or of tokens there. Raises `ShapeError` if they depend on generated tokens."""
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class Invoke(Group):
-    """One prompt in a trace. Its tensors cover the prompt's tokens; `generated`, `all()` and `prompt` select other
-    groups."""
+    """One prompt in a trace. Its tensors cover the prompt; `generated`, `all()` and `prompt` select other groups."""
 
     def __init__(self, recording: Recording, tokens: Tokens = prompt) -> None:
         super().__init__(recording, tokens, False)
@@ -49,10 +48,8 @@ class Invoke(Group):
         return Group(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        """Saves many sites at once, with their values after all writes of the trace. Every site by default.
-
-        tokens: a selection; by default the prompt's tokens
-        """
+        """Saves many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
+        a selection, by default the prompt's tokens."""
         recording = self._recording
         recording.check_open()
         chosen = [parse_site(site) for site in sites] or [Site(name) for name in recording.lm.sites.names]
@@ -101,10 +98,8 @@ class Invoke(Group):
 
 class Trace(Place):
     """The object of `with lm.trace(...)`. With a prompt it acts as its `Invoke`; without one, `invoke` adds prompts.
-
     Everything runs at the end of the `with` block, in as few batches as its reads allow. With `stream=True` it runs
-    when the trace is iterated, after the block.
-    """
+    when the trace is iterated, after the block."""
 
     def __init__(
         self, lm: LM, prompt: Any = None, *, messages: Any = None, max_tokens: int = 1, edits: Any = (),
@@ -226,9 +221,7 @@ class Trace(Place):
 
     def so_far(self, value: Any) -> Any:
         """The current content of a saved value or a cache while the trace streams: the tokens whose parts were read.
-
-        Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet.
-        """
+        Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
             raise ProgramError("nothing streams: t.so_far(value) is for the loop `for part in t`")
         run = self._stream.so_far
