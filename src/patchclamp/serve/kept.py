@@ -168,7 +168,7 @@ class Owned(Mapping[str, Any]):
 
 
 class Kept:
-    """The runs and the bank of each owner. Use it only on the event loop's thread. `channel`: to other processes."""
+    """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,

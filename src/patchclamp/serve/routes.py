@@ -254,7 +254,7 @@ async def delete_program(name: ProgramName, request: Request) -> Deleted:
 
 
 def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program:
-    """The program of a body. Raises the errors that it would have with any prompt, so that it is not stored."""
+    """The program of a body. Raises its errors that do not depend on a prompt, so that it is not stored."""
     program = as_entry(Program.from_json(body))
     assert isinstance(program, Program)
     front.limits.check("program_ops", len(program.edits), "ops of the program", "edits")

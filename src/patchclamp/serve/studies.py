@@ -174,11 +174,11 @@ async def study(
     all pairs: site, layer and column indices, and the value), `spread` if it has several pairs (for each cell its
     indices, the intervals of its mean and effect, its p-value alone and among all, and its values pair by pair), and
     `summary` (the best cells, the noise floor, and the blocks of a zoom). Other studies send `progress` (finished runs,
-    and their total). At the end come the `result`, in parts of a safetensors file in base64 for `pc.studies.load`, or
-    an `error`.
+    and their total). The last events are `result`, the parts of a safetensors file in base64 for `pc.studies.load`, or
+    `error`.
 
     A study ends when its client disconnects. With `resume` its values are kept for as long as runs are; the same
-    request continues from them, and sends the values computed before first.
+    request continues from them, and first sends the values computed before.
     """
     front, owner = caller(request)
     kind = served(name)

@@ -111,7 +111,7 @@ def _upstream(read: Entry) -> list[Entry]:
 
 
 def _fits_the_prompt(write: Entry) -> bool:
-    """True if a write has the same effect on the prompt in a run that generates nothing after it."""
+    """True if a write has the same effect on the prompt in a run of the prompt alone."""
     recording, op = write.recording, write.op
     rows = getattr(op, "value", None)
     if isinstance(rows, Vector) and len(rows.shape) == 2 and (recording.positions(write) >= recording.length).any():
