@@ -1,7 +1,7 @@
 """patchclamp records from, and intervenes on, the internals of a language model while stock vLLM serves it.
 
-The public face: programs (`Add`, `Replace`, …), selections (`prompt`, `generated`, …), one name for each site of the
-registry (`resid_post`, `z`, …), the errors, and what needs an engine, loaded when it is first used.
+Public names: ops of programs (`Add`, `Replace`, …), selections (`prompt`, `generated`, …), every site of the registry
+(`resid_post`, `z`, …), the errors, and the names that need an engine, which are imported at first use.
 """
 
 from __future__ import annotations

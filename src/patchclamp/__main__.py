@@ -1,4 +1,4 @@
-"""`python -m patchclamp`: the command, where it is not on the path."""
+"""`python -m patchclamp`: the command line, for when the script is not on the PATH."""
 
 from patchclamp.cli import main
 

@@ -1,4 +1,4 @@
-"""The arguments of a call, read: one of each for all prompts, or a list of them, one a prompt."""
+"""Parses the arguments of a call: each is one value for all prompts, or a list with one per prompt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from patchclamp.language import At, Op, Site
 from patchclamp.language.ops import fuzz
 from patchclamp.language.values import as_items
 
-MAX_RUNS = 16_384  # of one prompt, as in vLLM
+MAX_RUNS = 16_384  # per prompt, as in vLLM
 
 
 def count_of(sampling: dict[str, Any]) -> int:
-    """How many runs a prompt has: takes `n` out of its sampling."""
+    """The number of runs of a prompt. Removes `n` from its sampling parameters."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
@@ -28,7 +28,7 @@ def count_of(sampling: dict[str, Any]) -> int:
 
 
 def samplings_of(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
-    """The sampling of each prompt."""
+    """The sampling parameters of each prompt."""
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
     )
@@ -39,7 +39,7 @@ def samplings_of(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value in Python's own numbers, lists and dicts."""
+    """Converts a value, NumPy's included, to plain Python numbers, lists and dicts."""
     if isinstance(value, Mapping):
         return {name.item() if isinstance(name, np.generic) else name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
 
 
 def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """The sampling of a prompt's run of that number, seeded as vLLM would; -1 is no seed there."""
+    """The sampling parameters of the run at index `number`, seeded as in vLLM, where -1 means no seed."""
     seed = sampling.get("seed")
     if seed in (None, -1):
         return sampling
@@ -73,12 +73,12 @@ def fuzz_of(extra: Any) -> tuple[Op, ...]:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether a value is a whole number, Python's or NumPy's; True and 5.0 are none."""
+    """True if a value is an int of Python or NumPy, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
-    """The edits, captures or scores of each prompt, from one list for all or a list of lists, one a prompt."""
+    """The edits, captures or scores of each prompt, from one list for all or a list of lists, one per prompt."""
     if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
         unordered = name == "capture" and isinstance(items, (set, frozenset))
         items = sorted(items, key=str) if unordered else as_items(items, name)
@@ -92,7 +92,7 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
 
 
 def top_logprobs_of(logprobs: Any, scored: bool) -> int | None:
-    """How many top tokens to report at each generated token; 0: only that token; None: no log-probabilities."""
+    """The number of top tokens to report at each generated token; 0: only that token; None: no log-probabilities."""
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:

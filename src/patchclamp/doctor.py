@@ -1,4 +1,4 @@
-"""What works here and what does not: the machine, vLLM's seams, and one model on it."""
+"""Diagnosis of an installation: the machine, the vLLM functions that patchclamp attaches to, and one model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
-    """Examines the machine and, with a `model`, an engine started for it with `options`.
-
-    An error that keeps a model from starting is a finding, too.
-    """
+    """Examines the machine and, with a `model`, an engine started with `options`. Startup errors become findings."""
     findings = [*_versions(), *_vllm(engine)]
     return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
 
@@ -59,12 +56,12 @@ def _vllm(engine: str | None) -> list[Finding]:
         from patchclamp.engines.vllm.report import machine, seams
 
         return [*machine(), *seams()]
-    except (ImportError, OSError, RuntimeError) as error:  # of a broken installation
+    except (ImportError, OSError, RuntimeError) as error:  # a broken installation
         return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "install it anew")]
 
 
 def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
-    """Starts an engine, and proves its sites."""
+    """Starts an engine and proves its sites."""
     try:
         lm = LM(model, engine, **options)
     except PatchclampError as error:

@@ -1,27 +1,27 @@
-"""Every error patchclamp raises, as one tree.
+"""The tree of all errors that patchclamp raises.
 
     PatchclampError
-    ├── ProgramError        400  the program, or an argument beside it, is wrong as written
-    │   ├── UnknownName     400  a word that names nothing: a site, a field, an option, a metric
-    │   ├── ShapeError      400  a vector whose shape does not fit the site or the selection
-    │   └── TokensError     400  a selection that this prompt cannot satisfy
-    ├── NoKey               401  a server that wants an API key, and was given none
-    ├── Unlisted            403  names that a server does not tell
+    ├── ProgramError        400  invalid program or argument
+    │   ├── UnknownName     400  unknown name of a site, a field, an option or a metric
+    │   ├── ShapeError      400  a vector shape that does not match the site or the selection
+    │   └── TokensError     400  a selection or token ids that are invalid for this prompt
+    ├── NoKey               401  no API key was given to a server that requires one
+    ├── Unlisted            403  a list that a server without API keys does not give
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
-    ├── UnsupportedStudy    422  a study that a server does not run
-    ├── MissingSource       404  a run or vector that is not (or no longer) there
-    │   └── Gone            410  what was here and is no more
-    ├── NameTaken           409  a name that something else has, a file that a study is writing
-    ├── CapacityError       429  a table is full; the text says which option makes it larger
-    │   └── TooLarge        413  a request that asks for more than any request may
-    ├── ModelError          422  a model that cannot be loaded or whose layers were not found
+    ├── UnsupportedStudy    422  a study that servers do not run
+    ├── MissingSource       404  a run or vector that does not exist
+    │   └── Gone            410  a resource that was deleted or expired
+    ├── NameTaken           409  a name in use, or a file that a study is writing
+    ├── CapacityError       429  a table is full; the message names the option that enlarges it
+    │   └── TooLarge        413  a request above the limits of a single request
+    ├── ModelError          422  the model cannot be loaded, or its layers were not found
     ├── EngineError         500  the engine could not start or has stopped
-    │   ├── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
-    │   └── AddressMoved    500  a CUDA graph would read other memory than the step filled
+    │   ├── SeamMoved       500  this vLLM lacks, or has changed, a function that patchclamp wraps
+    │   └── AddressMoved    500  a CUDA graph would read memory that the step did not fill
     └── RunError            500  a request failed while it ran
-        └── NotFinite       422  edits whose numbers overflow, which the program alone is the cause of
+        └── NotFinite       422  numbers overflow because of the program: edits, or captures in float16
 
-The number is the HTTP status that a server answers with.  `path` points into the program: `edits[2].at`.
+The number is the HTTP status of a server's response. `path` points into the program: `edits[2].at`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 
 
 class PatchclampError(Exception):
-    """Base of every error; `path` is the place in the program it speaks of, `status` its HTTP status."""
+    """Base of every error. `path` is the place in the program that caused it, `status` its HTTP status."""
 
     status = 500
 
@@ -42,7 +42,7 @@ class PatchclampError(Exception):
         self.path = path
 
     def under(self, path: str) -> PatchclampError:
-        """The same error, told from one level further out: `at` under `edits[2]` is `edits[2].at`."""
+        """The same error with a prefixed path: `at` under `edits[2]` is `edits[2].at`."""
         inner = self.path or ""
         joined = path + ("" if not inner or inner.startswith("[") else ".") + inner
         return type(self)(self.message, joined)
@@ -137,11 +137,11 @@ TREE: dict[str, type[PatchclampError]] = {
 }  # fmt: skip
 
 
-MAX_WORD = 200  # characters of a word that is compared with known ones, which takes its length squared
+MAX_WORD = 200  # longest word compared with known ones, in characters: the comparison is quadratic
 
 
 def near(word: object, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` when a known word is close, else nothing."""
+    """The text ` (did you mean 'x'?)` if a known word is close, else ""."""
     if not isinstance(word, str) or len(word) > MAX_WORD:
         return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
@@ -149,18 +149,18 @@ def near(word: object, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
-    """The error for a word that names nothing: what was asked, what is there, what was perhaps meant."""
+    """The error for an unknown name, with close matches and all known names."""
     known = list(known)
     return UnknownName(f"no {what} {word!r:.200}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
 def not_finite(site: str) -> NotFinite:
-    """The error of a run whose edits at a site overflow: the rows are left as they were."""
+    """The error of a run whose edits at a site overflow. The rows stay unedited."""
     return NotFinite(f"the edits at {site} make numbers that are not finite; they were not written")
 
 
 def describe_error(error: BaseException) -> str:
-    """A foreign error's class and text, and of one without text where it was raised."""
+    """The class and text of a foreign error, or its location if it has no text."""
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -170,7 +170,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def as_patchclamp_error(error: BaseException) -> PatchclampError:
-    """Any exception as one of ours; a foreign one becomes a `RunError` that names it and has it as its cause."""
+    """Converts an exception; a foreign one becomes a `RunError` with its description and the exception as cause."""
     if isinstance(error, PatchclampError):
         return error
     run_error = RunError(describe_error(error))
@@ -182,13 +182,13 @@ Packed = tuple[str, str, str | None]  # an error as plain data: its class, messa
 
 
 def pack(error: Exception) -> Packed:
-    """An error as plain data, to cross a process."""
+    """Packs an error as plain data, to send it to another process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
     return "RunError", describe_error(error), None
 
 
 def unpack(packed: Packed) -> PatchclampError:
-    """The error that `pack` packed; a class this version does not know comes back as `RunError`."""
+    """Restores a packed error; a class unknown to this version becomes `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

@@ -41,16 +41,16 @@ from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.stream import Stream, wake
 
-MAX_FETCH_BYTES = 1 << 26  # of captures that come from the engine in one call, or little more
-MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures come without a copy
+MAX_FETCH_BYTES = 1 << 26  # of captures fetched from the engine in one call; the last point may exceed it
+MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures are views and not copies
 KEYS_DRAWN = 256
-MEMORY_SHARE = 0.8  # of the memory that is left, which captures of one call may take
-MIN_CHECKED_BYTES = 1 << 26  # smaller captures are not compared with it
+MEMORY_SHARE = 0.8  # of available memory that the captures of one call may use
+MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
 
 
 class LM:
-    """A model on an engine, its sites those of its table. `ProvedLM` (`proving.prove`) proves them first; `pc.LM` is a
-    `TracedLM` (`trace.load`), a proved one that can be traced."""
+    """A model on an engine, with the sites of its table. The subclass `ProvedLM` (`proving.prove`) proves them first;
+    `pc.LM` is its subclass `TracedLM` (`trace.load`), which adds traces."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LM:
         if capture_bytes is not None and (not is_token_id(capture_bytes) or capture_bytes < 1):
             raise ProgramError(f"expected a number of bytes, got {capture_bytes!r}", "capture_bytes")
         self._capture_bytes = capture_bytes
-        # options that change what a batch of runs computes, and so the proofs (`proving.prove`)
+        # options that change the results of a batch, and therefore the proofs (`proving.prove`)
         as_flag(allow_code, "allow_code")
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
@@ -78,7 +78,7 @@ class LM:
 
     @property
     def model(self):
-        """Facts of the model: name, engine, layers, d_model, d_vocab, dtype, max_model_len."""
+        """Properties of the model: name, engine, layers, d_model, d_vocab, dtype, max_model_len."""
         return self.engine.model
 
     @property
@@ -103,25 +103,25 @@ class LM:
         logprobs: bool | int = False,
         lora: Any = None,
     ) -> Any:
-        """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
+        """Runs one prompt and returns its `Run`, or runs a list of prompts as one batch and returns a list of `Run`.
 
-        prompt: text or token ids, or a list of either; on vLLM also one with images, as vLLM takes it:
-            `{"prompt": text, "multi_modal_data": {"image": image}}`, or `"prompt_token_ids"`
-        messages: a chat in place of a prompt, or a list of chats; on vLLM also with images in OpenAI's parts
-        max_tokens: how many tokens are generated at most
-        edits, capture: one program for all prompts, or a list of lists, one a prompt
-        sampling: vLLM's own names, greedy if not given, or a list of such, one a prompt. With `n` above 1 a prompt has
-            a list of so many runs, each with its program, captures and seed (`seed` + its number). `extra_args` may
-            have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), which act after the edits
-        score: token ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of
-            such lists, one a prompt
-        logprobs: True for the log-probability of each generated token (`run.logprobs`), a number for those of so many
-            of the likeliest tokens too (`run.top_logprobs`)
-        lora: the folder of an adapter that PEFT has written, to run on top of the model (vLLM with `enable_lora=True`),
-            or a list of such, one a prompt, None for none
+        prompt: text or token ids, or a list of either. On vLLM a prompt may have images, in vLLM's own format:
+            `{"prompt": text, "multi_modal_data": {"image": image}}`, or with `"prompt_token_ids"`
+        messages: a chat in place of a prompt, or a list of chats; on vLLM also with images as OpenAI content parts
+        max_tokens: the maximum number of generated tokens
+        edits, capture: one program for all prompts, or a list of lists, one per prompt
+        sampling: sampling parameters by vLLM's names, or a list of them, one per prompt; greedy by default. With `n`
+            above 1 a prompt returns a list of `n` runs, each with its own captures and the seed `seed` + its index.
+            `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), applied after the edits
+        score: token ids to score as the next token after the prompt (log-probabilities in `run.scores`), or a list of
+            such lists, one per prompt
+        logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
+            top k tokens too (`run.top_logprobs`)
+        lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
+            prompt, with None for no adapter
 
-        One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
-        Errors in the programs themselves are raised before anything runs.
+        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed ones. An
+        invalid program raises before anything runs.
         """
         with base.rarely():
             call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
@@ -129,7 +129,7 @@ class LM:
             try:
                 answers = [_wait(future) for future in futures]
             except BaseException:
-                self.engine.abort(call.keys)  # interrupted: nothing goes on computing or keeps captures
+                self.engine.abort(call.keys)  # interrupted: stop computing and free the captures
                 raise
             return self._runs_of(call, answers)
 
@@ -146,11 +146,11 @@ class LM:
         logprobs: bool | int = False,
         lora: Any = None,
     ) -> Any:
-        """As `run`, for asyncio: calls that are awaited together run together, on vLLM in the same batches. A call that
-        is cancelled stops computing."""
+        """The asyncio version of `run`: calls awaited together run concurrently, on vLLM in the same batches. A
+        cancelled call stops computing."""
         with base.rarely():
             call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
-            futures = self.engine.submit(call.requests)  # with no await before it: a cancelled call is always aborted
+            futures = self.engine.submit(call.requests)  # no await before `try`: a cancelled call is aborted
             try:
                 answers = await _all_answers(futures)
             except BaseException:
@@ -171,8 +171,8 @@ class LM:
         logprobs: bool | int = False,
         lora: Any = None,
     ) -> Stream:
-        """As `run` of one prompt, which gives what it generates as it is made: `for part in lm.stream(...)`, or `async
-        for`; then `stream.run` is the `Run`. What is wrong with the call is raised here, before anything runs."""
+        """Runs one prompt as `run` does and streams its output: `for part in lm.stream(...)`, or `async for`. After the
+        last part `stream.run` is the `Run`. Invalid arguments raise here, before anything runs."""
         call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
         if call.listed:
             raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
@@ -188,10 +188,10 @@ class LM:
         self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,
         logprobs: Any, lora: Any,
     ) -> _Call:  # fmt: skip
-        """The requests that the arguments of a call describe."""
+        """Reads and checks the arguments of a call, and makes one request per run."""
         prompts, listed = self._prompts(prompt, messages)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
-        by_lists: dict[tuple[int, int], Program] = {}  # one list for all prompts is one program
+        by_lists: dict[tuple[int, int], Program] = {}  # a list shared by all prompts is parsed once
         programs = [by_lists.get((id(edit), id(keep)))
                     or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
@@ -225,7 +225,7 @@ class LM:
         return _Call(requests, programs, counts, listed)
 
     def _check_memory(self, size: int) -> None:
-        """Raises `CapacityError` for captures that do not fit into the memory that is left, or into `capture_bytes`."""
+        """Raises `CapacityError` if captures of this size exceed `capture_bytes` or, by default, available memory."""
         if self._capture_bytes is None and size < MIN_CHECKED_BYTES:
             return
         room = self._capture_bytes or int(MEMORY_SHARE * available_bytes())
@@ -237,23 +237,20 @@ class LM:
             )  # fmt: skip
 
     def _runs_of(self, call: _Call, answers: list[Answer | PatchclampError]) -> Any:
-        """The runs of a call, as `run` returns them."""
+        """The runs of a call, in the form that `run` returns."""
         runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
         self._runs.update((run.key, run) for run in runs)
         if call.counts == [1] and not call.listed and runs[0].error is not None:
-            runs[0].close()  # nobody gets hold of it
+            runs[0].close()  # the caller never receives it
             raise runs[0].error
         rest = iter(runs)
         grouped = [next(rest) if n == 1 else list(itertools.islice(rest, n)) for n in call.counts]
         return grouped if call.listed else grouped[0]
 
     def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[dict[str, Any]]:
-        """What runs captured at some sites, or everywhere: for each run its tensors [T, W] by site, such as
-        "resid_post[3]", as `run[site]` gives them, or with `copy=False` as `run.read(site, copy=False)` does. Many runs
-        come from the engine in one call.
-
-        Raises `MissingSource` for a site that a run did not capture, and the error of a run that failed.
-        """
+        """Fetches the captures of many runs in few engine calls, at some sites or (None) all: one dict per run of its
+        tensors [T, W] by site name, such as "resid_post[3]". They equal `run.read(site, copy=copy)`. Raises
+        `MissingSource` for a site that a run did not capture, and a failed run's own error."""
         runs, chunk, size = runs_of(runs), [], 0
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else self._refs(sites)
@@ -284,34 +281,32 @@ class LM:
             raise error.under("sites") from None
 
     def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
-        """Has runs take what they captured, (point, None) each."""
+        """Fetches the captures of (run, (point, None)) pairs and stores them in their runs."""
         captured = self.engine.fetch_many([(run.key, *key) for run, key in chunk]) if chunk else []
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})
 
     def tokens(self, text: str) -> list[int]:
-        """Token ids of a prompt's text, with the tokenizer's special tokens."""
+        """The token ids of a text, with the tokenizer's special tokens."""
         if not isinstance(text, str):
             raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", "text")
         try:
             return self.tokenizer.encode(text)
-        except (TypeError, ValueError) as error:  # half a surrogate pair, for example
+        except (TypeError, ValueError) as error:  # a lone surrogate, for example
             raise ProgramError(f"this text cannot be tokenised: {error}", "text") from None
 
     def close(self) -> None:
-        """Stops the engine. An `LM` that is dropped is closed too, unless it was given an engine object."""
+        """Stops the engine. An `LM` that is garbage-collected is closed too, unless it was given an engine object."""
         self._close()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the GPU memory of weights and cache back until `wake`; captures and vectors stay.
-
-        Raises `EngineError` where the engine cannot: other engines than vLLM, levels above 1 (they throw the weights
-        away), engines started without `enable_sleep_mode=True`, and while runs are under way.
-        """
+        """Frees the GPU memory of weights and KV cache until `wake`; captures and vectors stay. Raises `EngineError` on
+        engines other than vLLM, for levels above 1 (which discard the weights), without `enable_sleep_mode=True`, and
+        while runs are in progress."""
         self.engine.sleep(level)
 
     def wake(self) -> None:
-        """Takes the memory again and brings the weights back. An engine that is awake stays so."""
+        """Reallocates the memory and restores the weights. No effect on an engine that is awake."""
         self.engine.wake()
 
     def __enter__(self) -> LM:
@@ -325,7 +320,7 @@ class LM:
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
     def _prompts(self, prompt: Any, messages: Any) -> tuple[list[_Prompt], bool]:
-        """Every prompt, and whether they came as a list."""
+        """Every prompt, and True if they were given as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("give either a prompt or messages")
         if messages is not None:
@@ -379,7 +374,7 @@ class LM:
                 raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
         elif isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
             ids, text = list(prompt), None
-        elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):  # NumPy's among them
+        elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):  # NumPy integers
             ids, text = [int(i) for i in prompt], None
         else:
             raise ProgramError("a prompt is text or a list of token ids", path)
@@ -402,7 +397,7 @@ class LM:
         logprobs: int | None,
         bindings: Bindings,
     ) -> Request:
-        """One run of a prompt, `path` where that stands in a list. Raises what is wrong with it."""
+        """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -428,7 +423,7 @@ class LM:
         )  # fmt: skip
 
     def _source(self, key: str) -> Run:
-        """The run that a program reads."""
+        """The run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
         run = self._runs.get(key)
         if run is None:
             raise MissingSource(f"run {key} is not here: it was closed or dropped, or ran on another LM")
@@ -447,11 +442,11 @@ class _Prompt(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a call asks for.
+    """The requests of one call.
 
-    requests, programs: of every run, those of a prompt one after the other
-    counts: runs of each prompt
-    listed: whether the prompts came as a list
+    requests, programs: one per run; the runs of a prompt are adjacent
+    counts: the number of runs of each prompt
+    listed: True if the prompts were given as a list
     """
 
     requests: list[Request]
@@ -465,7 +460,7 @@ class _Call(NamedTuple):
 
 
 async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
-    """What comes of runs, awaited; the loop is woken once. A reader that is cancelled does not cancel the futures."""
+    """Awaits the results of runs, waking the loop once. Cancelling the reader does not cancel the futures."""
     loop = asyncio.get_running_loop()
     done, left, count = loop.create_future(), itertools.count(1), len(futures)
 
@@ -480,7 +475,7 @@ async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | Patchclam
     return [_wait(future) for future in futures]
 
 
-_drawn: collections.deque[str] = collections.deque()  # keys of runs to come
+_drawn: collections.deque[str] = collections.deque()  # keys for future runs
 
 
 if hasattr(os, "register_at_fork"):
@@ -488,8 +483,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _key() -> str:
-    """A key that nobody can guess. Many are drawn at once: the system is asked outside of Python's lock, and who comes
-    back for it may wait for another thread."""
+    """An unguessable key. Keys are drawn in bulk: a draw releases the GIL, and getting it back may take a while."""
     while True:
         try:
             return _drawn.popleft()

@@ -1,4 +1,4 @@
-"""`pc.Run`: what came of one request."""
+"""`pc.Run`: the result of one request, with its captures."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from patchclamp.store.captured import cast, merged, overflowed
 if TYPE_CHECKING:
     import torch
 
-MAX_PREFETCH_BYTES = 1 << 20  # of captures that come together when the first of them is read
-VIEWED_BYTES = 1 << 17  # of a point that surely comes as a view, where views are to be had
-MAX_VIEWED_BYTES = 1 << 29  # of captures that come together though they are not little
+MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures at the first read, up to this size
+VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
+MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
 NO_POSITIONS = np.zeros(0, np.int64)
 
 
 class Stored(NamedTuple):
-    """Rows that one op captured, or all (None), at these positions [T], ascending; `selected` [T]: which of them count,
-    or None: all."""
+    """The rows that one op (None: all ops) captured, at ascending positions [T]. `selected` is the mask [T] of the rows
+    that count (None: all)."""
 
     op: int | None
     positions: np.ndarray
     selected: np.ndarray | None = None
 
     def between(self, first: int, end: int) -> tuple[int, int]:
-        """Which of its rows are at positions first … end−1, as a half-open range."""
+        """The half-open range of its rows at positions first … end−1."""
         begin, stop = np.searchsorted(self.positions, [first, end])
         return int(begin), int(stop)
 
 
 class Layout(NamedTuple):
-    """What `run[site]` is, without its rows.
+    """The description of `run[site]`, without its rows.
 
     at, ref: the site
-    stored: where the rows lie; of two that have a position the later counts
-    positions [T], shape, dtype: of `run[site]`
+    stored: the sources of the rows; at a position that two captured, the later one counts
+    positions [T], shape, dtype: those of `run[site]`
     """
 
     at: Site
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
 
 class Owner(Protocol):
-    """The `LM` that ran it, which stays open as long as its runs are held."""
+    """The `LM` that executed the run. It stays open while any of its runs is referenced."""
 
     engine: Engine
 
@@ -70,14 +70,14 @@ class Run:
     """One executed request.
 
     key: its name, also in programs: `From(run.key, site)`
-    prompt_token_ids: of the prompt
-    program: what it ran
-    error: the error it met, or None
-    closed: whether its captures were let go
+    prompt_token_ids: the token ids of the prompt
+    program: the program it ran
+    error: its error if it failed, else None
+    closed: True once its captures were freed
     lora: the folder of its adapter, or None
-    images: of each image in the prompt, the positions of the tokens in whose place it was read
+    images: for each image in the prompt, the positions of its placeholder tokens
 
-    Captures stay with the worker until the run is dropped or `close`d; `run[site]` fetches them, once.
+    Captures stay with the worker until the run is garbage-collected or `close`d. `run[site]` fetches them once.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Run:
         self.lora = None if request.adapter is None else request.adapter.folder
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
-        self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
+        self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions if it generates max_tokens
         conditions = {op.condition.ids for op in self._ops if op.condition}
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
-        self._equal = NO_POSITIONS, NO_POSITIONS  # what was to come and what came, found equal last
+        self._equal = NO_POSITIONS, NO_POSITIONS  # the (expected, received) positions last found equal
         self._release: weakref.finalize[..., Run] | None = None
         captures = any(op.kind == CAPTURE for op in self._ops)
-        if not is_kept_elsewhere and (captures or request.code):  # else the engine keeps nothing for it, or for another
+        if not is_kept_elsewhere and (captures or request.code):  # else nothing to release here
             self._release = weakref.finalize(self, owner.engine.release, [self.key])
             self._release.atexit = False
 
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """The generated text; decoded when it is first read."""
+        """The generated text, decoded at the first read."""
         answer = self.answer
         if not isinstance(answer.text, str):
             answer.text = answer.text()
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def token_strings(self) -> list[str]:
-        """Each token's text, of the prompt and then of what was generated."""
+        """The text of each token: the prompt, then the generated tokens."""
         return self._owner.engine.tokenizer.token_strings([*self.prompt_token_ids, *self.token_ids])
 
     @property
@@ -131,17 +131,14 @@ class Run:
 
     @property
     def logprobs(self) -> list[float]:
-        """The log-probability of each generated token. Raises `ProgramError` of a run that did not ask for them."""
+        """The log-probability of each generated token. Raises `ProgramError` if the run did not request them."""
         if self.answer.logprobs is None:
             raise ProgramError("this run has no log-probabilities: ask for them, lm.run(..., logprobs=True)")
         return self.answer.logprobs
 
     @property
     def top_logprobs(self) -> list[dict[int, float]]:
-        """The log-probabilities of the likeliest tokens at each generated one, by token id.
-
-        Raises `ProgramError` of a run that did not ask for them.
-        """
+        """The log-probabilities of the top tokens at each generated token. Raises `ProgramError` if not requested."""
         if len(self.answer.top_logprobs) != len(self.token_ids):
             raise ProgramError("this run has no likeliest tokens: ask for some, as in lm.run(..., logprobs=5)")
         return self.answer.top_logprobs
@@ -152,18 +149,18 @@ class Run:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were read from the engine's prefix cache instead of computed."""
+        """The number of prompt tokens read from the engine's prefix cache instead of computed."""
         return self.answer.cached_tokens
 
     @property
     def computed_from(self) -> tuple[int, int] | None:
-        """The layer and the position of the prompt from which on it was computed, where the engine took the rest from a
-        run of the prompt without a program; None if it did not."""
+        """The (layer, prompt position) from which the run was computed, if the engine took the rest from a run of the
+        same prompt without a program; else None."""
         return self.answer.computed_from
 
     @property
     def drafts(self) -> Drafts | None:
-        """Tokens (proposed, accepted) of speculative decoding; None where none are counted."""
+        """Token counts (proposed, accepted) of speculative decoding; None if they are not counted."""
         return self.answer.drafts
 
     @property
@@ -171,20 +168,20 @@ class Run:
         return self.answer.finish_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor | np.ndarray:
-        """What was captured at one site: a CPU tensor [T, W] of the captured positions, in the capture's dtype (a NumPy
-        array from the fake engine). Of heads it is [T, H, E]; an integer index drops its axis: `run[pc.z[5, 3]]` is
-        [T, E]. Projected by W [k, D] it is [T, k].
+        """The captured rows of one site: a CPU tensor [T, W] of the captured positions, in the capture's dtype (a NumPy
+        array from the fake engine). Sites with heads return [T, H, E]; an integer index drops its axis, so
+        `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] returns [T, k].
 
-        A site captured twice gives the union of positions; where both have one, the later in the program's order. A
-        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. Each read returns a copy:
-        changing it changes nothing that `From` or the bank reads. `run.read(site, copy=False)` saves the copy.
+        A site captured twice returns the union of positions, with the later op's row at a position that both captured.
+        A path such as "edits[0]" returns the rows of that `Capture` alone, as they were at its place in the program.
+        Each read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids it.
 
-        Raises `MissingSource` if it was not captured, and the run's own error if it failed.
+        Raises `MissingSource` if the site was not captured, and the run's own error if it failed.
         """
         return self.read(site)
 
     def read(self, site: Site | str, *, copy: bool = True) -> torch.Tensor | np.ndarray:
-        """`run[site]`. With `copy=False` the captured memory itself, which later reads and `From` use too: do not
+        """Returns `run[site]`; with `copy=False` the captured memory itself, which later reads and `From` share: do not
         change it in place."""
         as_flag(copy, "copy")
         at, ref, ordinal = self._locate(site)
@@ -193,14 +190,14 @@ class Run:
     def rows_of(
         self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True
     ) -> torch.Tensor | np.ndarray:
-        """`run[name]` of a site whose ref is known, captured by one op or by all."""
+        """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
         rows = self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
         if not copy:
             return rows
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()
 
     def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-        """The rows of a site, of the rows of its point."""
+        """Slices and shapes the rows of a point into those of one site."""
         parts = self._sites.parts(at.name)
         if parts is None or ref.point in self._projected:
             return rows
@@ -210,7 +207,7 @@ class Run:
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
-        """The positions that label the rows of `run[site]`."""
+        """The position of each row of `run[site]`."""
         _, ref, ordinal = self._locate(site)
         return self._fetch(ref, ordinal, str(site))[0].tolist()
 
@@ -221,18 +218,17 @@ class Run:
 
     @property
     def has_captures(self) -> bool:
-        """Whether its program captures anything."""
+        """True if its program captures anything."""
         return bool(self._captured)
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
-        """Those of some sites that were captured; where a part of the row was projected, that part."""
+        """The captured sites among `refs`. Where only a part of the row was projected, that part."""
         part, projected = self._sites.part, self._projected
         return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
     @property
     def acted(self) -> dict[str, list[int]]:
-        """By path, such as "edits[0]", the positions that each edit acted on, ascending. The run's token ids tell it
-        exactly."""
+        """The ascending positions that each edit acted on, by path ("edits[0]"). The token ids determine them."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
         if self._bound is None:
             return {}
@@ -240,7 +236,7 @@ class Run:
 
     @property
     def idle_edits(self) -> list[str]:
-        """Paths of the edits that acted on no row, in order: none of their tokens came before the run ended."""
+        """The paths of edits that acted on no row, in order: the run ended before any of their tokens."""
         return [path for path, positions in self.acted.items() if not positions]
 
     def close(self) -> None:
@@ -251,18 +247,18 @@ class Run:
             self._release()
 
     def is_projected(self, site: Site | str) -> bool:
-        """True if the capture of a site kept the products of a matrix in place of its rows."""
+        """True if the site was captured as products with a matrix and not as rows."""
         return self._locate(site)[1].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
-        """The site refs that a site names, layer by layer, as `run[...]` takes them."""
+        """The site's names layer by layer, each valid in `run[...]`."""
         return [str(ref) for ref in self._sites.resolve(parse_site(site))]
 
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
-        """The positions captured at a point, ascending; none if it was not captured. Raises `MissingSource` where its
-        rows are not whole, or not told apart."""
+        """The ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if its rows
+        were projected, or if it was captured several times and once by token id, which makes the rows ambiguous."""
         if point in self._projected:
             raise MissingSource(
                 f"run {self.key} captured {self._sites.label(point)} projected: capture it whole to read it with From"
@@ -276,7 +272,7 @@ class Run:
         return self._captured_computed.get(point, NO_POSITIONS)
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """The positions of this run that a selection names, in its order."""
+        """The positions of this run that a selection matches, in its order."""
         return self._select(read_tokens(tokens, "tokens"), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
@@ -284,10 +280,10 @@ class Run:
         prompt = prompt_of(tokenizer, self.prompt_token_ids, self._text, self._chat, self.images)
         return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
-    # -- what it captured
+    # -- captures
 
     def layout(self, site: Site | str) -> Layout:
-        """What `run[site]` is and where its rows lie, without reading them. Raises as `run[site]` does."""
+        """The description of `run[site]`, without reading its rows. Raises the same errors."""
         at, ref, ordinal = self._locate(site)
         self._check_part(ref, str(site))
         ordinals = self._ordinals(ref.point, ordinal, str(site))
@@ -303,7 +299,7 @@ class Run:
         return Layout(at, ref, stored, positions, (len(positions), *empty.shape[1:]), dtype)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
-        """The rows of `run[site]` at positions first … end−1; `captured`: what the engine has of each `stored`."""
+        """The rows of `run[site]` at positions first … end−1, from the engine's captures of each `stored`."""
         import torch
 
         parts = []
@@ -324,23 +320,23 @@ class Run:
 
     @functools.cached_property
     def _positions(self) -> int:
-        """How many positions have activations: the last sampled token was never an input."""
+        """The number of positions with activations: the last sampled token was never an input."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1
 
     @property
     def _captured(self) -> dict[int, np.ndarray]:
-        """The positions that are captured at each point if the run generates `max_tokens`."""
+        """The positions captured at each point if the run generates `max_tokens`."""
         return self._bound.captured if self._bound is not None else {}
 
     @functools.cached_property
     def _captured_computed(self) -> dict[int, np.ndarray]:
-        """Positions captured at each point; points with the same ones share an array."""
+        """The positions captured at each point; points with equal positions share an array."""
         shared = {id(positions): self._computed(positions) for positions in self._captured.values()}
         return {point: shared[id(positions)] for point, positions in self._captured.items()}
 
     @functools.cached_property
     def _captures_at(self) -> dict[int, list[int]]:
-        """The ops that capture each point, by their numbers in the bound program."""
+        """The ops that capture each point, as indices into the bound program."""
         captures: dict[int, list[int]] = {}
         for ordinal, op in enumerate(self._ops):
             for point in op.points if op.kind == CAPTURE else ():
@@ -349,15 +345,15 @@ class Run:
 
     @functools.cached_property
     def _capture_of_path(self) -> dict[str, int]:
-        """The number, in the bound program, of the `Capture` at each path."""
+        """The index in the bound program of the `Capture` at each path."""
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if op.kind == CAPTURE}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Those of ascending positions that were computed."""
+        """The computed positions among ascending ones."""
         return positions[: np.searchsorted(positions, self._positions)]
 
     def _locate(self, site: Site | str) -> tuple[Site, SiteRef, int | None]:
-        """The site that is named, or that of the `Capture` at a path and the op; and where it is."""
+        """The site (or that of the `Capture` at a path), its ref, and the index of that `Capture` (None for a site)."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
@@ -367,7 +363,7 @@ class Run:
         return at, refs[0], ordinal
 
     def _fetch(self, ref: SiteRef, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions and rows of a site's point, by one op or by all."""
+        """The positions and rows of a site's point, captured by one op or by all (None)."""
         self._check_part(ref, name)
         key = ref.point, ordinal
         if key not in self._fetched:
@@ -375,19 +371,19 @@ class Run:
         return self._fetched[key]
 
     def _check_part(self, ref: SiteRef, name: str) -> None:
-        """Raises `MissingSource` if another part of its row was projected, and this one not kept."""
+        """Raises `MissingSource` if only another part of the row was projected."""
         columns = self._projected.get(ref.point)
         if columns is not None and columns != (pack_columns(ref.columns) if ref.columns else 0):
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites)}")
 
     @functools.cached_property
     def _projected(self) -> dict[int, int]:
-        """By point, of the rows that were projected: the columns that the matrix is for, packed; 0: all."""
+        """The packed columns that each projected point's matrix applies to; 0 for the whole row."""
         ops = [op for op in self._ops if isinstance(op.action, Keep) and op.action.products]
         return {point: op.columns for op in ops for point in op.points}
 
     def _site(self, site: Site | str) -> Site:
-        """The site that is named, or that of the `Capture` at a path."""
+        """The site of a name, or of the `Capture` at a path."""
         return self._op(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
     def _op(self, path: str) -> SiteOp:
@@ -408,7 +404,7 @@ class Run:
         return positions, rows
 
     def _check_range(self, rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: str) -> None:
-        """Raises `NotFinite` for float16 rows with numbers beyond that dtype's range."""
+        """Raises `NotFinite` for float16 rows that overflowed."""
         row = overflowed(rows)
         if row is not None:
             raise NotFinite(
@@ -417,7 +413,7 @@ class Run:
             )  # fmt: skip
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
-        """The ops that captured a point, or one of them. Raises `MissingSource` where there is none."""
+        """The ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
         ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
         if not ordinals:
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
@@ -426,25 +422,25 @@ class Run:
         return ordinals
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
-        """The dtypes in which ops capture."""
+        """The capture dtypes of some ops."""
         actions = [self._ops[i].action for i in ordinals]
         return {DTYPES[action.dtype] for action in actions if isinstance(action, Keep)}
 
     def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
-        """The positions that were captured at a point, by one op or by all."""
+        """The positions captured at a point by one op or by all (None)."""
         if ordinal is None:
             return self._captured_computed[point]
         return self._computed(position_array(self._ops[ordinal].ranges))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Positions that an op captured, and which of them its tokens, now known, select; None: all."""
+        """The positions, and the mask of those that the op selects now that the tokens are known (None: all)."""
         op = self._ops[ordinal]
         if not _conditional(op):
             return positions, None
         return positions, np.isin(positions, self._select(self._op(op.path).tokens, self._limit))
 
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The rows that one op captured, without those whose tokens, now known, it does not select."""
+        """The rows that one op captured and, now that the tokens are known, selects."""
         positions, rows = self._stored(point, ordinal, name)
         _, selected = self._selected(ordinal, positions)
         if selected is None:
@@ -453,7 +449,7 @@ class Run:
         return positions[places], rows[places]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """What the engine has of an op, or of all, at a point, at the positions that were computed."""
+        """The engine's rows of one op or of all (None) at a point, cut to the computed positions."""
         expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
@@ -462,7 +458,7 @@ class Run:
         rows = rows if len(rows) else rows.reshape(0, width)
         if rows.shape[1] != width:
             raise PatchclampError(f"{name}: {width} numbers of each row were asked for, {rows.shape[1]} were captured")
-        if self._equal[0] is expected and self._equal[1] is positions:  # as at most points of a run
+        if self._equal[0] is expected and self._equal[1] is positions:  # most points of a run share their positions
             return positions, rows
         count = len(self._computed(positions))
         if not np.array_equal(positions[:count], expected):
@@ -472,10 +468,10 @@ class Run:
         return positions[:count], rows[:count]
 
     def _prefetch(self, point: int, ordinal: int | None) -> None:
-        """Fetches what is read now, and all else that the run captured, if that is little or comes without a copy."""
+        """Fetches the rows to read now, and with them the run's other captures if they are small or come as views."""
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
-            # rows of one step are contiguous; those of several are copied, so that little is lost if these were several
+            # rows of one step are contiguous and can be views; rows of several steps are copied
             may_be_views = self._owner.engine.has_views and len(self.token_ids) <= 1
             may_be_views = may_be_views and self.captured_bytes <= MAX_VIEWED_BYTES
             points = [point for point in points if may_be_views and self.bytes_at(point) >= VIEWED_BYTES]
@@ -484,8 +480,8 @@ class Run:
         self.take_fetched(dict(zip(keys, captured, strict=True)))
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
-        """Of these points those that it captured and whose rows have not come from the engine yet. Raises the run's own
-        error, and `MissingSource` where they can come no more."""
+        """The captured points among these whose rows were not fetched yet. Raises the run's own error, and
+        `MissingSource` if the run was closed before they were."""
         self.answer  # noqa: B018  raises
         keys = [(point, None) for point in points if point in self._captured]
         unread = [key for key in keys if key not in self._fetched and key not in self._prefetched]
@@ -494,26 +490,26 @@ class Run:
         return unread
 
     def take_fetched(self, rows: dict[tuple[int, int | None], Captured]) -> None:
-        """Takes positions and rows of points, or of one op there, as the engine has given them."""
+        """Stores fetched positions and rows by (point, op); op is None for all ops."""
         if not self.closed:
             self._prefetched.update(rows)
 
     @functools.cached_property
     def captured_bytes(self) -> int:
-        """About how many bytes of rows it captured, as fp32."""
+        """The approximate size of all captured rows as fp32, in bytes."""
         return sum(map(self.bytes_at, self._captured))
 
     def bytes_at(self, point: int) -> int:
-        """About how many of these bytes are of a point that it captured."""
+        """The approximate size of one point's captured rows as fp32, in bytes."""
         return 4 * len(self._captured_computed[point]) * self.width_at(point)
 
     def stored_bytes_at(self, point: int) -> int:
-        """The same in the capture's own dtype."""
+        """The same size in the capture's own dtype."""
         item = self._bound.captured_item_bytes.get(point, 4) if self._bound is not None else 4
         return self.bytes_at(point) * item // 4
 
     def width_at(self, point: int) -> int:
-        """How many numbers are captured of a row at a point."""
+        """The number of captured values per row at a point."""
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
         return width or self._sites.points[point].width
 
@@ -527,5 +523,5 @@ class Run:
 
 
 def _conditional(op: BoundOp) -> bool:
-    """Whether which of an op's captured positions count depends on what was generated."""
+    """True if the generated tokens decide which of an op's captured positions count."""
     return isinstance(op.action, Keep) and op.action.conditional

@@ -1,4 +1,4 @@
-"""`pc.Stream`: what a run generates, as it is made."""
+"""`pc.Stream`: the output of a run, part by part as it is generated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from patchclamp.run import Run
 
 
 class Stream:
-    """What one run generates, as it is made: `for part in stream`, or `async for`; each part is a `Part`.
+    """The output of one run as it is generated: `for part in stream`, or `async for`, yields each `Part`.
 
-    Put together, the parts are what `lm.run` gives. After the last one, `stream.run` is the `Run`, with its captures.
-    On the way `stream.so_far` is the run as far as it was read: what it captured is there with every part.
-    An error of the run is raised in place of the next part; one that is known only at the end, such as edits that are
-    not finite on vLLM, comes after parts that were read.
+    Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
+    Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
+    An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
+    vLLM, is raised after parts that were already read.
 
-    A stream that is closed, left by its `with` or `async with`, or dropped, or whose reader is cancelled, stops the
-    run and frees what it holds. After the end its run is as any other: kept until it is dropped or closed.
+    The run stops and its memory is freed if the stream is closed, left by its `with` or `async with`, or
+    garbage-collected, or if its reader is cancelled. After the end, the run is kept until it is dropped or closed.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Stream:
         self._mailbox = request.listener = mailbox = _Mailbox()
         self._run: Run | None = None
         self._error: PatchclampError | None = None
-        self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end was read
+        self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end is read
         self._unread.atexit = False
         [future] = engine.submit([request])
         future.add_done_callback(mailbox.end)
 
     @property
     def run(self) -> Run:
-        """The run, once its last part was read; raises its error if it failed."""
+        """The run, once the last part was read. Raises its error if it failed, and `ProgramError` before the end."""
         if self._error is not None:
             raise self._error
         if self._run is None:
@@ -60,11 +60,9 @@ class Stream:
 
     @property
     def so_far(self) -> Run:
-        """The run as far as its parts were read, with what it had captured by then; after the last part, `run`. Each
-        time it is another one, which the stream's end lets go of. Programs cannot name it in `From`.
-
-        Raises `ProgramError` before the first part and after `close`.
-        """
+        """The run up to the parts read, with its captures by then; after the last part, `run`. Each access returns a
+        new object, whose captures can be read until the stream ends. Programs cannot use it in `From`. Raises
+        `ProgramError` before the first part and after `close`."""
         if not self._unread.alive:
             return self.run
         if not self._parts:
@@ -75,16 +73,16 @@ class Stream:
         return self._look_at(Answer(token_ids, "".join(part.text for part in self._parts), logprobs, {}, None))
 
     def close(self) -> None:
-        """Stops the run and frees what it holds; a stream that has ended stays as it is."""
+        """Stops the run and frees its memory. No effect after the end of the stream."""
         if self._unread.detach() is None:
             return
         self._mailbox.closed = True
         self._mailbox.post(EngineError("the stream was closed"))  # wakes a reader in another thread
-        with contextlib.suppress(EngineError):  # the engine is closed, and holds nothing any more
+        with contextlib.suppress(EngineError):  # the engine is closed and holds no memory
             self._engine.abort([self._key])
 
     async def aclose(self) -> None:
-        """As `close`, which waits for nothing."""
+        """Same as `close`, which does not block."""
         self.close()
 
     def __iter__(self) -> Stream:
@@ -93,7 +91,7 @@ class Stream:
     def __next__(self) -> Part:
         try:
             part = self._read(self._mailbox.take())
-        except BaseException:  # interrupted, perhaps
+        except BaseException:  # for example KeyboardInterrupt
             self.close()
             raise
         if part is None:
@@ -106,7 +104,7 @@ class Stream:
     async def __anext__(self) -> Part:
         try:
             part = self._read(await self._mailbox.awaited())
-        except BaseException:  # cancelled, perhaps
+        except BaseException:  # for example a cancelled task
             self.close()
             raise
         if part is None:
@@ -120,10 +118,10 @@ class Stream:
                 self._parts.append(item)
                 return item
             return None
-        self._mailbox.post(item)  # the end stays, for whoever reads again
+        self._mailbox.post(item)  # keep the end for further reads
         if self._unread.detach() is None:
             return None
-        make_run, self._make_run, self._look_at = self._make_run, None, None  # which hold vectors
+        make_run, self._make_run, self._look_at = self._make_run, None, None  # they hold vectors
         self._parts.clear()
         assert make_run is not None
         try:
@@ -155,7 +153,7 @@ class Stream:
 
 
 class _Mailbox:
-    """A queue without a bound, from the engine's thread to the reader: parts, then the answer or the run's error."""
+    """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -167,7 +165,7 @@ class _Mailbox:
             self.post(part)
 
     def end(self, future: Future[Answer]) -> None:
-        """Posts the answer, or the run's error."""
+        """Posts the answer or the run's error."""
         try:
             self.post(future.result())
         except Exception as error:
@@ -176,32 +174,32 @@ class _Mailbox:
     def post(self, item: Part | Answer | PatchclampError) -> None:
         self._items.put(item)
         for _ in range(len(self._wakers)):
-            with contextlib.suppress(IndexError):  # another took it
+            with contextlib.suppress(IndexError):  # another thread took it
                 self._wakers.popleft()()
 
     def take(self) -> Part | Answer | PatchclampError:
-        """The next item, waited for."""
+        """Blocks until there is an item."""
         return self._items.get()
 
     async def awaited(self) -> Part | Answer | PatchclampError:
-        """The next item, awaited."""
+        """The asyncio version of `take`."""
         loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._items.get_nowait()
             posted = loop.create_future()
             self._wakers.append(functools.partial(wake, loop, posted))
-            if self._items.empty():  # an item that came before the waker would wake nobody
+            if self._items.empty():  # an item posted before the waker would not wake it
                 await posted
 
 
 def wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-    """Ends a future of asyncio's from another thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    """Completes an asyncio future from another thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
         loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
 
 
 def _drop(mailbox: _Mailbox, engine: Engine, run: str) -> None:
-    """Frees a stream that was dropped. The garbage collector calls this: it waits for no lock."""
+    """Frees a stream that was dropped. The garbage collector calls it, so it must not wait for a lock."""
     mailbox.closed = True
     engine.release([run])

@@ -1,4 +1,4 @@
-"""PROVE: what a model's table says of its sites is shown on the live model, or the site is not offered."""
+"""PROVE: checks each site of a model's table on the live model; a site that fails is not offered."""
 
 from patchclamp.proving.prove import Proof, ensure_proved, prove, push
 

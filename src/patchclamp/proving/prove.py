@@ -1,26 +1,18 @@
-"""The prover: a site exists on a live model only when runs of that model have shown that it is what its table says.
+"""The prover: a site is offered on a live model only after runs of that model have shown that its table is right.
 
-There are five proofs of a site, all made of runs through the engine.  Its rows have the right shape, and are finite.
-Writing back what was read leaves the next-token logits bit-identical.  An edit moves the logits.  In its layer the edit
-moves what is made of the site, and nothing else (`order`).  The rows add up (`sums`).
+A site has five proofs, all made with runs through the engine:
+shape  its rows have the right shape and are finite
+noop   writing back the rows that were read leaves the next-token logits bit-identical
+edit   an edit moves the logits
+order  in its layer, the edit moves the tensors computed from the site and no others. This finds a table that confuses
+       two tensors, even if no sum includes them
+sums   the stream adds up: attention and MLP outputs are added to it, and the end of a layer is the start of the next.
+       In a table found in the model's modules, a layer may have another mixer than attention
 
-Under tensor parallel the same proofs check the layout.  A replicated row is read from one worker and written to all.
-If it were only a partial sum or a slice, the logits would change.  Sharded rows are gathered from all workers.
+Under tensor parallelism the same proofs check the layout. A replicated row is read from one worker and written to all:
+if it were a partial sum or a slice, the logits would change. Sharded rows are gathered from all workers.
 
-Checks that an edit at a site changes what its layer computes from that site, and nothing else in the layer.
-
-A table that takes one tensor for another fails this check, even where no sum (`sums`) includes either tensor.
-
-Whether a live model's stream adds up.
-
-The stream gains what attention and MLP return, and the end of one layer is the start of the next.  Where the table was
-found in the model's modules, a layer may have another mixer than attention.
-
-The cache of proofs: a model is proved once for each engine, dtype and version.
-
-An `LM` whose sites are proved when it is loaded.
-
-A proof is made of runs of an `LM`, so this stands above `lm`.
+Proofs are cached: a model is proved once for each engine, dtype and version. `ProvedLM` proves its sites when loaded.
 """
 
 from __future__ import annotations
@@ -47,18 +39,17 @@ from patchclamp.store.whole_file import write_whole
 from patchclamp.version import __version__
 
 MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
-MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by less than this
+MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by at most this
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """The texts of the site refs that an edit at `ref` must move, or must not: of `watchable` ones, each with its
-    point, those at other points."""
+    """Names of `watchable` sites (name to point) at other points that an edit at `ref` must move or must not."""
     names = (*SITES[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
-    """What an edit at `ref` did and should not have done; "" if nothing. Compares the last token's rows of two runs."""
+    """The first wrong effect of an edit at `ref`, or "". Compares the last token's rows of two runs."""
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
@@ -75,19 +66,16 @@ def _gap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-DEFAULT_EPS = 2.0**-3  # of any other dtype
+DEFAULT_EPS = 2.0**-3  # for any other dtype
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
 MIXERS: tuple[str, ...] = ("attn_out", "mixer_out")
-HEAD_RTOL = 0.1  # of a head: keys and values may be kept in eight bits
+HEAD_RTOL = 0.1  # per head: the KV cache may have eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
-    """The words that a sum is about, each with the reason why it does not add up, "" if it does.
-
-    Where a sum fails, all its words fail: it does not tell which of them is the wrong tensor.
-    base: a run that captured everything
-    """
+    """The site words in sums, each with the reason why its sum does not add up, or "" if it does. A failed sum fails
+    all its words, because it does not show which tensor is wrong. `base`: a run that captured everything."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -113,19 +101,19 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
     if (
         "mixer_out" in wrong and "attn_out" in wrong and not lm.sites.family.both
-    ):  # in layers with attention they are one point
+    ):  # in layers with attention both are one point
         wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
 
 
 def _added(names: list[str], both: bool) -> list[str]:
-    """The words of what is added to the stream; `both`: attention and a state space add to it in each layer."""
+    """The words added to the stream. `both`: attention and a state space both add to it in each layer."""
     mixers = MIXERS if both else ("mixer_out",) if "mixer_out" in names else ("attn_out",)
     return [name for name in (*mixers, "mlp_out") if name in names]
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Each part of a layer: the stream before it, what of `added` it adds, and the stream after it."""
+    """The parts of a layer: the stream before, the words of `added` that it adds, and the stream after."""
     if "resid_mid" not in names:
         return [("resid_pre", tuple(added), "resid_post")]
     mixers = tuple(name for name in added if name in MIXERS)
@@ -134,8 +122,8 @@ def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ..
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:
-    """The first token sees itself alone, so each of its heads returns the token's own value, or a part of it where
-    attention may also go to nothing (sinks). A wrong tensor, or a wrong head, would point in another direction."""
+    """Checks `z` against `v` at the first token. It attends only to itself, so each head returns the token's own value,
+    or a fraction of it with attention sinks. A wrong tensor or head would have another direction."""
     if lm.sites.family.gated or not {"v", "z"} <= set(lm.sites.names):
         return {}
     for ref in lm.sites.resolve(Site("z")):
@@ -155,7 +143,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_norms(lm: LM, base: Run) -> dict[str, str]:
-    """A normed input differs from the stream that it is made of."""
+    """Checks that a normed input differs from the stream it is computed from."""
     names, last = lm.sites.names, lm.sites.layers - 1
     wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
@@ -173,7 +161,7 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in names}
     wrong: dict[str, str] = dict.fromkeys(names, "")
     for layer in range(lm.sites.layers):
-        known = {"resid_pre", "resid_post"}  # rows that are the stream
+        known = {"resid_pre", "resid_post"}  # words verified to be the stream
         for before, gains, after in _stages_of_layer({name for name in names if layer in layers_of[name]}):
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
@@ -185,8 +173,8 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """The same of a layer that has some of the words. What another mixer than attention adds has none, so of such a
-    layer only the sum after it can be checked. The sum with the MLP comes first: where it holds, it vouches for
+    """The parts of a layer that has only some of the words. The output of a mixer other than attention has no word, so
+    in such a layer only the sum after it can be checked. The sum with the MLP comes first: if it holds, it verifies
     `resid_mid`."""
     if "resid_mid" not in has:
         gains = tuple(name for name in ADDED if name in has)
@@ -196,7 +184,7 @@ def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def _close(lm: LM, terms: list[np.ndarray], total: np.ndarray) -> bool:
-    """Whether terms add up to `total`, number by number, within the rounding of each in the model's dtype."""
+    """True if terms add up to `total` elementwise, within the rounding of each in the model's dtype."""
     slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(term) for term in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
@@ -205,23 +193,23 @@ def _rows(base: Run, site: str) -> np.ndarray:
     return np.asarray(base[site]).astype(np.float64)
 
 
-LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
-LOUDER = 16.0  # times as long are edits that are tried where the first moved nothing
-# how far a run's logits may differ alone and in a batch, relative to the largest: kernels round differently there, and
-# with few bits a router may choose another expert because of it
+LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of another prompt in the batch
+LOUDER = 16.0  # scale of the second edit, for sites where the first moved nothing
+# largest difference of a run's logits alone and in a batch, relative to the largest logit: kernels round differently,
+# and with few bits that may make a router choose another expert
 LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
 
 
 class Proof(msgspec.Struct, frozen=True):
     """The proofs of one site word in all its layers.
 
-    layers: how many it has; None for a word without layers
-    width, layout: of its rows
-    shape, noop, edit: whether these proofs hold
-    note: the first layer that fails, and how
-    adds: whether the sums that it is part of hold; None if it is in none
-    order: whether edits moved what is made of the site and nothing else; None if nothing in its layer is watched
-    tried: at how many of its refs an edit was tried
+    layers: the number of its layers; None for a word without layers
+    width, layout: the width and layout of its rows
+    shape, noop, edit: True if the proof holds
+    note: the first layer that fails, and the reason
+    adds: True if the sums that include it hold; None if there are none
+    order: True if edits moved the tensors computed from the site and no others; None if its layer has none to watch
+    tried: the number of its refs at which an edit was tried
     """
 
     name: str
@@ -244,11 +232,11 @@ class Proof(msgspec.Struct, frozen=True):
 def prove(lm: LM, full: bool = False) -> list[Proof]:
     """Proves every site word of a live `LM`.
 
-    Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full` each run that writes
-    back is made by itself, and not in a batch. Shapes, sums and writing back are of all layers always.
+    Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full` the runs that write
+    back are made one by one instead of in a batch. Shapes, sums and writing back are checked in all layers.
 
-    Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it;
-        `EngineError` where a run by itself reads or writes nothing.
+    Raises: `ModelError` if the model's values are not finite, or if a run depends on the other runs of its batch;
+        `EngineError` if taps have no effect in a run by itself.
     """
     lengths = LENGTH, min(LONGER_LENGTH, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
@@ -256,7 +244,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
-    # where a state space is beside attention, neither moves the other, which the words do not say
+    # attention and a state space side by side do not move each other, which the table of words does not express
     beside = {"mixer_out"} if lm.sites.family.both else set()
     watchable = {str(ref): ref.point for ref in lm.sites.refs() if lm.sites.family.tabled and ref.name not in beside}
     watched_refs = {str(ref): [] if ref.name in beside else watched(ref, watchable) for ref in refs}
@@ -299,8 +287,7 @@ def _write_back(base: Run, name: str) -> list[Op]:
 
 
 def _changes_nothing(lm: LM, ids: list[int], base: Run, name: str) -> bool:
-    """Whether a run that writes a site back gives the answer of `base`, each by itself: in a batch, a run's place may
-    change how it is rounded."""
+    """True if writing a site back gives the answer of `base`. Both run alone, because a batch may change rounding."""
     return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
 
 
@@ -309,8 +296,8 @@ def _captures(refs: list[str]) -> list[Op]:
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
-    """A run of each program, all in one batch and computed whole. The prompt `beside` comes first in the batch, if it
-    is given; where batches are small, it runs beside the first programs only."""
+    """Runs every program in one batch, computed whole. The prompt `beside`, if given, comes first in the batch; if the
+    engine's batches are small, it runs beside the first programs only."""
     others = [] if beside is None else [beside]
     with lm.engine.computing_whole():
         runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
@@ -328,7 +315,7 @@ def _finite(lm: LM, base: Run) -> None:
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """How far runs of one prompt in a batch with a longer one differ from the run that was made alone, at most."""
+    """The largest difference between runs in a batch with a longer prompt and the run of the same prompt alone."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
@@ -344,9 +331,9 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
-    """Raises `EngineError` unless rows are read in a run by itself as in a batch, and an edit at `mover`, which moves
-    the logits in a batch, does so there: small steps run other code than large ones, CUDA graphs, and what has no taps
-    there would run unedited. Where a batch is small, too, what has no taps reads nothing in both."""
+    """Raises `EngineError` unless a run by itself reads the same rows as in a batch, and an edit at `mover`, which
+    moves the logits in a batch, moves them too. Small steps run other code than large ones (CUDA graphs), and without
+    taps that code would run unedited. If the batch is small too, such code reads nothing in both."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
@@ -361,20 +348,19 @@ def _same_alone(
 
 
 def _answer(run: Run) -> np.ndarray:
-    """The next token's logits as captured, and its log-probability, which shows what was written to the logits."""
+    """The captured next-token logits, with the token's log-probability appended, which shows edits of the logits."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
 def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
-    """Whether an edit changes the logits beyond what the batch does by itself."""
+    """True if an edit changes the logits by more than the noise of the batch."""
     return bool(np.isfinite(edited).all() and np.abs(edited - plain).max() > 4 * noise + 1e-6)
 
 
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """Whether edits that are `LOUDER` times as long move the logits: what a single layer adds to a deep model's stream
-    may be less than what is rounded off."""
+    """True, by ref, if edits scaled by `LOUDER` move the logits: one layer may add less to a stream than rounding."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, LOUDER)] for ref in refs)], longer)
@@ -382,10 +368,8 @@ def _moved_by_more(
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
-    """A test edit for a row [W]: a vector [W] to add to it. It is as long as the row, and no norm removes it.
-
-    For a router it reverses the choice of experts, because adding the same number to all of them may change nothing.
-    """
+    """A test edit: a vector [W] to add to a row [W]. It has the row's length, and no norm removes it. For a router it
+    reverses the choice of experts, because adding the same number to all of them may change nothing."""
     row_W = row_W.astype(np.float64)
     if name == "router":
         return (-2 * row_W).astype(np.float32)
@@ -403,12 +387,12 @@ def _has_shape(base: Run, ref: SiteRef, rows: int, width: int) -> bool:
 
 
 def _row(base: Run, ref: SiteRef) -> np.ndarray:
-    """The last row at a ref, heads one after the other."""
+    """The last row at a ref, with its heads concatenated."""
     return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 
 def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None) -> Proof:
-    """The proofs of a word but for `order`. `wrong_sum`: as `sums` returns it."""
+    """The proofs of a word except `order`. `wrong_sum`: its entry in `sums`."""
     refs = lm.sites.resolve(Site(name))
     point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
@@ -427,7 +411,7 @@ def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wro
 
 
 def _ordered(proof: Proof, lm: LM, watched_refs: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
-    """The proofs with `order`: what edits at the word's refs did in their layers."""
+    """Adds `order`: the effects of edits at the word's refs in their layers."""
     refs = [str(ref) for ref in lm.sites.resolve(Site(proof.name)) if str(ref) in watched_refs]
     wrong = [disordered[at] for at in refs if disordered[at]]
     order = None if not any(watched_refs[at] for at in refs) else not wrong
@@ -436,13 +420,13 @@ def _ordered(proof: Proof, lm: LM, watched_refs: dict[str, list[str]], disordere
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
-    """The proofs of an `LM`, from the cache or made now. Withdraws the sites that fail from its map."""
+    """The proofs of an `LM`, from the cache or computed now. Removes failed sites from its site map."""
     path = cache_folder() / "proofs" / f"{_key(lm)}.json"
     try:
         proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
     except (OSError, msgspec.DecodeError):
         proofs = prove(lm)
-        # a table made of modules may be unsure of a site, and proving again would not help
+        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help
         if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
             write_whole(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
@@ -450,7 +434,7 @@ def ensure_proved(lm: LM) -> list[Proof]:
 
 
 def _key(lm: LM) -> str:
-    """What a proof depends on. A folder's weights count by their names, sizes and times."""
+    """A hash of everything that proofs depend on. A folder's weights count by name, size and time."""
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -459,7 +443,7 @@ def _key(lm: LM) -> str:
 
 
 def _code() -> str:
-    """A hash of the code that reads and writes sites. A change of it voids old proofs."""
+    """A hash of the code that reads and writes sites. A change invalidates old proofs."""
     root = Path(__file__).parent.parent
     rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store", "proving")
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
@@ -468,17 +452,17 @@ def _code() -> str:
 
 
 class ProvedLM(LM):
-    """A language model. `model` is a hub id, a folder, or "smollm2", the small real model of the demo extra.
+    """A language model. `model` is a hub id, a folder, a server's URL, or "smollm2" (from the demo extra).
 
-    engine: "vllm" (the default where it is installed), "transformers", "fake", or an engine object.
-    prove: offer a site only once it is proved on this live model. It takes a few seconds on a CPU, and is remembered
-        for the model and the versions.
-    allow_code: programs may have `Apply`, Python that runs in the engine; the engine must be in this process.
-    capture_bytes: what the captures of one call may take; by default 80 % of the memory that is left when it is made.
-    options: the engine's own, by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
+    engine: "vllm" (the default if it is installed), "transformers", "fake", or an engine object.
+    prove: offer only sites that are proved on this live model. Proving takes a few seconds on a CPU; the result is
+        cached for the model and the versions.
+    allow_code: allow programs with `Apply`, Python that runs in the engine. The engine must be in this process.
+    capture_bytes: the limit on the captures of one call; by default 80 % of the available memory at that time.
+    options: the engine's options by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
-    `UnknownName` for an option it does not have.
+    `UnknownName` for an unknown option.
     """
 
     def __init__(

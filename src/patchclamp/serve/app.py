@@ -1,12 +1,8 @@
-"""Our routes on vLLM's app: vLLM's own completion routes with room for programs, and what stands under
-`/v1/patchclamp`.
+"""The routes on vLLM's app: its completion routes extended with programs, and those under `/v1/patchclamp`.
 
-Ends a server in bounded time: every client gets a response or a closed connection, and the process exits.
-
-vLLM cancels its output handler before it notifies the requests under way, and uvicorn waits for their connections
+The shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. By
+itself, vLLM cancels its output handler before it notifies running requests, and uvicorn waits for their connections
 without a limit.
-
-Refuses the model `MODEL:NAME` on routes that would run MODEL without the program.
 """
 
 from __future__ import annotations
@@ -26,12 +22,12 @@ from patchclamp.serve.openai import PATHS
 from patchclamp.serve.schema import error_object
 
 LOOK_EVERY_S = 0.2
-GRACE_S = 3  # for responses under way, once the engine has ended; then their connections are closed
-EXIT_S = 8.0  # after which the process exits whatever still runs
+GRACE_S = 3  # for unfinished responses once the engine has ended; then their connections are closed
+EXIT_S = 8.0  # after that the process exits, whatever still runs
 
 
 async def bound_shutdown(client: Any, state: Any) -> None:
-    """Wait until the server or its engine ends; then fail what is under way, and see that the process exits."""
+    """Waits until the server or its engine ends, then fails the running requests and makes sure the process exits."""
     while (server := getattr(state, "server", None)) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     config = server.config
@@ -41,7 +37,7 @@ async def bound_shutdown(client: Any, state: Any) -> None:
     while not (client.errored or server.should_exit):
         await asyncio.sleep(LOOK_EVERY_S)
     front.fail_all(client)
-    while not server.should_exit:  # vLLM may be asked to outlive its engine
+    while not server.should_exit:  # vLLM can be configured to outlive its engine
         await asyncio.sleep(LOOK_EVERY_S)
         front.fail_all(client)
     timer = threading.Timer(config.timeout_graceful_shutdown + EXIT_S, os._exit, (1 if client.errored else 0,))
@@ -50,7 +46,7 @@ async def bound_shutdown(client: Any, state: Any) -> None:
 
 
 def attach(app: Any) -> None:
-    """Puts our routes on an app. They answer once `start` has run."""
+    """Adds the routes to an app. They work once `start` has run."""
     from patchclamp.serve import engine, openai, routes, schema, studies
 
     app.exception_handler(PatchclampError)(answer_error)
@@ -66,10 +62,7 @@ def attach(app: Any) -> None:
 
 
 async def start(client: Any, state: Any, args: Any) -> None:
-    """Proves the sites of the server's engine.
-
-    Raises `EngineError` for an engine that is not ours, which would ignore every program.
-    """
+    """Proves the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
     from patchclamp.engines.vllm.compat.configuration import enabled
     from patchclamp.errors import EngineError
 
@@ -80,21 +73,21 @@ async def start(client: Any, state: Any, args: Any) -> None:
         )
     state.patchclamp = front_of(client)
     state.patchclamp.has_keys = bool(_api_keys(args))
-    if state.patchclamp_page is not None:  # vLLM makes its page when it is first asked for, which takes seconds
+    if state.patchclamp_page is not None:  # made now: the first request would wait seconds for it
         state.patchclamp_page = asyncio.ensure_future(asyncio.to_thread(state.patchclamp_page))
     state.patchclamp_ending = asyncio.ensure_future(bound_shutdown(client, state))
     await state.patchclamp.ready()
 
 
 def _api_keys(args: Any) -> list[str]:
-    """The server's API keys, as vLLM finds them."""
+    """The server's API keys, from the sources that vLLM reads."""
     import os
 
     return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
 
 
 async def answer_error(request: Any, error: Exception) -> Any:
-    """An error of ours as OpenAI's error object, with its own status."""
+    """Responds to a `PatchclampError` with OpenAI's error object and the error's status."""
     from fastapi.responses import JSONResponse
 
     from patchclamp.serve import openai
@@ -114,7 +107,7 @@ class _Named(msgspec.Struct):
 
 
 class NoVariants:
-    """Middleware around every POST of vLLM's own routes but the two that run programs."""
+    """Middleware that refuses the model `MODEL:NAME` on vLLM's POST routes that would ignore the program NAME."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -130,7 +123,7 @@ class NoVariants:
         try:
             asked = msgspec.json.decode(body, type=_Named).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            asked = None  # the route says what is wrong with it
+            asked = None  # the route reports the error
         if isinstance(asked, str) and ":" in asked:
             models = scope["app"].state.openai_serving_models
             known = {card.id for card in (await models.show_available_models()).data}

@@ -1,4 +1,4 @@
-"""Bodies of requests, read as far as they are allowed to go and no further."""
+"""Reads request bodies within the server's limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import ProgramError, TooLarge
 
 KEY = re.compile(rb'"patchclamp"\s*:\s*')
-# a string, also one that does not end, or what separates values; possessive: no text is looked at twice
+# a string (terminated or not) or a separator of values; possessive quantifiers, so that nothing is scanned twice
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
-QUICK_BYTES = 1 << 16  # of a body that is read within milliseconds
+QUICK_BYTES = 1 << 16  # longest body that is parsed within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
-    """The body. Raises `TooLarge` for one over a limit: before any of it is read where it says how long it is, else as
-    soon as it is longer. Raises `ProgramError` for one that is packed."""
+    """Reads a body. Raises `TooLarge` over a limit: before reading if Content-Length exceeds it, else as soon as the
+    data does. Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ProgramError("a body is sent as it is, without a Content-Encoding", "body")
     limits.check(limit, said_bytes(request), "bytes of the body", "body")
@@ -39,13 +39,13 @@ def is_json(request: Request) -> bool:
 
 
 def said_bytes(request: Request) -> int:
-    """How long a request says that its body is; 0 where it does not."""
+    """The Content-Length of a request, or 0 without a valid one."""
     length = request.headers.get("Content-Length", "")
     return int(length[:20]) if length.isdecimal() and length.isascii() else 0
 
 
 class BoundedRoute(APIRoute):
-    """A route of ours whose bodies FastAPI reads, none over a limit."""
+    """A patchclamp route whose body FastAPI reads, up to a limit."""
 
     limit, mark = "json_bytes", b""
 
@@ -61,14 +61,14 @@ class BoundedRoute(APIRoute):
 
 
 class OpenAIRoute(BoundedRoute):
-    """A route of vLLM's own. The limit on a program's values excludes the prompt and vLLM's other fields."""
+    """One of vLLM's routes. The limit on a program's values excludes the prompt and vLLM's other fields."""
 
     limit, mark = "openai_body_bytes", b"patchclamp"
 
 
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
-    """Receive a request's body as far as it may go, before anything is parsed. Values are counted where `mark` is in
-    it. FastAPI passes only its own errors on."""
+    """Wraps a request's `receive` to check limits before the body is parsed. Values are counted if `mark` is in the
+    body. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
     received, values, marked, tail, parts = 0, 0, not mark, b"", list[bytes]()
 
     async def receive() -> Any:
@@ -96,8 +96,8 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
-    """Raise `TooLarge` for too many values under the key "patchclamp" of a body; with `has_object`, of all of a body
-    that has the key written in another way."""
+    """Raises `TooLarge` for too many values under the key "patchclamp" of a body. With `has_object`, a body whose
+    key is spelled differently (escaped) is counted whole."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:
         return
@@ -109,10 +109,8 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 def program_values(body: bytes, most: int) -> int | None:
     """The number of values under the key "patchclamp" of a JSON body, or `most` + 1 if there are more; None without the
-    key.
-
-    Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur in
-    the text of a prompt, where quotes are escaped."""
+    key. Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur
+    in the text of a prompt, where quotes are escaped."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True
@@ -129,6 +127,6 @@ def program_values(body: bytes, most: int) -> int | None:
                 depth -= 1
             if depth <= 0:
                 break
-            if max(commas, opened, strings // 4) > most:  # of an object's fields, each has at most two strings
+            if max(commas, opened, strings // 4) > most:  # an object's field has at most two strings
                 return most + 1
     return max(commas, opened) if has_key else None

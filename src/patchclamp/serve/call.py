@@ -1,7 +1,5 @@
-"""The `patchclamp` object of a request and of its response: what is asked of us, and what came of it.
-
-Variants: a program that is kept under a name is a model of its own, `MODEL:NAME`, for its owner.
-"""
+"""The `patchclamp` object of a request and of its response, and variants: a stored program is served to its owner as
+the model `MODEL:NAME`."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ from patchclamp.serve.kept import Kept, check_name
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A request's model that is a program of another.
+    """A request's model that is a stored program on a base model.
 
-    asked: the model as the request names it
-    model: the model below it
-    name: the program's
+    asked: the model as named in the request
+    model: the base model
+    name: the name of the program
     """
 
     asked: str
@@ -47,17 +45,14 @@ class Variant(msgspec.Struct, frozen=True):
     program: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """An error of a request, which says that the variant's edits count in its path."""
+        """The error with a note that its path counts the variant's edits first."""
         edits = len(self.program.edits)
         return type(error)(f"{error.message} (the first {edits} edits are the model's, {self.asked})", error.path)
 
 
 async def variant_of(asked: Any, models: Any, kept: Kept, owner: str) -> Variant | None:
-    """The variant that a request's `model` names; None for a model of vLLM's own, or of nobody's.
-
-    models: vLLM's `OpenAIServingModels`
-    Raises `MissingSource` for a program that the owner does not have.
-    """
+    """The variant that a request's `model` names; None for a model of vLLM or an unknown base model. Raises
+    `MissingSource` if the owner has no such program. `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
         return None
     known = {card.id for card in (await models.show_available_models()).data}
@@ -71,7 +66,7 @@ async def variant_of(asked: Any, models: Any, kept: Kept, owner: str) -> Variant
 
 
 def with_variants(cards: list[dict[str, Any]], kept: Kept, owner: str) -> list[dict[str, Any]]:
-    """The cards of vLLM's models, and after them one for each variant of the first model."""
+    """The cards of vLLM's models, followed by one for each variant of the first model."""
     first = cards[0]
     return cards + [
         {**first, "id": f"{first['id']}:{name}", "root": first["id"], "parent": first["id"], "owned_by": "patchclamp"}
@@ -81,8 +76,8 @@ def with_variants(cards: list[dict[str, Any]], kept: Kept, owner: str) -> list[d
 
 RECORDS = "(op, layer, range of positions) triples of the program"
 QUICK_WORK = 1 << 12  # ops × tokens that are bound within milliseconds
-WORK_OF_OP, WORK_OF_TEXT = 64, 16  # tokens more of an op; how often a token counts where its text is read
-# few, as each takes Python's lock from the event loop; two, so that a long job is passed by others
+WORK_OF_OP, WORK_OF_TEXT = 64, 16  # extra tokens per op; the weight of a token whose text is read
+# few, because each competes with the event loop for the GIL; two, so that a long job does not block the others
 _binders = ThreadPoolExecutor(2, "patchclamp bind")
 FLAGS = ("keep", "compare", "tokens")
 FIELDS = ("edits", "capture", "run", *FLAGS)
@@ -92,21 +87,21 @@ class Call:
     """A request's `patchclamp` object.
 
     program: its edits and captures; the variant's edits come first
-    owner: whose request it is
-    name: what its runs are kept under, where it says; else each has a name of its own
-    keep: whether its captures stay for later requests
-    compare: whether the unedited answer is wanted beside it
-    tokens: whether its tokens are wanted as texts, and where each edit acted
-    variant: the program that is the request's model
-    chat: what the prompt is made of, of a chat
-    runs: of every choice of the answer, by its number
-    error: that ended it
-    records: of the program at all prompts
-    bindings: of the program to each distinct prompt
-    on_own_route: whether our own route answers, which has room for all that came of it
+    owner: the owner of the request
+    name: the name to store its runs under, if given; otherwise each run gets its own
+    keep: store the captures for later requests
+    compare: also return the unedited answer
+    tokens: return its tokens as texts, and where each edit acted
+    variant: the program that is the request's model, or None
+    chat: the messages and template options of a chat prompt
+    runs: (name, run) of each choice of the answer, by index
+    error: the error that ended it
+    records: the records of the program at all prompts
+    bindings: the program bound to each distinct prompt
+    on_own_route: True on patchclamp's routes, whose responses have room for every result
     """
 
-    is_long = False  # whether the body is too long for its vectors to be hashed on the event loop
+    is_long = False  # True if the body is too long to hash its vectors on the event loop
 
     def __init__(
         self, data: Any, owner: str, extra: dict[str, Any], kept: Kept, variant: Variant | None = None,
@@ -152,34 +147,32 @@ class Call:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the program."""
+        """The fingerprint of the program."""
         return self.program.fingerprint
 
     def next_prompt(self) -> int:
-        """The number of the next prompt that vLLM's route asks for."""
+        """The index of the next prompt that vLLM's route runs."""
         self._prompts += 1
         return self._prompts - 1
 
     def is_quick(self, tokens: int) -> bool:
         """True if binding the program to one more prompt, after those before it, takes milliseconds."""
         ops = [op for _, op in self.program.ops]
-        if any(isinstance(op, Use) for op in ops):  # each has up to 10,000 edits
+        if any(isinstance(op, Use) for op in ops):  # a stored program has up to 10,000 edits
             return False
         reads = sum(isinstance(op, SiteOp) and not is_positional(op.tokens) for op in ops)
         self._work += len(ops) * WORK_OF_OP + (len(ops) + reads * WORK_OF_TEXT) * tokens
         return not self.is_long and self._work <= QUICK_WORK
 
     def bind_later(self, job: Callable[[], Binding]) -> int:
-        """Leave a job to `bound`; returns its place there."""
+        """Queues a job for `bound` and returns its index there."""
         assert self._binding is None
         self._unbound.append(job)
         return len(self._unbound) - 1
 
     async def bound(self) -> list[Binding]:
-        """The bindings that were left for later, made on another thread than the event loop's, once for all callers.
-
-        Raises what binding raises: no run of the call has begun then, unless it was bound at once.
-        """
+        """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller. Raises
+        the errors of binding; then no run of the call has begun, except those bound immediately."""
         if not self._unbound:
             return []
         if self._binding is None:
@@ -196,7 +189,7 @@ class Call:
             raise
 
     def add(self, choice: int, run: Run, request: Request, kept: Kept) -> None:
-        """Takes the run of a choice, and its request."""
+        """Adds the run of a choice, and stores it if it has captures."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
         if run.has_captures:
@@ -208,10 +201,8 @@ class Call:
         return self.error is None and len(self.runs) == self.began
 
     async def answer(self, kept: Kept, most: int | None = None) -> dict[str, Any]:
-        """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed.
-
-        most: characters of captures, in base64, that may go along with one run; None: any number
-        """
+        """The response's `patchclamp` object. Frees inline captures that are not to be kept. `most`: the maximum number
+        of base64 characters of inline captures per run; None for no limit."""
         answer: dict[str, Any] = {
             "fingerprint": await asyncio.to_thread(lambda: self.fingerprint),
             "runs": [await self._run_answer(choice, *self.runs[choice], most) for choice in sorted(self.runs)],
@@ -224,7 +215,7 @@ class Call:
         return answer
 
     def facts(self) -> dict[str, Any]:
-        """What the server's log says of it."""
+        """The fields of its line in the server's log."""
         runs = [run for _, run in self.runs.values()]
         return {
             "fingerprint": self.fingerprint, "runs": len(runs),
@@ -236,13 +227,13 @@ class Call:
         }  # fmt: skip
 
     def leave(self, kept: Kept) -> None:
-        """Free what nobody will ask for: the client disconnected, or got an error instead of the answer."""
+        """Frees runs that are not kept, after the client disconnected or got an error instead of the answer."""
         if not self.keep:
             for name, run in self.runs.values():
                 kept.let_go(self.owner, name, run)
 
     def _goes_along(self, run: Run) -> bool:
-        """Whether a run's captures are in the response."""
+        """True if a run's captures are sent inline in the response."""
         return run.captured_bytes <= self._limits.inline_bytes
 
     async def _run_answer(self, choice: int, name: str, run: Run, most: int | None) -> dict[str, Any]:
@@ -263,7 +254,7 @@ class Call:
 
 
 def _inline(run: Run) -> str:
-    """A run's captures as they go along with an answer."""
+    """A run's captures for the response: a base64 safetensors file."""
     return base64.b64encode(captured_file(run)).decode()
 
 
@@ -273,7 +264,7 @@ def _ranges(positions: list[int]) -> list[tuple[int, int]]:
 
 
 def in_request(error: PatchclampError) -> PatchclampError:
-    """The same error with its path in the HTTP request: `edits[0].at` is `patchclamp.edits[0].at` there."""
+    """The same error with its path in the HTTP request: `edits[0].at` becomes `patchclamp.edits[0].at`."""
     first = (error.path or "").partition(".")[0].partition("[")[0]
     return error.under("patchclamp") if first in FIELDS else error
 
@@ -289,20 +280,19 @@ def check_size(program: Program, limits: ServeLimits) -> None:
 
 
 def check_records(bound: BoundProgram, limits: ServeLimits) -> None:
-    """Raises `TooLarge` for a bound program with more records than a request may have: every step carries out those at
-    its positions one after the other, and all requests of the batch wait for it."""
+    """Raises `TooLarge` for a bound program with more records than a request may have: a step executes the records at
+    its positions one after the other, and every request of the batch waits for them."""
     limits.check("program_records", record_count(bound.ops), RECORDS)
 
 
 class Records:
-    """The records of a request, counted while its program is bound: those of all prompts, each `n` times."""
+    """Counts the records of a request while its program is bound: those of all prompts, each `n` times."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Return a counter for the records of one more prompt with `n` runs. It raises `TooLarge` as soon as the whole
-        request exceeds the limit."""
+        """Returns a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 
@@ -315,15 +305,14 @@ class Records:
         return count
 
     def stop(self) -> None:
-        """End binding: the client disconnected."""
+        """Stops binding after the client disconnected."""
         self._stopped = True
 
 
 def of_extra_args(
     extra: dict[str, Any], owner: str, kept: Kept, variant: Variant | None = None, on_own_route: bool = False
 ) -> Call:
-    """The call that a request's `extra_args` (`vllm_xargs`) describe: a JSON string under `patchclamp`, fuzzing beside
-    it."""
+    """The call of a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing options."""
     data = extra.get("patchclamp", {})
     if isinstance(data, str):
         kept.limits.check("json_values", data.count(","), "values of a program", "vllm_xargs.patchclamp")

@@ -1,13 +1,11 @@
-"""A run's captures as a file: safetensors with a tensor for each site that was asked for.
+"""A run's captures as a safetensors file with one tensor per captured site, produced while it is sent.
 
-tensors     by site, as in "resid_post[3]", what `run[site]` gives, in the dtype of the capture; of a capture among
-            the edits by its path, as in "edits[0] resid_post[3]"
-metadata    `positions`: JSON, by tensor the position of each row; `prompt_token_ids` and `token_ids`: JSON
+tensors     `run[site]` in the dtype of the capture, named by site, such as "resid_post[3]"; for a capture among the
+            edits also by path, such as "edits[0] resid_post[3]"
+metadata    `positions`: JSON, the position of each row by tensor; `prompt_token_ids` and `token_ids`: JSON
 
-Captures on their way to a client: a safetensors file that is made as it is sent.
-
-Its header comes first, since the positions that a run captured are known. Then each tensor's bytes, which are read from
-the engine a few MiB at a time: what a server holds of a file does not grow with the file.
+The header comes first, because the positions that a run captured are known. The tensors follow, read from the engine a
+few MiB at a time, so that the server's memory use does not grow with the file.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ from patchclamp.run import Layout, Run
 if TYPE_CHECKING:
     import torch
 
-PART_BYTES = 1 << 21  # of rows that are read at once, or one row
-MAX_LINE = 1 << 18  # characters of a line of a stream of events: readers have limits of their own
-SENT_BYTES = 1 << 18  # that go to the connection at once, which copies them
-CODES = {"int64": "I64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype: safetensors' name
+PART_BYTES = 1 << 21  # of rows read at once, but at least one row
+MAX_LINE = 1 << 18  # characters per line of an event stream, because readers limit them
+SENT_BYTES = 1 << 18  # passed to the connection at once, which copies them
+CODES = {"int64": "I64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the dtypes' names in safetensors
 SIZES = {"int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
 class Window(NamedTuple):
-    """Rows of a tensor that follow one another: what is wanted of the engine for them, how many bytes that is, and what
-    makes the rows of it."""
+    """Consecutive rows of a tensor: the engine's windows to fetch, their size in bytes, and a function that makes the
+    rows from them."""
 
     wanted: list[base.Window]
     size: int
@@ -50,7 +48,7 @@ class Window(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of the file, and its rows in order."""
+    """A tensor of the file, with its rows in order."""
 
     name: str
     dtype: str
@@ -63,7 +61,7 @@ class Tensor(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file's header, how many bytes the file has, and its tensors in order of their bytes."""
+    """A file's header, its total size in bytes, and its tensors in file order."""
 
     header: bytes
     size: int
@@ -71,7 +69,7 @@ class File(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], metadata: dict[str, str] | None = None) -> File:
-        ordered = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])  # each begins at a multiple of its own
+        ordered = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])  # aligns each tensor to its item size
         ends = list(itertools.accumulate((tensor.nbytes for tensor in ordered), initial=0))
         described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
         for tensor, begin, end in zip(ordered, ends, ends[1:], strict=False):
@@ -84,8 +82,8 @@ class File(NamedTuple):
         return cls(header, len(header) + ends[-1], ordered)
 
     async def parts(self, fetch: Fetch) -> AsyncIterator[bytes | memoryview]:
-        """The file's bytes. The header comes with the first rows: what is wrong with them is raised before anything is
-        sent."""
+        """Yields the file's bytes. The header is yielded after the first rows are fetched, so that their errors are
+        raised before anything is sent."""
         before = self.header
         for batch in _batches(window for tensor in self.tensors for window in tensor.windows):
             wanted = [each for window in batch for each in window.wanted]
@@ -103,12 +101,12 @@ class File(NamedTuple):
 
 
 def _rows(window: Window, captured: list[Captured]) -> np.ndarray:
-    """The bytes of a window, joined on another thread than the event loop's: one does not take long, a hundred do."""
+    """The bytes of a window. Runs off the event loop's thread, because many windows together take long."""
     return bytes_of(window.rows(captured))
 
 
 def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
-    """Windows that are read together: little ones."""
+    """Groups small windows, to read up to `PART_BYTES` together."""
     batch: list[Window] = []
     for window in windows:
         if batch and sum(each.size for each in batch) + window.size > PART_BYTES:
@@ -120,13 +118,13 @@ def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def cut(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Rows of so many bytes as half-open ranges, each of `PART_BYTES` or one row."""
+    """Cuts rows into half-open ranges of at most `PART_BYTES`, or one row."""
     step = max(1, PART_BYTES // max(1, row_bytes))
     return ((begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
 def constant(array: torch.Tensor | np.ndarray) -> list[Window]:
-    """The rows of an array that is at hand."""
+    """The windows of an array that is already in memory."""
     return [Window([], array.nbytes, lambda captured: array)]
 
 
@@ -138,13 +136,13 @@ def bytes_of(rows: Any) -> np.ndarray:
 
 
 def sent(rows: Any) -> Iterator[memoryview]:
-    """The bytes of an array or a tensor, in pieces that go to the connection."""
+    """The bytes of an array or a tensor, in pieces of `SENT_BYTES`."""
     data = bytes_of(rows).data
     return (data[begin : begin + SENT_BYTES] for begin in range(0, len(data), SENT_BYTES))
 
 
 def data_event(data: Any) -> str:
-    """The data of a server-sent event, in several lines where one would be too long: a reader of events joins them."""
+    """The data of a server-sent event, split into several lines if one would be too long; readers join them."""
     text = json.dumps(data)
     if len(text) >= MAX_LINE - 16:
         text = json.dumps(data, indent=0).replace("\n", "\ndata: ")
@@ -152,8 +150,7 @@ def data_event(data: Any) -> str:
 
 
 class FileResponse(StreamingResponse):
-    """Sends a file. If the rest cannot be had any more the connection closes, and the client sees that the file is
-    short."""
+    """Sends a file. If its rest is no longer available, the connection closes before Content-Length is reached."""
 
     def __init__(self, file: File, parts: AsyncIterator[Any], failed: Callable[[PatchclampError], None]) -> None:
         headers = {"Content-Length": str(file.size)}
@@ -168,7 +165,7 @@ class FileResponse(StreamingResponse):
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:
-    """The response that sends a file. Raises what is wrong with its first rows."""
+    """The response that sends a file. Raises the errors of its first rows."""
     parts = file.parts(fetch)
     first = await anext(parts)
 
@@ -181,12 +178,12 @@ async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], N
 
 
 def captured_names(run: Run) -> list[str]:
-    """What a run's file has."""
+    """The names of the tensors in a run's file."""
     return list(dict(_names(run)))
 
 
 def captured_file(run: Run) -> bytes:
-    """The file's bytes, of captures that are small. Waits for the engine."""
+    """The whole file of small captures. Blocks until the engine has sent them."""
     keys, file = dict(_names(run)), file_of(run)
     return b"".join(
         [file.header, *(bytes_of(run.read(keys[tensor.name], copy=False)).tobytes() for tensor in file.tensors)]
@@ -194,7 +191,7 @@ def captured_file(run: Run) -> bytes:
 
 
 def file_of(run: Run) -> File:
-    """The file, to be sent as it is read."""
+    """A run's file, whose rows are read while it is sent."""
     layouts = {name: run.layout(key) for name, key in _names(run)}
     tensors = [Tensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
     positions = json.dumps({name: each.positions.tolist() for name, each in layouts.items()})
@@ -203,7 +200,7 @@ def file_of(run: Run) -> File:
 
 
 def _windows(run: Run, layout: Layout) -> Iterator[Window]:
-    """The rows, cut at positions: of each op that captured them, what it has between two cuts is read."""
+    """Cuts the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
     for begin, end in cut(len(positions), row_bytes):
@@ -216,8 +213,8 @@ def _windows(run: Run, layout: Layout) -> Iterator[Window]:
 
 
 async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:
-    """Positions and rows of what is wanted of an engine, by their numbers there, as `engines.wire` says. What is little
-    is read together with its sizes."""
+    """A file of the positions and rows of captures, named by their index in `wanted` (`engines.wire`). Small ones are
+    read together with their sizes."""
     rows = PART_BYTES // max(1, sum(4 * engine.sites.points[point].width for _, point, _ in wanted))
     measured, first = await asyncio.gather(
         engine.measure(wanted), engine.fetch_windows([(*each, 0, rows) for each in wanted] if rows else [])
@@ -237,7 +234,7 @@ def _numbered(wanted: Wanted, count: int, row_bytes: int) -> Iterator[Window]:
 
 
 def _names(run: Run) -> Iterator[tuple[str, str]]:
-    """The name of each tensor, and what `run[...]` calls it."""
+    """The name of each tensor, and its key in `run[...]`."""
     for path, op in run.program.ops:
         if isinstance(op, Capture):
             among_edits = path.startswith("edits")

@@ -1,4 +1,4 @@
-"""Programs in the requests of vLLM's own routes: bound to each prompt, carried, and answered for."""
+"""Programs in requests to vLLM's `generate`: binds them to each prompt, runs them, and collects the results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ from patchclamp.serve.front import OPEN, Front, front_of, log
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    """vLLM's `generate`, with a program. Called in the order of an HTTP request's prompts.
-
-    On our own routes what is wrong with a program is raised at once: of a stream, vLLM logs what is raised later, and
-    the error may quote the prompt. On a route of vLLM's own an error is vLLM's, with our status.
-    """
+    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
+    errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
+    vLLM's own routes an error is converted to one of vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
     if call is not None:
         number = call.next_prompt()
@@ -53,7 +51,7 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
 
 @contextlib.contextmanager
 def _forgetting(client: Any, prompt: Any) -> Iterator[None]:
-    """Where a request fails here, its engine core may never have got its images: they are sent again with the next."""
+    """After a failure, makes vLLM resend the prompt's images, which the engine core may not have received."""
     try:
         yield
     except Exception:
@@ -78,7 +76,7 @@ async def _as_vllm_errors(
 async def _edited(
     front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, others: dict[str, Any]
 ) -> AsyncIterator[Any]:
-    """The outputs of a request on a route of vLLM's own, which carry our part of the answer."""
+    """The outputs of a request on one of vLLM's own routes, with the `patchclamp` object in the last one."""
     await front.ready()
     async for output in _bound(front, stock, prompt, params, request_id, call, 0, others):
         if output.finished and call.program:
@@ -89,7 +87,7 @@ async def _edited(
 def _bound(
     front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, number: int, others: dict[str, Any]
 ) -> AsyncIterator[Any]:  # fmt: skip
-    """vLLM's outputs of prompt `number` of a call, each run with its program. Raises what binding raises."""
+    """vLLM's outputs for prompt `number` of a call, each run with its program. Raises the errors of binding."""
     extra = params.extra_args or {}
     params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
@@ -111,7 +109,7 @@ def _bound(
 async def _when_bound(
     call: Call, place: int, runs: Callable[[Binding], AsyncGenerator[Any, None]]
 ) -> AsyncIterator[Any]:  # fmt: skip
-    """The outputs of a prompt whose program is bound on another thread than the event loop's."""
+    """The outputs of a prompt whose program is bound off the event loop's thread."""
     bindings = await call.bound()
     async with contextlib.aclosing(runs(bindings[place])) as outputs:
         async for output in outputs:
@@ -119,7 +117,7 @@ async def _when_bound(
 
 
 def _binder(front: Front, call: Call, prompt: Any, params: Any) -> Callable[[], Binding]:
-    """A function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
+    """Returns a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
     ids, text, images_of_prompt = _prompt_of(prompt)
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     count = call.records.of_prompt(params.n)
@@ -138,16 +136,15 @@ def _binder(front: Front, call: Call, prompt: Any, params: Any) -> Callable[[], 
 
 
 def _stock_call(front: Front, params: Any, request_id: str) -> Call:
-    """What the `extra_args` of a request ask for that came by a route of vLLM's own."""
+    """The call in the `extra_args` of a request on one of vLLM's own routes."""
     call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
     _check_stock_route(front, call, params, request_id)
     return call
 
 
 def _check_stock_route(front: Front, call: Call, params: Any, request_id: str) -> None:
-    """Raises `ProgramError` for what the answers of vLLM's own routes have no room for, and for any program where our
-    routes know callers by their API keys: some of vLLM's own are open to everybody, and none says whose a request is.
-    """
+    """Raises `ProgramError` for options that vLLM's responses have no room for, and for any program if the server has
+    API keys: vLLM leaves some of its routes unguarded, and none identifies the owner of a request."""
     if front.has_keys:
         raise ProgramError(
             "on this server programs go through /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
@@ -174,7 +171,7 @@ class _Child:
         self._is_taken = False
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs; the run is the call's before the last one is given."""
+        """vLLM's outputs. The run is added to the call before the last one is yielded."""
         return self._front.engine.outputs(
             self._request, self._prompt, self._params, name, generate, ended=self._take, within=self._under_way(),
             **others,
@@ -182,7 +179,7 @@ class _Child:
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Has room for what the run captures; an error is the call's, and a run that nobody took is let go."""
+        """Reserves memory for the run's captures, records an error in the call, and frees a run that did not finish."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
@@ -208,7 +205,7 @@ class _Child:
 def _child(
     front: Front, call: Call, binding: Binding, prompt: Any, params: Any, index: int, first_choice: int
 ) -> _Child:  # fmt: skip
-    """The run number `index` of a prompt to which the call's program is bound."""
+    """Run `index` of a prompt to which the call's program is bound."""
     params = copy.copy(params)
     params.n = 1
     if params.seed is not None:
@@ -225,7 +222,7 @@ def _child(
 
 
 def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
-    """Token ids, the text that they were made of, and where images are read, of a prompt as vLLM's routes have it."""
+    """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program needs a prompt of text or token ids")
     kind = prompt.get("type", "token")
@@ -237,7 +234,7 @@ def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
 
 
 async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:
-    """The outputs of several runs of a prompt as vLLM gives those of `n`: each part with its run's index, or all whole
+    """Joins the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
     outputs in one."""
     whole = params.output_kind.name == "FINAL_ONLY"
     arrived: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()

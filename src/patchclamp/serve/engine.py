@@ -1,4 +1,4 @@
-"""The engine over HTTP, for `pc.LM("http://…")`: `patchclamp.engines.wire` has what is said."""
+"""The engine over HTTP, for `pc.LM("http://…")`. `patchclamp.engines.wire` defines the protocol."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from patchclamp.version import __version__
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
 Messages = list[dict[str, Any]]
-ARGUMENTS: dict[str, Any] = {  # by method of tokenizers
+ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "encode": tuple[str],
     "bare": tuple[str],
     "decode": tuple[list[int]],
@@ -54,7 +54,7 @@ Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32
 
 @router.get("/info")
 async def info(request: Request) -> Response:
-    """What a client must know of the engine, as msgpack."""
+    """Returns the properties of the engine that a client needs, as msgpack."""
     front, owner = caller(request)
     sites = front.engine.sites
     told = wire.Info(
@@ -66,7 +66,7 @@ async def info(request: Request) -> Response:
 
 @router.post("/run")
 async def run(request: Request) -> Response:
-    """Runs a batch, and answers as its requests end."""
+    """Runs a batch and streams the results as its requests end."""
     front, owner = caller(request)
     batch = await _read(request, wire.Batch)
     if len(batch.requests) > wire.MAX_REQUESTS:
@@ -81,7 +81,7 @@ async def run(request: Request) -> Response:
 
 @router.post("/fetch")
 async def fetch(request: Request) -> Response:
-    """Captured rows, as safetensors."""
+    """Returns captured rows as safetensors."""
     front, owner = caller(request)
     wanted = (await _read(request, wire.Fetch)).wanted
     for name, point, _ in wanted:
@@ -94,7 +94,7 @@ async def fetch(request: Request) -> Response:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, float]:
-    """Frees what runs captured, stops runs, and says that the client is alive."""
+    """Frees the captures of runs, aborts runs, and renews the client's lease."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort):
@@ -110,8 +110,8 @@ async def free(request: Request) -> dict[str, float]:
 
 @router.get("/live/{session}")
 async def live(session: Session, request: Request) -> Response:
-    """Goes on as long as the client lives. When the connection closes and no other one comes, what the client's runs
-    captured is freed."""
+    """Streams a heartbeat for as long as the client is connected. When the connection closes and the client does not
+    reconnect, the captures of its runs are freed."""
     front, owner = caller(request)
     name = f"{owner}-{session}"
 
@@ -119,7 +119,7 @@ async def live(session: Session, request: Request) -> Response:
         beat_s = 0.0
         front.leases.opened(name)
         try:
-            while not request.app.state.server.should_exit:  # a server that ends waits for its connections
+            while not request.app.state.server.should_exit:  # the server's shutdown waits for its connections
                 if beat_s <= time.monotonic():
                     front.leases.renew(name)
                     beat_s = time.monotonic() + wire.BEAT_S
@@ -133,7 +133,7 @@ async def live(session: Session, request: Request) -> Response:
 
 @router.post("/tokenizer")
 async def tokenizer(request: Request) -> Response:
-    """What a method of the tokenizer returns."""
+    """Calls a method of the tokenizer and returns its result as msgpack."""
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
@@ -148,7 +148,7 @@ async def tokenizer(request: Request) -> Response:
 
 @router.post("/sampling")
 async def sampling(request: Request) -> dict[str, bool]:
-    """Whether the engine takes a sampling's parameters."""
+    """Checks sampling parameters; an error response if the engine does not support them."""
     front, _ = caller(request)
     front.engine.check_sampling(await _read(request, dict))
     return {"ok": True}
@@ -156,16 +156,16 @@ async def sampling(request: Request) -> dict[str, bool]:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Counts of what the engine holds."""
+    """Returns counts of the objects that the engine holds."""
     front, _ = caller(request)
     return JSONResponse(await front.engine.status_async())
 
 
 class _Running:
-    """The requests of one HTTP call, while they run; what is left is stopped with the connection.
+    """The running requests of one HTTP call. Unfinished ones are aborted when the connection closes.
 
-    They start in order, as many at once as have together no more records than one request may have: every step of the
-    engine carries out the records of all that run.
+    They start in order. Together, the running ones have at most as many records as one request may have, because every
+    engine step executes the records of all running requests.
     """
 
     def __init__(self, front: Front, owner: str, batch: wire.Batch, requests: list[EngineRequest]) -> None:
@@ -177,10 +177,10 @@ class _Running:
         self._carried = {each.run: each.carried for each in batch.requests if each.carried is not None}
         self._waiting = {i: 0 if each.bound is None else record_count(each.bound.ops)
                          for i, each in enumerate(requests)}  # fmt: skip
-        self._records: dict[int, int] = {}  # of requests that run
+        self._records: dict[int, int] = {}  # of running requests, by index
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Frames, until every request has ended."""
+        """Yields frames of events until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
                 request.listener = _Listener(i, self._events)
@@ -206,7 +206,7 @@ class _Running:
                 self._front.engine.abort(list(self._left))
 
     def _start(self) -> None:
-        """Start the requests for which there is room now."""
+        """Starts as many waiting requests as fit now."""
         most, used, numbers = self._front.limits.program_records, sum(self._records.values()), []
         for i, records in self._waiting.items():
             if used and used + records > most:
@@ -221,14 +221,14 @@ class _Running:
             future.add_done_callback(lambda done, i=i: self._end(i, done))
 
     def _abort(self, run: str) -> None:
-        """End a request that has not started."""
+        """Aborts a request that has not started."""
         for i in [i for i in self._waiting if self._requests[i].run == run]:
             del self._waiting[i]
             self._events.put_nowait(wire.Failed(i, pack(EngineError(ABORTED))))
         self._front.waiting.pop(run, None)
 
     def _end(self, i: int, future: Future[Answer]) -> None:
-        """An answer or an error; called on the loop's thread."""
+        """Posts the answer or the error of a request; called on the event loop's thread."""
         del self._records[i]
         if self._waiting:
             self._start()
@@ -240,12 +240,12 @@ class _Running:
                 self._front.failed(error, self._owner)
             self._events.put_nowait(wire.Failed(i, pack(error)))
             return
-        receipt = "" if carried is None else receipt_of(carried)  # the engine has compared it with what came back
+        receipt = "" if carried is None else receipt_of(carried)  # already verified by the engine
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
 
 
 class _Listener:
-    """Passes parts on; on the loop's thread."""
+    """Posts the parts of a request; called on the event loop's thread."""
 
     closed = False
 
@@ -257,7 +257,7 @@ class _Listener:
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
-    """A request's body. Raises `ProgramError` for what is none, and `CapacityError` for one that is too large."""
+    """Reads and decodes a body. Raises `ProgramError` if it is invalid, and `CapacityError` if it is too large."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -281,13 +281,13 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
             raise ProgramError(
                 f"rows [n, W] of fp32 are needed, not {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
             )
-        if not is_content(key, rows):  # others may use what has this content
+        if not is_content(key, rows):  # keys are shared between clients by content
             raise ProgramError("its key is not the hash of its content", f"vectors.{key}"[:200])
     return vectors
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """A request for the engine. Raises what is wrong with it: a client of ours has checked, others may not have."""
+    """Checks a request for the engine. patchclamp's client has checked it, others may not have."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
@@ -309,7 +309,7 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
 
 
 def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
-    """The program that a request carries, which may read what its owner has, and nobody else's."""
+    """Verifies the program of a request. It may read only runs of its owner."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
@@ -331,6 +331,6 @@ def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
 
 
 def _check_owned(owner: str, name: str) -> None:
-    """Raises `MissingSource` for a run that is not its asker's: whether there is one is not said."""
+    """Raises `MissingSource` for a run of another owner, without revealing if it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
         raise MissingSource(f"there is no run {name[:128]!r} of yours")

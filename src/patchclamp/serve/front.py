@@ -1,14 +1,8 @@
-"""One API process's part of patchclamp: the server's engine, an `LM` on it whose sites are proved, and what is kept.
+"""The state of one API process: its engine with a proved `LM`, kept objects, client leases, bindings, and the log.
 
-Whose a request is: what it leaves on the server belongs to the hash of the API key that it came with.
-
-The server's log of what it did with programs: an object of JSON a line, among vLLM's lines.
-
-No line has a prompt, an answer, a name that a caller chose, or the text of an error, which may quote the prompt.
-
-Clients that live: what one that died has left is freed.
-
-Programs that requests bring again and again, each bound once for all prompts of one length.
+Objects stored by a request belong to an owner: the hash of its API key. The log has one JSON object per line, among
+vLLM's lines. No line has a prompt, an answer, a name that a caller chose, or an error message, which may quote the
+prompt.
 """
 
 from __future__ import annotations
@@ -39,14 +33,12 @@ from patchclamp.plan.table import record_count
 from patchclamp.proving.prove import ensure_proved
 from patchclamp.serve.kept import Kept, KeptSweeps, NoteChannel
 
-OPEN = "open"  # of servers without API keys: what is there belongs to whoever knows its name
+OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
 
 
 def owner_of(authorization: str | None, has_keys: bool) -> str:
-    """The owner of a request with that `Authorization` header. vLLM has compared it with the server's keys.
-
-    Raises `NoKey` where there are keys and the request has none: a route that vLLM does not guard would let it in.
-    """
+    """The owner of a request with that `Authorization` header, whose key vLLM checks on the routes that it guards.
+    Raises `NoKey` if the server has keys and the request has none, because vLLM does not guard every route."""
     if not has_keys:
         return OPEN
     if not authorization:
@@ -55,56 +47,57 @@ def owner_of(authorization: str | None, has_keys: bool) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-logger = logging.getLogger("vllm.patchclamp")  # below vLLM's, whose handlers and level it has
+logger = logging.getLogger("vllm.patchclamp")  # a child of vLLM's logger, for its handlers and level
 OP = re.compile(r"(edits|capture)\[\d+\]")
-MAX_OWNER = 8  # characters: enough to tell a few keys apart, too few to be the first part of anybody's names
+MAX_OWNER = 8  # characters: enough to distinguish a few keys, too few to construct the name of a run
 
 
 def log(event: str, owner: str, **facts: Any) -> None:
-    """A line. owner: whose request it was, by the hash of its key."""
+    """Logs a line. `owner` is the owner of the request."""
     if logger.isEnabledFor(logging.INFO):
         whose = owner if owner == OPEN else owner[:MAX_OWNER]
         logger.info("%s", msgspec.json.encode({"event": event, "owner": whose, **facts}).decode())
 
 
 def of_error(error: PatchclampError) -> dict[str, Any]:
-    """What a line may say of an error: its class, its status, and the op of the program that it speaks of."""
+    """The loggable fields of an error: its class, its status, and the op of the program that caused it."""
     op = OP.search(error.path or "")
     return {"error": type(error).__name__, "status": error.status, "op": op[0] if op else None}
 
 
 LOOK_EVERY_S = 5.0
-GRACE_S = 3.0  # that a client whose connection closed has to come back
+GRACE_S = 3.0  # for a client to reconnect after its connection closed
 
 
 class Leases:
-    """Sessions of our clients, `owner-session` each. The engine cores remember when each was last heard of, so that any
-    API process may hear it. `hear` takes what other processes say, now and then."""
+    """Leases of client sessions (`owner-session`): a client's captures are freed when its heartbeat stops. The engine
+    cores store the time of the last heartbeat, so any API process can receive it. `hear` is called periodically, to
+    receive the notes of other processes."""
 
     def __init__(self, engine: AsyncEngine, lease_s: float, hear: Callable[[], Awaitable[None]]) -> None:
         self._engine, self._lease_s, self._hear = engine, lease_s, hear
         self._looking = asyncio.ensure_future(self._look())
         self._freeing: set[asyncio.Task[None]] = set()
-        self._connections: Counter[str] = Counter()  # by session: those that say that its client is alive
-        self._lost: set[str] = set()  # sessions whose last connection has closed a moment ago
+        self._connections: Counter[str] = Counter()  # open heartbeat connections by session
+        self._lost: set[str] = set()  # sessions whose last connection has just closed
 
     def renew(self, session: str) -> None:
-        """A client is alive."""
+        """Renews a client's lease."""
         self._lost.discard(session)
         self._engine.renew(session)
 
     def renew_unless_lost(self, session: str) -> None:
-        """A client said something that may be its last word, and may come after its connection has closed."""
+        """Renews the lease for a message that may be the client's last, and may arrive after its connection closed."""
         if session not in self._lost:
             self._engine.renew(session)
 
     def opened(self, session: str) -> None:
-        """A connection says from now on that a client is alive."""
+        """Registers a heartbeat connection and renews the lease."""
         self._connections[session] += 1
         self.renew(session)
 
     def lost(self, session: str) -> None:
-        """A connection that said so has closed. If it was the last one and none comes soon, the client is dead."""
+        """Removes a heartbeat connection. After the last one, the lease expires unless the client reconnects soon."""
         self._connections[session] -= 1
         if self._connections[session] > 0:
             return
@@ -124,36 +117,35 @@ class Leases:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            with contextlib.suppress(Exception):  # an engine that ended says so elsewhere
+            with contextlib.suppress(Exception):  # an engine that ended is reported elsewhere
                 await self._engine.free_dead(self._lease_s)
                 await self._engine.counts()  # for the metrics
                 await self._hear()
 
 
 MAX_KNOWN = 256
-MAX_VECTOR_BYTES = 1 << 17  # of a binding that is remembered
+MAX_VECTOR_BYTES = 1 << 17  # largest vectors of a cached binding
 
 
 class KnownBindings:
-    """Binds programs to prompts, with what their owners have kept. What it remembers of an owner's program holds until
-    something else is in the owner's bank; a program that reads runs is bound anew each time."""
+    """Binds programs to prompts with their owners' banks and runs, and caches the bindings of repeated programs, once
+    for all prompts of one length. A change of the owner's bank invalidates its entries. Programs that read runs are not
+    cached."""
 
     def __init__(self, lm: LM, kept: Kept) -> None:
         self._lm, self._kept, self._lock = lm, kept, threading.Lock()
         self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
 
     def of(self, owner: str, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
-        """A program bound to a prompt, as a run of that key. Raises what `bind` raises."""
+        """Binds a program to a prompt for the run of that key. Raises the errors of `bind`."""
         return self.job(owner, program, prompt, max_tokens)(run)
 
     def job(
         self, owner: str, program: Program, prompt: Prompt, max_tokens: int,
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
-        """A function from a run's key to its binding, safe on any thread. Names refer to what the owner keeps now.
-
-        count: called with the number of records of each op; an exception that it raises ends binding
-        """
+        """Returns a function from a run's key to its binding, safe on any thread. Names are those the owner keeps now.
+        `count` is called with the number of records of each op; an exception that it raises ends binding."""
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)
 
@@ -177,17 +169,17 @@ class KnownBindings:
 
 
 class Front:
-    """Made on the event loop of an `AsyncLLM`, once.
+    """The state of one API process, created once on the event loop of an `AsyncLLM`.
 
-    engine, lm: what carries programs beside the server's other requests. `lm` reads captures and blocks: use it on
-        another thread than the loop's
-    leases: which clients of ours are alive
-    limits: what one caller may ask for, and leave here
-    kept: runs, vectors and programs that requests left here, by whose they are
-    bindings: programs bound to prompts
-    waiting: by run, what aborts a request of a client of ours that has not started
-    kept_sweeps: what sweeps computed, from which they can go on
-    has_keys: whether our own routes know each caller by an API key
+    engine, lm: run programs beside the server's other requests. `lm` blocks when it reads captures: use it off the
+        event loop's thread
+    leases: the leases of client sessions
+    limits: the limits on the requests and the stored objects of one caller
+    kept: stored runs, vectors and programs, by owner
+    bindings: binds programs to prompts, with a cache
+    waiting: by run, a function that aborts a client's request that has not started
+    kept_sweeps: journals of sweeps, to resume them from
+    has_keys: True if callers are identified by API keys
     """
 
     def __init__(self, client: Any) -> None:
@@ -206,16 +198,16 @@ class Front:
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
-        """Returns when the sites are proved. Raises what starting or proving raised."""
+        """Waits until the sites are proved. Raises the errors of starting or proving."""
         await asyncio.shield(self._proving)
 
     async def hear(self) -> None:
-        """Takes what the server's other API processes have kept and dropped. A server of one has none."""
+        """Applies the changes to kept objects made by the server's other API processes, if there are any."""
         for note in await self._channel.news():
             self.kept.hear(note, self.lm)
 
     def failed(self, error: PatchclampError, owner: str) -> None:
-        """A request of an owner is answered with an error."""
+        """Counts and logs an error response to an owner's request."""
         self._metrics.failed(error)
         log("error", owner, **of_error(error))
 
@@ -226,11 +218,11 @@ class Front:
         sites = self.lm.sites
         log("proved", OPEN, took_s=round(time.monotonic() - began, 2), sites=len(sites.names),
             withdrawn=list(sites.withdrawn))  # fmt: skip
-        self.engine.metrics = self._metrics  # the proofs are nobody's requests
+        self.engine.metrics = self._metrics  # set last: the proofs are not counted as requests
 
 
 def front_of(client: Any) -> Front:
-    """The front of an `AsyncLLM`, made when it is first asked for."""
+    """The front of an `AsyncLLM`, created at the first call."""
     front = getattr(client, "patchclamp", None)
     if front is None:
         front = client.patchclamp = Front(client)

@@ -1,16 +1,10 @@
-"""What requests leave on a server: captured runs, and vectors and programs by name, each its owner's alone.
+"""Objects that requests store on a server for their owner: captured runs, named vectors and programs, sweep journals.
 
-All of it is in memory: a name is a key of a dictionary and never a path. A name of one owner is a run's, a vector's or
-a program's, never that of two.
+Everything is in memory: a name is a dictionary key and never a path. Runs, vectors and programs share a namespace.
 
-What the API processes of one server tell each other of what they keep.
-
-The first engine core has the last word on every name. A process asks it for what is new before it reads a name that a
-request says, and every few seconds; the one process of a small server never asks.
-
-What sweeps computed, by owner and name, so that one whose client went away can go on: in memory, for some minutes.
-
-An API process has its own: where there are several, a sweep that is asked for again may begin anew.
+The API processes of a server synchronise through the first engine core, which stores the newest note on every name. A
+process fetches new notes before it looks up a name of a request, and every few seconds; a single process never does.
+Journals of sweeps are not synchronised: with several processes, a repeated sweep may start over.
 """
 
 from __future__ import annotations
@@ -43,11 +37,11 @@ from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
 
 
 class Note(msgspec.Struct):
-    """The last word on a name of an owner.
+    """The newest state of an owner's name.
 
-    kind: "vector", "program", "run", "gone", or "touched" (a run was asked for)
-    by: the process that says so
-    data: the entry as bytes; of a name that is gone, why
+    kind: "vector", "program", "run", "gone", or "touched" (a run was read)
+    by: the process that sent it
+    data: the entry as bytes; for "gone", the reason
     """
 
     owner: str
@@ -58,10 +52,7 @@ class Note(msgspec.Struct):
 
 
 class RunNote(msgspec.Struct):
-    """A run as another process may read it: its captures stay with the process that ran it.
-
-    ids: by bank key the token ids of its conditions
-    """
+    """A run for other processes, without its captures. `ids`: the token ids of its conditions, by bank key."""
 
     key: str
     prompt_token_ids: list[int]
@@ -79,19 +70,19 @@ class RunNote(msgspec.Struct):
 
 
 class NoteChannel:
-    """One process's way to the others."""
+    """Exchanges notes with the server's other API processes."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine, self._seen = engine, 0
         self.by, self.is_shared = uuid.uuid4().hex, engine.api_processes > 1
 
     def say(self, owner: str, name: str, kind: str, data: bytes = b"") -> None:
-        """Tells the others."""
+        """Sends a note to the other processes."""
         note = msgspec.msgpack.encode(Note(owner, name, kind, self.by, data))
         self._engine.say(f"{owner} {name}{' touched' if kind == 'touched' else ''}", note)
 
     async def news(self) -> list[Note]:
-        """What others have said since the last time."""
+        """The notes of other processes since the last call."""
         if not self.is_shared:
             return []
         self._seen, notes = await self._engine.said_since(self._seen)
@@ -100,17 +91,17 @@ class NoteChannel:
 
 
 def pack_entry(name: str, entry: Vector | Means | Program) -> bytes:
-    """A vector, means or a program as bytes."""
+    """Serialises a vector, means or a program."""
     return entry.to_json().encode() if isinstance(entry, Program) else to_bytes(name, entry)
 
 
 def unpack_entry(kind: str, data: bytes) -> Vector | Means | Program:
-    """What `pack_entry` packed."""
+    """Restores an entry from `pack_entry`."""
     return Program.from_json(data) if kind == "program" else from_bytes(data)
 
 
 def pack_run(run: Run, request: Request) -> bytes:
-    """A finished run as bytes, with the request that it is of."""
+    """Serialises a finished run with its request."""
     assert request.bound is not None
     keys = {op.condition.ids for op in request.bound.ops if op.condition is not None}
     note = RunNote(
@@ -122,7 +113,7 @@ def pack_run(run: Run, request: Request) -> bytes:
 
 
 def unpack_run(data: bytes, lm: LM) -> Run:
-    """The run, on this process's `lm`; dropping it frees nothing."""
+    """Restores a run on this process's `lm`. Dropping it frees no captures."""
     note = msgspec.msgpack.decode(data, type=RunNote)
     vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
     request = Request(
@@ -140,7 +131,7 @@ def unpack_run(data: bytes, lm: LM) -> Run:
 
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-MAX_GONE = 4096  # runs that are no more, of which it is remembered why
+MAX_GONE = 4096  # dropped runs whose reason is remembered
 
 
 class _KeptRun(msgspec.Struct):
@@ -151,7 +142,7 @@ class _KeptRun(msgspec.Struct):
 
 
 class Owned(Mapping[str, Any]):
-    """What one owner may name in a program: its bank and its runs."""
+    """The names that an owner's programs can use: its bank and its runs."""
 
     def __init__(self, bank: NamedBank, runs: Mapping[str, Run]) -> None:
         self.bank, self._runs = bank, runs
@@ -169,7 +160,7 @@ class Owned(Mapping[str, Any]):
         return len({*self._runs, *self.bank})
 
     def source(self, key: str) -> Run:
-        """The run of that key, or of that name."""
+        """The run with that key or name. Raises `MissingSource`."""
         for name, run in self._runs.items():
             if key in (name, run.key):
                 return run
@@ -177,7 +168,7 @@ class Owned(Mapping[str, Any]):
 
 
 class Kept:
-    """By owner: runs and a bank. Used on the event loop's thread alone. `channel` tells other API processes of it."""
+    """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
@@ -188,15 +179,15 @@ class Kept:
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
         self._named_bytes: dict[str, dict[str, int]] = {}  # by owner and name
-        self._versions: Counter[str] = Counter()  # by owner: how often its bank has changed
-        self._expected: Counter[str] = Counter()  # by owner: bytes that runs under way may capture
-        self._gone: dict[tuple[str, str], str] = {}  # why a run is no more
+        self._versions: Counter[str] = Counter()  # by owner: the number of changes of its bank
+        self._expected: Counter[str] = Counter()  # by owner: bytes that running requests may capture
+        self._gone: dict[tuple[str, str], str] = {}  # the reasons why runs were dropped
 
     def bank(self, owner: str) -> NamedBank:
         return self._banks.setdefault(owner, NamedBank())
 
     def bank_version(self, owner: str) -> int:
-        """Another number each time that something else is in an owner's bank."""
+        """A number that changes whenever an owner's bank does."""
         return self._versions[owner]
 
     def entries(self, owner: str, kind: str) -> dict[str, Any]:
@@ -204,11 +195,11 @@ class Kept:
         return {name: entry for name, entry in self.bank(owner).items() if kind_of(entry) == kind}
 
     def named_bytes(self, owner: str) -> int:
-        """Room that an owner's bank takes."""
+        """The size of an owner's bank in bytes."""
         return sum(self._named_bytes.get(owner, {}).values())
 
     def entry(self, owner: str, kind: str, name: str) -> Any:
-        """A vector (or means), or a program. Raises `MissingSource`."""
+        """The vector (or means) or program of a name. Raises `MissingSource`."""
         entries = self.entries(owner, kind)
         if name not in entries:
             names = ", ".join(list(entries)[:20]) or "none"
@@ -216,10 +207,8 @@ class Kept:
         return entries[name]
 
     def put(self, owner: str, kind: str, name: str, entry: Vector | Means | Program) -> None:
-        """Puts a vector, means or a program under a name, in place of one that had it.
-
-        Raises `NameTaken` for a name of another kind, and `CapacityError` where the owner's bank is full.
-        """
+        """Stores a vector, means or a program under a name, replacing one of the same kind. Raises `NameTaken` for a
+        name of another kind, and `CapacityError` if the owner's bank is full."""
         self.check_free(owner, name, kind)
         sizes = self._named_bytes.setdefault(owner, {})
         others = sum(size for key, size in sizes.items() if key != name)
@@ -231,14 +220,14 @@ class Kept:
         self._say(owner, name, kind, lambda: pack_entry(name, entry))
 
     def delete(self, owner: str, kind: str, name: str) -> None:
-        """Raises `MissingSource`."""
+        """Deletes a vector (or means) or a program. Raises `MissingSource`."""
         self.entry(owner, kind, name)
         del self.bank(owner)[name], self._named_bytes[owner][name]
         self._versions[owner] += 1
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
-        """Raises `NameTaken` for a name that an owner's run, vector or program has, unless it is of that kind."""
+        """Raises `NameTaken` if an owner's run, vector or program of another kind has the name."""
         bank = self.bank(owner)
         has = "run" if name in self._runs.get(owner, {}) else None if name not in bank else kind_of(bank[name])
         if has not in (None, kind):
@@ -251,7 +240,7 @@ class Kept:
 
     @contextlib.contextmanager
     def room_for(self, owner: str, captured_bytes: int) -> Iterator[None]:
-        """Room for what a run may capture, while it runs. Raises `CapacityError` where its owner has none."""
+        """Reserves memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
         used = self._expected[owner] + sum(kept.captured_bytes for kept in self._runs.get(owner, {}).values())
         what = "bytes that a run of so many max_tokens may capture"
         self.limits.check_room("run_bytes", used, captured_bytes, what, "capture")
@@ -262,10 +251,8 @@ class Kept:
             self._expected[owner] -= captured_bytes
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
-        """Keeps a run under a name; other processes learn of it where its `request` is given.
-
-        Raises `CapacityError` where the owner's runs leave no room, and `NameTaken`.
-        """
+        """Stores a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
+        the owner's runs leave no room, and `NameTaken`."""
         self.drop_old()
         self.check_free(owner, name, "run")
         runs = self._runs.setdefault(owner, {})
@@ -280,7 +267,7 @@ class Kept:
             self._say(owner, name, "run", lambda: pack_run(run, request))
 
     def run(self, owner: str, name: str) -> Run:
-        """A run. Raises `Gone` for one that was dropped and `MissingSource` for one that never was."""
+        """The run of a name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
         self.drop_old()
         kept = self._runs.get(owner, {}).get(name)
         if kept is not None:
@@ -297,18 +284,18 @@ class Kept:
         return {name: kept.run for name, kept in self._runs.get(owner, {}).items()}
 
     def drop(self, owner: str, name: str) -> None:
-        """Frees a run's captures."""
+        """Deletes a run and frees its captures."""
         self.run(owner, name)
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Frees a run that was read and is not to be kept, unless another one has its name by now."""
+        """Frees a run that is not to be kept, unless another run has taken its name."""
         kept = self._runs.get(owner, {}).get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures went along with its answer, and nobody asked to keep it")
 
     def drop_old(self) -> None:
-        """Frees runs that nobody has asked for in `run_ttl_s`."""
+        """Frees runs that were not read for `run_ttl_s` seconds."""
         oldest = self._clock() - self.limits.run_ttl_s
         for owner, runs in self._runs.items():
             for name in [name for name, kept in runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
@@ -327,13 +314,13 @@ class Kept:
         self._remember(owner, name, why)
 
     def _remember(self, owner: str, name: str, why: str) -> None:
-        """Why a run is no more."""
+        """Stores the reason why a run was dropped."""
         self._gone[owner, name] = why
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
     def hear(self, note: Note, lm: LM) -> None:
-        """Takes what another process says."""
+        """Applies a note of another process."""
         owner, name = note.owner, note.name
         runs, bank = self._runs.setdefault(owner, {}), self.bank(owner)
         if note.kind == "touched":
@@ -349,7 +336,7 @@ class Kept:
         elif note.kind == "gone" and name in bank:
             del bank[name], self._named_bytes[owner][name]
             self._versions[owner] += 1
-        elif note.kind == "gone":  # a run's name, which this process may have never heard before
+        elif note.kind == "gone":  # the name of a run, which may be unknown to this process
             self._remember(owner, name, note.data.decode())
         else:
             entry = unpack_entry(note.kind, note.data)
@@ -359,8 +346,8 @@ class Kept:
 
 
 def check_program(program: Program, name: str, sites: SiteMap, owned: Owned) -> None:
-    """Raise what is wrong with a program, to be kept under a name, whatever the prompt: unknown sites, vectors of a
-    wrong width, programs that use themselves. What it names and is not there may be put later."""
+    """Checks a program that is to be stored, independent of a prompt. Raises for unknown sites, vectors of the wrong
+    width, and programs that use themselves. Missing names are allowed, because they may be stored later."""
     for path, op in program.ops:
         try:
             if isinstance(op, Use):
@@ -390,14 +377,14 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
 
 
 def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
-    """Bind an op to a prompt of one token, at as many positions as its value has rows."""
+    """Binds an op to a prompt of one token, at as many positions as its value has rows."""
     value = getattr(op, "value", None)
     if isinstance(value, (From, SameRun)) and value.site is not None:
         try:
             sites.resolve(value.site)
         except PatchclampError as error:
             raise error.under("value.site") from None
-    if isinstance(value, From):  # what it reads exists only when a request is made
+    if isinstance(value, From):  # its source exists only at the time of a request
         return
     changes: dict[str, Any] = {"tokens": every}
     if isinstance(value, SameRun):
@@ -412,12 +399,12 @@ def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
 
 
 def kind_of(entry: object) -> str:
-    """Which of its two kinds an entry of an owner's bank is; means count as a vector."""
+    """The kind of an entry of an owner's bank; means count as a vector."""
     return "program" if isinstance(entry, Program) else "vector"
 
 
 def bytes_of(entry: Vector | Means | Program) -> int:
-    """Room that an entry of the bank takes."""
+    """The size of an entry of the bank in bytes."""
     if isinstance(entry, Vector):
         return len(entry.data)
     if isinstance(entry, Means):
@@ -426,17 +413,17 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 
 
 def check_name(name: str, path: str) -> str:
-    """A name of a run, a vector or a program. Raises `ProgramError` for what is none."""
+    """Returns a valid name of a run, a vector or a program. Raises `ProgramError` for others."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(f"a name has up to 64 letters, digits, '_', '-' and '.', not {name!r}", path)
     return name
 
 
-ENDS_WITHIN_S = 10.0  # a sweep whose client went away and asks again
+ENDS_WITHIN_S = 10.0  # wait for a sweep to end after its client disconnected, before the client resumes it
 
 
 class KeptSweeps:
-    """The journals of each owner's sweeps. Used on the event loop's thread alone."""
+    """The journals of each owner's sweeps. Use it only on the event loop's thread."""
 
     def __init__(self, limits: ServeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
@@ -444,10 +431,8 @@ class KeptSweeps:
         self._touched_s: dict[tuple[str, str], float] = {}
 
     def journal(self, owner: str, name: str) -> Journal:
-        """The journal of that name, a new one if there is none.
-
-        Raises `CapacityError` where the owner has too many, and `ProgramError` for what is no name.
-        """
+        """The journal of a name, created if it does not exist. Raises `CapacityError` if the owner has too many, and
+        `ProgramError` for an invalid name."""
         key = owner, check_name(name, "resume")
         self._drop_old()
         if key not in self._journals:
@@ -458,7 +443,7 @@ class KeptSweeps:
         return self._journals[key]
 
     def ended(self, owner: str, name: str) -> None:
-        """The sweep of that name has ended: it is kept for so long from now on, unless nothing was computed."""
+        """Starts the `run_ttl_s` of an ended sweep's journal, or drops it if it is empty."""
         key = owner, name
         if key in self._journals:
             self._touched_s[key] = self._clock()

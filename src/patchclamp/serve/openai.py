@@ -1,6 +1,6 @@
 """vLLM's completion routes with a `patchclamp` object in their requests and responses, and programs as models.
 
-Requests without either go to vLLM's own functions as they came, and so do their answers.
+Requests with neither are passed to vLLM's functions unchanged, and so are their responses.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Puts routes of ours before vLLM's; they call vLLM's functions.
-
-    Raises `SeamMoved` for a function that takes other arguments than ours give it.
-    """
+    """Adds routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
         require_alike(seam, stock[path].endpoint if path in stock else None)
@@ -79,7 +76,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
             if isinstance(response, StreamingResponse):
                 return await _streamed(response, raw_request, call, front)
             twin_body = None if twin is None else await twin
-            if response is None or (twin is not None and twin_body is None):  # the client is gone
+            if response is None or (twin is not None and twin_body is None):  # the client disconnected
                 call.leave(front.kept)
                 return response
             answer = await _whole(response, call, front, twin_body)
@@ -98,7 +95,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
 
 
 async def read_call(request: Any, raw_request: Request) -> Call | None:
-    """What a request asks of us, in its model's name, its `patchclamp` object or in `vllm_xargs`; None: nothing."""
+    """The call in a request's model name, `patchclamp` object or `vllm_xargs`; None if it has no program."""
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
@@ -126,20 +123,20 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
     call.is_long = is_long
     if hasattr(request, "messages"):
         call.chat = _chat_of(json.loads(await raw_request.body()))
-    request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
+    request.vllm_xargs = {**xargs, "patchclamp": ""}  # makes `generate` look up the call
     if variant is not None:
         request.model = variant.model
     return call
 
 
 def _chat_of(body: dict[str, Any]) -> Chat:
-    """What the prompt is made of, of a chat."""
+    """The messages and template options of a chat request."""
     options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
     return chat_of(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
 
 async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
-    """vLLM's response, with the call at hand for `generate`."""
+    """Awaits vLLM's response with the call set for `generate`."""
     token = current.set(call)
     try:
         return await response
@@ -148,7 +145,7 @@ async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
 
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
-    """The unedited answer; None: the client is gone."""
+    """The unedited answer, or None if the client disconnected."""
     plain = request.model_copy(update={"vllm_xargs": None})
     response = await contextvars.copy_context().run(lambda: stock(request=plain, raw_request=raw_request))
     return None if response is None else json.loads(bytes(response.body))
@@ -169,14 +166,14 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
 
 
 async def _streamed(response: StreamingResponse, raw_request: Request, call: Call, front: Front) -> Response:
-    """A stream with the `patchclamp` object in a last chunk of its own. What is wrong with the program is known before
-    the first chunk, and is an error's response."""
+    """A stream whose last chunk is the `patchclamp` object. Errors of the program are found before the first chunk, and
+    are returned as error responses."""
     await call.bound()
     chunks: Any = response.body_iterator
     first = _text(await anext(chunks, ""))
     if call.error is not None:
         raise call.error
-    facts = _facts_of(first)  # that all chunks have alike
+    facts = _facts_of(first)  # common to all chunks
     if call.variant is not None:
         facts = {name: call.variant.asked if name == "model" else fact for name, fact in facts.items()}
 
@@ -194,7 +191,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Cal
                     yield chunk
             if first:
                 yield _of_model(first, call.variant)
-            async for chunk in chunks:  # a token each: whatever is done here is done for every token of an answer
+            async for chunk in chunks:  # one per token: keep this loop cheap
                 text = chunk if type(chunk) is str else _text(chunk)
                 is_broken = is_broken or text.startswith(FAILED)
                 if text.startswith(DONE) and not is_broken:
@@ -216,13 +213,13 @@ def _text(chunk: str | bytes | memoryview) -> str:
 
 
 def _facts_of(chunk: str) -> dict[str, Any]:
-    """What the chunks of an answer have alike."""
+    """The fields that all chunks of an answer share."""
     whole = json.loads(chunk[6:]) if chunk.startswith("data: {") else {}
     return {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
 
 
 def _of_model(chunk: str, variant: Variant | None) -> str:
-    """A chunk of a stream, which says that it is of the model that was asked for."""
+    """A chunk of a stream, with the requested model in its `model` field."""
     if variant is None or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])

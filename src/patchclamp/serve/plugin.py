@@ -1,4 +1,4 @@
-"""What vLLM loads of us: in every process the wrappers of its own code, in API servers that name us our routes too."""
+"""Entry points for vLLM's plugin loader: wrappers in every process, and routes in API servers that enable them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patchclamp.language.ops import is_ours
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: programs act in engines that ask for us, and in no others."""
+    """Entry point of `vllm.general_plugins`. Programs act only in engines that enable patchclamp."""
     from patchclamp.engines.vllm import plugin
     from patchclamp.engines.vllm.compat import front
 
@@ -28,7 +28,7 @@ def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, 
 
 
 class Endpoints:
-    """Entry point of `vllm.endpoint_plugins`: our routes, in servers whose engine is ours."""
+    """Entry point of `vllm.endpoint_plugins`: the routes, in servers whose engine has patchclamp enabled."""
 
     name = "patchclamp"
     required_tasks = ("generate",)

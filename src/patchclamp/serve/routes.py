@@ -1,16 +1,7 @@
-"""Routes, a file a subject.
+"""The routes of the web page, stored runs, the model and its sites, and stored vectors and programs.
 
-The page at `/patchclamp`: one file, which asks the routes that are there for everybody.
-
-Runs that requests left on the server.
-
-What is served: the model, its sites, the versions and the limits.
-
-Vectors and programs that an API key keeps on the server by name: `lm.bank` of a served model.
-
-What a request for a sweep is, and how much of one a server takes.
-
-Patch sweeps on the server: one request, and events as cells finish.
+The page at `/patchclamp` is one file that uses only public routes. Vectors and programs are stored by name for an API
+key, as in `lm.bank`.
 """
 
 from __future__ import annotations
@@ -58,7 +49,7 @@ PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_
 
 @page_router.get("/patchclamp", include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The page. It has nothing of anybody's, and needs no API key; what it asks for does."""
+    """Returns the page. It contains no user data and needs no API key; the routes that it calls do."""
     return HTMLResponse(PAGE)
 
 
@@ -66,7 +57,7 @@ Name = Annotated[str, Path(description="of a run", examples=["italy"])]
 
 
 async def hear(request: Request) -> None:
-    """Has the front know what other API processes keep."""
+    """Applies the changes made by other API processes."""
     await request.app.state.patchclamp.hear()
 
 
@@ -74,14 +65,14 @@ router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[D
 
 
 def caller(request: Request) -> tuple[Front, str]:
-    """The front, and whose the request is."""
+    """The front, and the owner of the request."""
     front: Front = request.app.state.patchclamp
     return front, owner_of(request.headers.get("Authorization"), front.has_keys)
 
 
 @router.get("/runs")
 async def list_runs(request: Request) -> RunList:
-    """The runs that this API key has here. A server without keys lists none: a run is for those who know its name."""
+    """Lists the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
     front, owner = caller(request)
     if not front.has_keys:
         raise Unlisted("this server has no API keys, so that a run is found by its name alone")
@@ -90,19 +81,19 @@ async def list_runs(request: Request) -> RunList:
 
 @router.get("/runs/{run}")
 async def read_run(run: Name, request: Request) -> RunCard:
-    """What a run is, and what it captured."""
+    """Returns a run's tokens and text, and the names of its captures."""
     front, owner = caller(request)
     return _describe(run, front.kept.run(owner, run))
 
 
 @router.get("/runs/{run}/captures", response_class=Response, responses=FILE)
 async def read_captures(run: Name, request: Request) -> Response:
-    """A run's captures as safetensors (`patchclamp.serve.captures`)."""
+    """Returns a run's captures as a safetensors file (`patchclamp.serve.captures`)."""
     front, owner = caller(request)
     kept = front.kept.run(owner, run)
 
     async def fetch(windows: list[Window]) -> list[Captured]:
-        if front.kept.run(owner, run) is not kept:  # each time: it is in use
+        if front.kept.run(owner, run) is not kept:  # each time, which also keeps it from expiring
             raise Gone(f"run {run} is no more: another run took its name")
         return await front.engine.fetch_windows(windows)
 
@@ -130,7 +121,7 @@ model_router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses
 
 @model_router.get("")
 async def read_model(request: Request) -> ServedModel:
-    """The model, the versions, and what one caller may ask for and leave here."""
+    """Returns the model, the versions, and the limits of one caller."""
     front, _ = caller(request)
     model, limits = front.engine.model, front.limits
     return ServedModel(
@@ -142,7 +133,7 @@ async def read_model(request: Request) -> ServedModel:
 
 @model_router.get("/sites")
 async def list_sites(request: Request) -> SiteList:
-    """Every site: what it is, and where this model has it, or why it does not."""
+    """Lists every site: its shape and meaning, and its layers in this model or the reason why it is missing."""
     front, _ = caller(request)
     cards = []
     for name, spec in SITES.items():
@@ -187,11 +178,11 @@ PROGRAM_BODY = {
 
 @router.put("/vectors/{name}", openapi_extra=VECTOR_BODY)
 async def put_vector(name: VectorName, request: Request) -> VectorCard:
-    """Keeps a vector [D] or [n, D], or means, under a name that ops of this API key may use.
+    """Stores a vector [D] or [n, D], or means, under a name for the ops of this API key.
 
-    The body is a safetensors file with one tensor, or, as application/json, a list of numbers or of such lists. For
-    means the file's metadata has under `means` the site of each row: `{"NAME": ["resid_post[0]", ...]}`, as
-    `lm.bank.save` writes them.
+    The body is a safetensors file with one tensor or, as application/json, a list of numbers or of such lists. For
+    means, the entry `means` of the file's metadata has the site of each row, `{"NAME": ["resid_post[0]", ...]}`, as
+    written by `lm.bank.save`.
     """
     front, owner = caller(request)
     check_name(name, "name")
@@ -205,7 +196,7 @@ async def put_vector(name: VectorName, request: Request) -> VectorCard:
 
 @router.get("/vectors")
 async def list_vectors(request: Request) -> VectorList:
-    """The vectors that this API key has here, with their shapes and sizes."""
+    """Lists the vectors of this API key, with their shapes and sizes."""
     front, owner = caller(request)
     cards = [_vector_card(name, entry) for name, entry in front.kept.entries(owner, "vector").items()]
     return VectorList(vectors=cards, named_bytes=front.kept.named_bytes(owner), limit_bytes=front.limits.named_bytes)
@@ -213,7 +204,7 @@ async def list_vectors(request: Request) -> VectorList:
 
 @router.get("/vectors/{name}", response_class=Response, responses=FILE)
 async def read_vector(name: VectorName, request: Request) -> Response:
-    """A vector, or means, as the safetensors file that can be put back."""
+    """Returns a vector, or means, as a safetensors file that can be stored again."""
     front, owner = caller(request)
     data = to_bytes(name, front.kept.entry(owner, "vector", name))
     return Response(data, media_type="application/octet-stream")
@@ -221,7 +212,7 @@ async def read_vector(name: VectorName, request: Request) -> Response:
 
 @router.delete("/vectors/{name}")
 async def delete_vector(name: VectorName, request: Request) -> Deleted:
-    """Drops a vector. Requests that are under way keep it."""
+    """Deletes a vector. Running requests keep it."""
     front, owner = caller(request)
     front.kept.delete(owner, "vector", name)
     return Deleted(deleted=name)
@@ -229,7 +220,7 @@ async def delete_vector(name: VectorName, request: Request) -> Deleted:
 
 @router.put("/programs/{name}", openapi_extra=PROGRAM_BODY)
 async def put_program(name: ProgramName, request: Request) -> ProgramCard:
-    """Keeps the edits of a program under a name: the model `MODEL:NAME` runs them, and so does the op `use`."""
+    """Stores the edits of a program under a name. The model `MODEL:NAME` and the op `use` apply them."""
     front, owner = caller(request)
     check_name(name, "name")
     body = await read_body(request, front.limits, "json_bytes")
@@ -241,7 +232,7 @@ async def put_program(name: ProgramName, request: Request) -> ProgramCard:
 
 @router.get("/programs")
 async def list_programs(request: Request) -> ProgramList:
-    """The programs that this API key has here."""
+    """Lists the programs of this API key."""
     front, owner = caller(request)
     programs = front.kept.entries(owner, "program")
     return ProgramList(programs=[_program_card(front, name, program) for name, program in programs.items()])
@@ -249,22 +240,21 @@ async def list_programs(request: Request) -> ProgramList:
 
 @router.get("/programs/{name}")
 async def read_program(name: ProgramName, request: Request) -> dict[str, list[dict[str, Any]]]:
-    """A program, as it can be put back."""
+    """Returns a program in the form in which it can be stored again."""
     front, owner = caller(request)
     return {"edits": to_dict(front.kept.entry(owner, "program", name))["edits"]}
 
 
 @router.delete("/programs/{name}")
 async def delete_program(name: ProgramName, request: Request) -> Deleted:
-    """Drops a program, and the model that it is served as."""
+    """Deletes a program, and with it the model `MODEL:NAME`."""
     front, owner = caller(request)
     front.kept.delete(owner, "program", name)
     return Deleted(deleted=name)
 
 
 def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program:
-    """The program of a body. Raises what is wrong with it whatever the prompt: a program that could never run is not
-    kept."""
+    """The program of a body. Raises its errors that do not depend on a prompt, so that it is not stored."""
     program = as_entry(Program.from_json(body))
     assert isinstance(program, Program)
     front.limits.check("program_ops", len(program.edits), "ops of the program", "edits")

@@ -1,11 +1,7 @@
-"""What our requests and answers look like, for the server's OpenAPI page.
+"""Pydantic models and examples of requests and responses, for the server's OpenAPI page.
 
-The ops are made from the language's own structs, so that the page cannot say another thing. The page is all that these
-models are for: requests are read by the language, whose errors say more.
-
-What our routes answer, as pydantic models: they stand in the server's OpenAPI page.
-
-The examples of the server's OpenAPI page. `tests/serve/test_openapi.py` runs every one.
+The models of ops are generated from the language's structs, so the page always matches them. Requests are parsed by the
+language and not by these models, because its errors are more specific. `tests/serve/test_openapi.py` runs the examples.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from patchclamp.language.values import Value
 
 
 class VectorCard(BaseModel):
-    """A vector that is kept: [D], [n, D], or means, which have a site for each row."""
+    """A stored vector [D] or [n, D], or stored means with a site for each row."""
 
     name: str
     shape: list[int] = Field(examples=[[576]])
@@ -44,7 +40,7 @@ class VectorList(BaseModel):
 
 
 class ProgramCard(BaseModel):
-    """A program that is kept."""
+    """A stored program."""
 
     name: str
     edits: int = Field(description="how many it has")
@@ -60,7 +56,7 @@ class ProgramList(BaseModel):
 
 
 class StudyCard(BaseModel):
-    """A study."""
+    """A study and its request body."""
 
     name: str
     summary: str
@@ -69,19 +65,19 @@ class StudyCard(BaseModel):
 
 
 class StudyList(BaseModel):
-    """The studies."""
+    """The list of all studies."""
 
     studies: list[StudyCard]
 
 
 class Deleted(BaseModel):
-    """What was deleted."""
+    """The name of a deleted object."""
 
     deleted: str
 
 
 class RunCard(BaseModel):
-    """A run that is kept."""
+    """A stored run."""
 
     run: str
     prompt_token_ids: list[int]
@@ -106,13 +102,13 @@ class ErrorDetail(BaseModel):
 
 
 class Problem(BaseModel):
-    """An error, in OpenAI's shape."""
+    """An error in OpenAI's format."""
 
     error: ErrorDetail
 
 
 class ServedModel(BaseModel):
-    """What is served."""
+    """The served model, the versions and the limits."""
 
     patchclamp: str = Field(description="its version")
     vllm: str = Field(description="its version")
@@ -127,7 +123,7 @@ class ServedModel(BaseModel):
 
 
 class SiteCard(BaseModel):
-    """A site word."""
+    """A site and its layers in the served model."""
 
     name: str = Field(examples=["resid_post"])
     shape: str = Field(examples=["[T, D]"])
@@ -140,7 +136,7 @@ class SiteList(BaseModel):
     sites: list[SiteCard]
 
 
-Example = tuple[str, dict[str, Any]]  # what it shows, and a body without its model
+Example = tuple[str, dict[str, Any]]  # the summary, and a body without its model
 NOISE = {"type": "noise", "at": "embed", "std": 0.2, "relative": True, "seed": 3}
 SCALE = {"type": "scale", "at": "attn_out[2]", "factor": 0.5, "tokens": "prompt[-1]"}
 LAST = {"type": "capture", "at": "resid_post[2]", "tokens": "prompt[-1]"}
@@ -169,7 +165,7 @@ EXAMPLES: dict[str, dict[str, Example]] = {  # by path
 PROGRAM = {"edits": [SCALE, NOISE]}
 VECTOR = [0.25, -1.0, 0.5, 2.0]
 EIFFEL = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome"}
-STUDIES: list[tuple[str, Any]] = [  # of the page: a study, and its body
+STUDIES: list[tuple[str, Any]] = [  # a study and its body
     ("patch_sweep", {**EIFFEL, "sites": ["resid_pre"], "layers": "0:4"}),
     ("patch_sweep", {"clean": ["The Eiffel Tower is in", "The Louvre is in"],
                      "corrupt": ["The Colosseum is in", "The Forum is in"], "answer": " Paris", "foil": " Rome",
@@ -203,13 +199,13 @@ TokensText = Annotated[
 
 
 class Closed(BaseModel):
-    """A body without unknown fields, in which only a number is a number."""
+    """A body that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class VectorValue(Closed):
-    """Numbers [D] or [n, D]."""
+    """A vector [D] or vectors [n, D]."""
 
     type: Literal["vector"]
     shape: list[int] = Field(examples=[[576]])
@@ -217,7 +213,7 @@ class VectorValue(Closed):
 
 
 class NamedValue(Closed):
-    """A vector, or means, that this API key keeps here."""
+    """A vector, or means, stored for this API key."""
 
     type: Literal["named"]
     name: str = Field(examples=["calm"])
@@ -241,7 +237,7 @@ class SameRunValue(Closed):
 
 
 Numbers = list[float] | list[list[float]]
-TYPES: dict[Any, Any] = {  # of the fields of ops: what is written for them
+TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Site: SiteText,
     Tokens: TokensText,
     Value: Numbers | VectorValue | NamedValue | FromValue | SameRunValue,
@@ -250,7 +246,7 @@ TYPES: dict[Any, Any] = {  # of the fields of ops: what is written for them
 
 
 def _written(kind: Any) -> Any:
-    """The type that is written for a field of an op."""
+    """The JSON type of an op's field."""
     if kind in TYPES:
         return TYPES[kind]
     for inner in TYPES:
@@ -260,7 +256,7 @@ def _written(kind: Any) -> Any:
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
-    """The model of an op."""
+    """Creates the pydantic model of an op."""
     fields: dict[str, Any] = {"type": (Literal[name], ...)}
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
@@ -313,7 +309,7 @@ class VariantAnswer(BaseModel):
 
 
 class PatchclampAnswer(BaseModel):
-    """What came of it. An answer without it comes from a server that did not see the program."""
+    """The results of a program. A response without it means that the server did not apply the program."""
 
     fingerprint: str = Field(description="SHA-256 of the program that was applied")
     runs: list[RunAnswer]
@@ -325,7 +321,7 @@ BODIES = (ProgramBody, PatchclampRequest, PatchclampAnswer)
 
 
 def attach(app: FastAPI) -> None:
-    """Has an app's OpenAPI page tell of the `patchclamp` object, with examples."""
+    """Adds the `patchclamp` object, with examples, to an app's OpenAPI page."""
     stock = app.openapi
 
     @functools.wraps(stock)
@@ -338,7 +334,7 @@ def attach(app: FastAPI) -> None:
 
 
 def _extend(page: dict[str, Any], model: str) -> None:
-    """Adds what is ours to a page."""
+    """Adds the models and examples to a page."""
     _, ours = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFS)
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(ours["$defs"])
@@ -359,11 +355,11 @@ MAX_MESSAGE = 2000  # characters of an error message in a response; a message ma
 
 
 def error_object(error: PatchclampError) -> dict[str, Any]:
-    """What the body of an error says."""
+    """The body of an error response."""
     message, path = (_sendable(text) for text in (str(error), error.path or ""))
     return {"error": {"message": message, "type": type(error).__name__, "param": path or None, "code": error.status}}
 
 
 def _sendable(text: str) -> str:
-    """Text that can be sent as UTF-8, and not longer than errors are."""
+    """Makes text valid UTF-8 and cuts it to `MAX_MESSAGE` characters."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

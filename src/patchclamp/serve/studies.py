@@ -1,6 +1,6 @@
-"""Studies on the server: one request, whose body has the fields of the study, and events until its result.
+"""Studies on the server: the body of a request has the fields of the study, and the response streams its events.
 
-Of a grid (sweeps, ablations, traces, paths) cells are sent as they finish. A study whose client disconnects ends; with
+Grids (sweeps, ablations, traces, paths) send their cells as they finish. A study ends when its client disconnects. With
 `resume` its values are kept for as long as runs are, and the same request continues from them.
 """
 
@@ -45,10 +45,10 @@ from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
 from patchclamp.studies.sweep_result import Cell, Column, Sweep
 
-BATCH = 64  # runs that are read together: a study whose client is gone ends within two batches
+BATCH = 64  # runs that are read together: a study ends within two batches after its client disconnects
 MAX_ITEMS = 64  # sites, senders or receivers
-PART_BYTES = 96 << 10  # of a result, in one event: its line stays below 256 KiB
-EVERY_S = 0.2  # between two events of progress
+PART_BYTES = 96 << 10  # of a result per event, which keeps its line below 256 KiB
+EVERY_S = 0.2  # between two progress events
 KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
 
 router = APIRouter(
@@ -58,11 +58,11 @@ router = APIRouter(
 _under_way: Counter[tuple[int, str]] = Counter()  # studies by front and owner
 
 
-# -- what is asked
+# -- requests
 
 
 def served(name: str) -> type[Study]:
-    """The study of a path. Raises `MissingSource` if there is none, `UnsupportedStudy` if a server does not run it."""
+    """The study of a path. Raises `MissingSource` if it is unknown, `UnsupportedStudy` if servers do not run it."""
     if name not in KINDS:
         raise MissingSource(f"unknown study {name!r}{near(name, KINDS)}; there are: {', '.join(KINDS)}", "study")
     if KINDS[name].not_served:
@@ -71,7 +71,7 @@ def served(name: str) -> type[Study]:
 
 
 def fields_of(kind: type[Study]) -> dict[str, StudyField]:
-    """The fields that a client of a server may give."""
+    """The fields that a request may have."""
     return {name: field for name, field in kind.fields().items() if field.arg.served}
 
 
@@ -90,7 +90,7 @@ def schema_of(kind: type[Study]) -> dict[str, Any]:
 
 
 def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str | None]:
-    """The study of a body, and the name under which it continues. Raises `ProgramError` and its kind."""
+    """The study of a body, and its `resume` name or None. Raises `ProgramError` or a subclass if it is invalid."""
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -122,14 +122,14 @@ def _is_prompts(field: StudyField) -> bool:
 
 
 def _count(prompts: Any) -> int:
-    """The number of prompts; a list of numbers is one."""
+    """The number of prompts; a list of token ids is one prompt."""
     if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
         return int(isinstance(prompts, (str, list)))
     return len(prompts)
 
 
 def owners_lm(front: Front, owner: str) -> LM:
-    """An `LM` on the server's engine, whose bank has what an owner keeps here."""
+    """An `LM` on the server's engine with an owner's stored vectors and programs in its bank."""
     lm = LM(front.lm.model.name, engine=front.engine)
     for name, entry in front.kept.owned(owner).items():
         lm.bank[name] = entry
@@ -141,7 +141,7 @@ def owners_lm(front: Front, owner: str) -> LM:
 
 @router.get("/studies")
 async def list_studies(request: Request) -> StudyList:
-    """Lists the studies: which of them the server runs, and the schema of their bodies."""
+    """Lists the studies, with the schema of the body of each, or the reason why the server does not run it."""
     caller(request)
     return StudyList(studies=[
         StudyCard(name=name, summary=(kind.__doc__ or "").split("\n", 1)[0], not_served=kind.not_served or None,
@@ -167,17 +167,17 @@ BODY = {
 async def study(
     name: Annotated[str, Path(description="a study", examples=["patch_sweep"])], request: Request
 ) -> StreamingResponse:
-    """Runs a study, and sends server-sent events:
+    """Runs a study and streams server-sent events.
 
-    `start`, of a grid: its axes, the pairs of prompts, and the metric of both sides; `cells`: cells that have finished
-    in all pairs, each with its place in the grid (site, layer, column) and its value; `progress`: runs that have
-    finished, and of how many; `spread`, of several pairs: each cell's place, the ends of its interval, its p-value
-    alone and among all, and its values pair by pair; `summary`, of a grid: the best cells, the noise floor, and the
-    blocks of a zoom; `result`: parts of the result as a safetensors file in base64, for `pc.studies.load`; `error`:
-    instead.
+    A grid sends `start` (its axes, the pairs of prompts, and the metric of both sides), `cells` (the cells finished in
+    all pairs: site, layer and column indices, and the value), `spread` if it has several pairs (for each cell its
+    indices, the intervals of its mean and effect, its p-value alone and among all, and its values pair by pair), and
+    `summary` (the best cells, the noise floor, and the blocks of a zoom). Other studies send `progress` (finished runs,
+    and their total). The last events are `result`, the parts of a safetensors file in base64 for `pc.studies.load`, or
+    `error`.
 
-    A study whose client disconnects ends. With `resume` its values stay for as long as runs do, and the same request
-    continues from there; what was computed before is sent first.
+    A study ends when its client disconnects. With `resume` its values are kept for as long as runs are; the same
+    request continues from them, and first sends the values computed before.
     """
     front, owner = caller(request)
     kind = served(name)
@@ -217,7 +217,7 @@ async def study(
 
 
 class RunningStudy(Reporter):
-    """A study on a thread of its own, and its events: (name, data), an error, and None at the end."""
+    """Runs a study on its own thread and queues its events: (name, data), an error, and None at the end."""
 
     def __init__(self, front: Front, lm: LM, asked: Study, journal: Journal | None) -> None:
         self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
@@ -230,7 +230,7 @@ class RunningStudy(Reporter):
         threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
 
     def stop(self) -> None:
-        """The client disconnected."""
+        """Ends the study after its client disconnected."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -243,7 +243,7 @@ class RunningStudy(Reporter):
             for event in _parts(result):
                 self._put(("result", event))
         except Exception as error:
-            self._put(unpack(pack(as_patchclamp_error(error))))  # without the frames that hold the study's runs
+            self._put(unpack(pack(as_patchclamp_error(error))))  # drops the traceback, whose frames reference the runs
         self._put(None)
 
     def _how(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class RunningStudy(Reporter):
                                    "check": lambda plan: check_sweep(self._limits, plan)}  # fmt: skip
         return {name: value for name, value in options.items() if name in self._asked.options()}
 
-    # -- what the study reports
+    # -- reports of the study
 
     def grid(self, cells: int) -> None:
         self._limits.check("sweep_grid", cells, "cells of the grid, in all pairs", "sites")
@@ -284,12 +284,12 @@ class RunningStudy(Reporter):
         self._put(("cells", {"cells": told}))
 
     def _place(self, cell: Cell) -> list[int]:
-        """The numbers of a cell's site, layer and column in the grid."""
+        """The indices of a cell's site, layer and column in the grid."""
         places = self._places
         return [places["sites"][cell.panel], places["layers"].get(cell.layer, 0), places["columns"][cell.column]]
 
     def _spread(self, sweep: Sweep) -> dict[str, Any]:
-        """Of every cell its place and the fields of `Spread`, and its value in each pair of prompts."""
+        """The indices of every cell with its fields of `Spread`, and its value in each pair of prompts."""
         run = ~np.isnan(sweep.values)
         fields = [name for name in Spread._fields if getattr(sweep, name) is not None]
         numbers = [getattr(sweep, name)[run].tolist() for name in fields]
@@ -306,8 +306,8 @@ class RunningStudy(Reporter):
 
 
 def check_sweep(limits: Any, plan: SweepPlan) -> None:
-    """Raise `TooLarge` for a sweep that is more than a server takes. The grid comes first: the rest of the plan takes
-    time in proportion to it."""
+    """Raises `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
+    the plan takes time in proportion to it."""
     limits.check("sweep_grid", plan.grid, "cells of the grid, in all pairs", "sites")
     limits.check("sweep_cells", plan.runs, "cells of the sweep, in all pairs, draws and tokens of answers", "sites")
     limits.check("run_bytes", plan.captured_bytes, "bytes that the prompts which are read may capture", "sites")
@@ -317,7 +317,7 @@ def check_sweep(limits: Any, plan: SweepPlan) -> None:
 
 
 def _parts(result: StudyResult) -> list[dict[str, Any]]:
-    """The result in parts, whose lines are short enough for every client."""
+    """The events of a result, in parts whose lines are short enough for every client."""
     data = result.to_bytes()
     cut = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
     kind = type(result).__name__
@@ -361,7 +361,7 @@ def _event(name: str, data: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """Replaces non-finite numbers with null, as JSON requires."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

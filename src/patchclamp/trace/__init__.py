@@ -1,6 +1,6 @@
-"""The tracing front: interventions written as if the model were at hand.
+"""The tracing interface: interventions written as reads and writes of the model's tensors.
 
-`lm.trace(prompt)` gives proxies of the model's tensors. What is done with them is written down as ops of the language,
-in order (`views`, `drafts`, `recording`); at the end of the `with` the programs are put in order (`schedule`) and run
-by `lm.run` (`execute`), and what was saved is filled in (`saved`). The source of the caller is never read or rewritten.
+`lm.trace(prompt)` returns proxies of those tensors (`proxies`), which record each operation as an op of the language
+(`recording`). At the end of the `with` block the programs are scheduled, run by `lm.run`, and the saved tensors filled
+in (`execute`). The caller's source is never parsed or rewritten.
 """

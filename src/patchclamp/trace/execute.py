@@ -1,15 +1,13 @@
-"""Runs what a trace has recorded, batch by batch, and fills in what it saved.
+"""The schedule and the execution of a trace: runs its recordings batch by batch, and fills in the saved values.
 
-The calls are made by whoever drives `Execution`: `lm.run`, `await lm.arun(...)`, or a stream. What is wrong with one
-prompt fails that prompt, and those that read it; the others keep their values, and the error is raised at the end.
+`Execution` yields calls, which its driver makes with `lm.run`, `await lm.arun(...)` or a stream. An error of one prompt
+fails that prompt and those that read it; the others keep their values, and the error is raised at the end.
 
-The order of a trace's runs. A write that reads waits for a run that has captured what it reads, unless it reads an
-earlier layer of its own run.
-
-Every write has a level: 0 if it writes numbers, or what its own run has, else one more than the read that it waits for.
-A read has the highest level of the writes that can change it: those before it in its own prompt, in depth or at the
-same place. So the value that a read has in a run with just these writes is the value that it has in the last run. Runs
-of one level are one batch. Where a level would depend on itself, no order exists, and the trace is refused.
+A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
+numbers or rows of an earlier layer of its own run, else one more than its source's level. The level of a read is the
+highest level of the writes that can change it: in its own prompt, those at an earlier depth, or earlier at the same
+place, or all if it reads generated tokens. A run with just these writes gives the read its value in the last run. Runs
+of one level and `max_tokens` form a batch. If a level depends on itself, no order exists and the trace is refused.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ UNDER_WAY = -1
 class Planned(NamedTuple):
     """One run of a recording.
 
-    writes, reads: the entries that it carries out, in order
-    max_tokens: 1 for a run that only gives reads of the prompt
-    is_last: whether it is the recording's own, with all its writes
+    entries: the writes and reads that it executes, in order
+    max_tokens: 1 for an early run that needs only the prompt
+    is_last: True for the recording's own run, with all its writes
     """
 
     recording: Recording
@@ -46,12 +44,9 @@ class Planned(NamedTuple):
 
 
 class Schedule:
-    """The levels of all entries of some recordings, and the runs that these make.
-
-    has_edits: whether other edits act before the trace's own; they may need tokens that are generated
-
-    Raises `ProgramError`, with the line, for writes that depend on themselves.
-    """
+    """The levels of all entries of some recordings, and the runs that follow from them. `has_edits`: other edits act
+    before the trace's own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that
+    depends on itself."""
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
@@ -60,13 +55,13 @@ class Schedule:
                       for rec in self.recordings}  # fmt: skip
 
     def batches(self) -> list[list[Planned]]:
-        """The runs, level by level; those of one level are one batch for each `max_tokens`, the shorter first."""
+        """The runs by level; each level has one batch per `max_tokens`, the shorter first."""
         runs = [*self._early_runs(), *map(self._last_run, self.recordings)]
         keys = sorted({(run.level, run.max_tokens) for run in runs})
         return [[run for run in runs if (run.level, run.max_tokens) == key] for key in keys]
 
     def gives(self, run: Planned, read: Entry, write: Entry) -> bool:
-        """Whether a run is the one whose rows of a read a write takes."""
+        """True if a write takes the rows of a read from this run."""
         level = self._levels[read]
         from_last = self._levels[write] > self._last[read.recording]
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
@@ -88,7 +83,7 @@ class Schedule:
         return level
 
     def _early_runs(self) -> list[Planned]:
-        """Runs that only give reads to writes: of prompts whose own run has a higher level."""
+        """Extra runs that capture sources of writes for prompts whose own run comes too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source
@@ -116,7 +111,7 @@ def _upstream(read: Entry) -> list[Entry]:
 
 
 def _fits_the_prompt(write: Entry) -> bool:
-    """Whether a write is the same op in a run of the prompt alone: what it does to the prompt does not change."""
+    """True if a write has the same effect on the prompt in a run of the prompt alone."""
     recording, op = write.recording, write.op
     rows = getattr(op, "value", None)
     if isinstance(rows, Vector) and len(rows.shape) == 2 and (recording.positions(write) >= recording.length).any():
@@ -131,7 +126,7 @@ def _fits_the_prompt(write: Entry) -> bool:
 
 
 def is_shared(run: Planned, read: Entry) -> bool:
-    """Whether a run reads the place of a read again once it was written, which is what `From` would take."""
+    """True if a run captures the place of a read again after a write there: `From` would take that later value."""
     after = [entry for entry in run.entries if entry.number > read.number and entry.points & read.points]
     written = next((entry.number for entry in after if not entry.is_read), None)
     if written is None:
@@ -143,7 +138,7 @@ def is_shared(run: Planned, read: Entry) -> bool:
 
 
 def runnable(recordings: Iterable[Recording]) -> list[Recording]:
-    """Those that can run: not what an error left before, nor what takes of such."""
+    """The recordings that can run: those that have not failed and take no rows of one that has."""
     whole = [recording for recording in recordings if recording.failure is None]
     for recording in whole:
         lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
@@ -152,7 +147,7 @@ def runnable(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def failed_with(run: Planned, error: PatchclampError) -> None:
-    """A run failed: so does what its recording saves."""
+    """Fails the recording of a failed run; the first error is kept."""
     if run.recording.failure is None:
         run.recording.failure = error
 
@@ -162,11 +157,8 @@ Calls = Generator[Call, list[Run], None]
 
 
 class Execution:
-    """One trace, run.
-
-    edits: what stands before the trace's own ops in every program
-    options: of `lm.run`, for the prompts' own runs
-    """
+    """The execution of one trace. `edits` come before the trace's own ops in every program; `options` are arguments of
+    `lm.run` for the prompts' own runs."""
 
     def __init__(self, recordings: list[Recording], edits: list[Op], options: Call) -> None:
         self._edits, self._options, self._recordings = edits, options, recordings
@@ -174,11 +166,11 @@ class Execution:
             for saved in recording.saved if recording.state == "left" else ():
                 saved.failure = recording.failure
         self._schedule = Schedule(runnable(recordings), bool(edits))
-        self._left = 0  # batches, this one included
+        self._left = 0  # batches left, including the current one
         self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
 
     def calls(self) -> Calls:
-        """Yields the arguments of one call after the other, and takes its runs. Raises the trace's error at its end."""
+        """Yields the arguments of each call and receives its runs. Raises the trace's first error at the end."""
         batches = self._schedule.batches()
         for self._left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
             while batch := [run for run in batch if run.recording.failure is None]:
@@ -197,21 +189,21 @@ class Execution:
         self._finish()
 
     def is_last_call(self) -> bool:
-        """Whether the call that was yielded is of the last batch."""
+        """True if the yielded call belongs to the last batch."""
         return self._left == 1
 
     def value_so_far(self, saved: Saved, run: Run) -> Any:
-        """What a saved value of the last batch has in a run that is under way."""
+        """The current value of a saved expression in an unfinished run of the last batch."""
         planned = next(run for batch in self._schedule.batches() for run in batch if run.is_last)
         reads = [term.read for term in saved.expression.terms]
         return value_of(
             saved.expression, {read: rows_of(read, run, self._path(planned, read)) for read in reads}
         ).clone()
 
-    # -- a call
+    # -- calls
 
     def _program(self, run: Planned) -> list[Op]:
-        """The ops of a run. It fails where the prompt that it reads has failed."""
+        """The ops of a run. Marks the run as failed if a prompt that it reads has failed."""
         ops: list[Op] = list(self._edits)
         for entry in run.entries:
             if entry.source is None:
@@ -226,8 +218,8 @@ class Execution:
         return ops
 
     def _value(self, write: Entry, read: Entry) -> From | Vector:
-        """What a write takes of the run that has its read: the rows themselves, or, where another read of the place or
-        another part of the row would be taken for them, their numbers."""
+        """The value of a write from the run that has its read: a `From`, or the numbers themselves where `From` would
+        take another read of the place or another part of the row."""
         planned, source = next(pair for pair in self._runs.values() if self._schedule.gives(pair[0], read, write))
         columns = {ref.columns for ref in (*read.refs, *write.refs)}
         if len(columns) == 1 and not is_shared(planned, read):
@@ -260,10 +252,10 @@ class Execution:
     def _path(self, planned: Planned, entry: Entry) -> str:
         return f"edits[{len(self._edits) + planned.entries.index(entry)}]"
 
-    # -- what goes wrong
+    # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """An error that a call raised is of the prompt whose number stands in its path, or of all."""
+        """Attributes a call's error to the prompt whose index is in its path, or to all."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
@@ -276,7 +268,7 @@ class Execution:
         return at_line(error, line)
 
     def _line(self, planned: Planned, error: PatchclampError) -> Line:
-        """The line of the op that an error speaks of, by its path or by the place that it names."""
+        """The line of the op that caused an error, found by its path or by the site it names."""
         match = re.match(r"(edits|capture)\[(\d+)\]", error.path or "")
         recording = planned.recording
         if match is not None and match[1] == "edits" and int(match[2]) >= len(self._edits):
@@ -290,10 +282,10 @@ class Execution:
                   for point in e.points for word in labels(point))]  # fmt: skip
         return at[-1].line if at else recording.line
 
-    # -- what comes of it
+    # -- results
 
     def _finish(self) -> None:
-        """Fills in everything that can be, then raises the first error."""
+        """Fills in every value it can, then raises the first error."""
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         errors += [error for rec in self._recordings for saved in rec.saved if (error := self._fill(saved))]
         errors += [error for rec in self._recordings if (error := self._fill_caches(rec))]
@@ -305,7 +297,7 @@ class Execution:
             raise errors[0]
 
     def _fill(self, saved: Saved) -> PatchclampError | None:
-        """Gives a saved tensor its numbers; returns what is wrong, unless its recording has failed."""
+        """Fills in a saved tensor. Returns its error, if any, unless its recording has already failed."""
         failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
         if failure is not None:
             saved.failure = failure
@@ -313,7 +305,7 @@ class Execution:
         try:
             rows = {term.read: self._rows(term.read) for term in saved.expression.terms}
             saved.fill(value_of(saved.expression, rows))
-        except (PatchclampError, RuntimeError) as error:  # torch's, of shapes that do not go together
+        except (PatchclampError, RuntimeError) as error:  # torch raises it for shapes that do not match
             told = error if isinstance(error, PatchclampError) else ProgramError(str(error))
             saved.failure = at_line(told, saved.line)
             return saved.failure
@@ -337,7 +329,7 @@ class Execution:
 
 
 def _sampling(run: Planned) -> dict[str, Any]:
-    """The sampling of a run; of one that samples nothing that counts, only what edits it."""
+    """The sampling parameters of a run; an early run of one token keeps only those that edit it."""
     sampling = run.recording.sampling or {}
     kept = sampling if run.is_last or run.max_tokens > 1 else {"extra_args": sampling.get("extra_args")}
     return {name: value for name, value in kept.items() if value is not None}

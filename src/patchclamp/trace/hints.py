@@ -1,4 +1,4 @@
-"""What to write in place of names that nnsight, nnterp and Transformers have, and a trace does not."""
+"""Hints for names of nnsight, nnterp and Transformers that a trace does not have, with what to write instead."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ OF_TRACE = (*OF_INVOKE, "max_tokens", "edits", "logprobs", "lora", "stream")
 
 
 def hint(name: str, hints: dict[str, str], where: str = "a trace") -> ProgramError | None:
-    """The error for one of these names, or None for another."""
+    """The error for a name that has a hint, else None."""
     return UnknownName(f"there is no {name!r} in {where}: {hints[name]}") if name in hints else None
 
 
 def check_options(others: Iterable[str], call: str, known: Iterable[str], hints: Iterable[str] = OPTIONS) -> None:
-    """Raises `UnknownName` for arguments that a call does not have. `hints`: those of `OPTIONS` that hold there."""
+    """Raises `UnknownName` for unknown arguments of a call. `hints`: the names in `OPTIONS` that apply to it."""
     known, hints = list(known), set(hints)
     for name in others:
         instead = f": {OPTIONS[name]}" if name in hints else f"{near(name, known)}; there are: {', '.join(known)}"
@@ -86,7 +86,7 @@ def check_options(others: Iterable[str], call: str, known: Iterable[str], hints:
 
 
 def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
-    """A function that refuses arguments which it does not have, with what to write instead, as `lm.trace` does."""
+    """Wraps a function to refuse unknown arguments with what to write instead, as `lm.trace` does."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -102,6 +102,6 @@ def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
 
 
 def hints_for(known: Iterable[str]) -> list[str]:
-    """Those of `OPTIONS` that name an argument which a call has."""
+    """The names in `OPTIONS` whose advice mentions an argument of the call."""
     known = list(known)
     return [name for name, words in OPTIONS.items() if any(f"{one}=" in words for one in known)]

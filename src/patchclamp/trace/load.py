@@ -1,4 +1,4 @@
-"""`pc.LM`: an `LM` that was proved (`proving.prove`), and that can be traced."""
+"""`pc.LM`: a proved `LM` (`proving.prove`) with traces."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class TracedLM(ProvedLM):
         stream: bool = False,
         **others: Any,
     ) -> Trace:
-        """`with lm.trace(prompt) as t:` reads and writes the model's tensors by name, and runs at the end of the block.
+        """Reads and writes the model's tensors by name, in a block `with lm.trace(prompt) as t:` that runs at its end.
 
-        prompt: text or token ids; without one, `with t.invoke(prompt) as a:` for each of several
-        edits: ops that act before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
+        prompt: text or token ids; for several prompts, omit it and use `with t.invoke(prompt) as a:` for each
+        edits: ops applied before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
         stream: run when the trace is iterated, after the block: `for part in t`
-        The rest is as in `run`.
+        The other arguments are those of `run`; an unknown one raises `UnknownName` with what to write instead.
 
-        Other arguments are refused, with what to write instead.
-        Raises, at the line, for what a program cannot express; at the end, with the line, for what failed.
+        A line that no program can express raises at that line. A failed run raises at the end, naming its line.
         """
         from patchclamp.trace.trace import Trace
 
@@ -56,8 +55,8 @@ class TracedLM(ProvedLM):
         )
 
     def edit(self, name: str) -> Edit:
-        """`with lm.edit("calm") as e:` records writes, at every token, as the program `lm.bank["calm"]`, which
-        `pc.Use("calm")` puts into a run or a trace."""
+        """Records a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as
+        `lm.bank["calm"]`. `pc.Use("calm")` applies it in a run or a trace."""
         from patchclamp.trace.trace import Edit
 
         return Edit(self, name)

@@ -1,4 +1,4 @@
-"""Proxies of the model's tensors: what a trace gives, reads, computes and writes."""
+"""Proxies of the model's tensors and of values computed from them, and the saved results of a trace."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ INSTEAD = (
     "save it and compute after the trace, in two traces if the result is to be written, or write it with .apply(fn), "
     "Python on the rows, on a local engine with allow_code=True"
 )
-READS = ("clone", "detach", "cpu", "float")  # of a tensor: the value here, as it is saved anyhow
+READS = ("clone", "detach", "cpu", "float")  # tensor methods that return the value: saved tensors are fp32 on the CPU
 KNOWN = ("save", "shape", *READS)
 
 
 class Term(NamedTuple):
-    """A read times a number, or times one for each column."""
+    """A read times a number, or times one number per column."""
 
     read: Entry
     factor: Number
 
 
 class Arithmetic:
-    """What values of a trace have in common: `+`, `-`, `*` and `/` by numbers, and clear errors for the rest."""
+    """Base of the values of a trace: `+` and `-`, `*` and `/` by numbers, and clear errors for everything else."""
 
     def expression(self) -> Expression:
         raise NotImplementedError
 
     @property
     def is_changed(self) -> bool:
-        """Whether it is a copy that was changed in place, which has no expression and writes itself."""
+        """True for a copy that was changed in place: it has no expression, and is written with `write_into`."""
         return False
 
     def write_into(self, target: Any) -> None:
-        """Writes such a copy to where a view is."""
+        """Writes a changed copy to the place of a view."""
         raise NotImplementedError
 
     def check_to_come(self) -> None:
-        """Raises where it will never have numbers, or only once something is done."""
+        """Raises if the value will never be available, or not without a further step of the caller."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -134,7 +134,7 @@ class Arithmetic:
 
 
 def function_name(func: Any) -> str:
-    """The name of a function of torch's, `add` for `__add__`; in place it is `add_`, or `iadd`."""
+    """The name of a torch function, `add` for `__add__`; the in-place versions are `add_` and `iadd`."""
     return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
 
 
@@ -161,7 +161,7 @@ _TORCH_INSTEAD = {
 
 
 def refuse(what: str, first: str = "") -> NoReturn:
-    """Raises the error for what no program can compute."""
+    """Raises the error for an operation that no program can compute."""
     raise ProgramError(f"{what} cannot be part of a program: {first}{INSTEAD}")
 
 
@@ -209,8 +209,7 @@ for _name, _what in _UNKNOWN_YET.items():
 
 
 class Place:
-    """Base of what names tensors without being one: modules, groups of tokens and traces. Using one as a tensor, a
-    function or a block raises `ProgramError`."""
+    """Base of modules, groups of tokens and traces. Using one as a tensor, function or block raises `ProgramError`."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ProgramError(
@@ -245,7 +244,7 @@ class Expression(Arithmetic):
 
     @property
     def is_one_read(self) -> bool:
-        """Whether it is a read as it is."""
+        """True if it is a single read, unscaled and with nothing added."""
         alone = len(self.terms) == 1 and np.ndim(self.terms[0].factor) == 0 and np.ndim(self.constant) == 0
         return alone and self.terms[0].factor == 1.0 and self.constant == 0.0
 
@@ -275,7 +274,7 @@ class Expression(Arithmetic):
         )
 
     def save(self) -> Any:
-        """The value as a tensor, which is there after the trace."""
+        """Saves the value as a tensor that is filled in after the trace."""
 
         return save(self)
 
@@ -298,7 +297,7 @@ def _combined(operation: Any, a: Number, b: Number) -> Number:
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
-    """Raises for what a tensor may have, and a value of a trace does not."""
+    """Raises for an attribute that a tensor may have and a value of a trace does not."""
     if name.startswith("__"):
         raise AttributeError(name)
     in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
@@ -328,7 +327,7 @@ def as_number(value: Any, sign: str) -> Number:
 
 
 def reciprocal(divisor: Any) -> Number:
-    """1 / a number, or of each of some numbers."""
+    """1 / a number, elementwise for several."""
     if isinstance(divisor, Arithmetic):
         refuse("one value of the trace divided by another")
     number = as_number(divisor, "/")
@@ -338,7 +337,7 @@ def reciprocal(divisor: Any) -> Number:
 
 
 OPS = ("ablate", "apply", "clamp_along", "noise", "replace")
-TO_COME = From("a read of this trace")  # stands for a read whose run is not known yet
+TO_COME = From("a read of this trace")  # placeholder for a read whose run is not known yet
 
 
 class View(Arithmetic):
@@ -353,7 +352,7 @@ class View(Arithmetic):
 
     def __getitem__(self, key: Any) -> View:
         spot = self._spot[key]
-        self._recording.lm.sites.resolve(spot.site)  # a head that is not there is said at this line
+        self._recording.lm.sites.resolve(spot.site)  # an unknown head raises at this line
         return View(self._recording, spot)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -368,25 +367,24 @@ class View(Arithmetic):
         return Expression((Term(self._recording.read(self._spot), 1.0),))
 
     def save(self) -> Any:
-        """The value here, as a tensor that is there after the trace."""
+        """Saves the value at this point as a tensor that is filled in after the trace."""
         return self.expression().save()
 
     def clone(self) -> Any:
-        """The value here, whatever is written at this place later. It can be changed in place and written back.
-
-        It is a value of the same run, so a write at an earlier layer changes it, wherever its line stands.
-        """
+        """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
+        in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
+        line."""
 
         return Draft(self)
 
     cpu = float = clone
 
     def detach(self) -> View:
-        return self  # as in torch, what is written there is written here
+        return self  # as in torch, a write to the detached tensor is a write here
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, where it is known how many tokens there are. Raises `ProgramError` elsewhere."""
+        """The shape. Raises `ProgramError` while the number of tokens is not known."""
         return shape_of(self._recording, self._spot)
 
     # -- written
@@ -409,7 +407,7 @@ class View(Arithmetic):
         return self.__imul__(reciprocal(other))
 
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
-        """`pc.Replace`: (1 − a) · h + a · value, with a = alpha · mask, for numbers or a value of the trace."""
+        """Applies `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
         if isinstance(value, Arithmetic):
             expression = value.expression()
             if not expression.is_one_read:
@@ -420,19 +418,19 @@ class View(Arithmetic):
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def ablate(self, directions: Any) -> None:
-        """`pc.Ablate`: takes the span of some directions out."""
+        """Applies `pc.Ablate`: removes the span of the directions."""
         self._record(Ablate, directions)
 
     def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
-        """`pc.Clamp`: bounds the projection on a direction."""
+        """Applies `pc.Clamp`: bounds the projection onto a direction."""
         self._record(Clamp, direction, low=low, high=high)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
-        """`pc.Noise`: adds seeded noise."""
+        """Applies `pc.Noise`: adds seeded noise."""
         self._record(Noise, std, seed=seed, relative=relative)
 
     def apply(self, fn: Callable[..., Any]) -> None:
-        """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
+        """Applies `pc.Apply`: calls Python on the rows; needs `allow_code=True`."""
         if self._recording.lm.engine.remote:
             raise ProgramError(
                 "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or "
@@ -441,7 +439,7 @@ class View(Arithmetic):
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
-        """Records an op here, of some values, or of the rows that a read will have."""
+        """Records an op here, with given values or with the rows of a read."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
@@ -456,11 +454,11 @@ class View(Arithmetic):
 
 
 def assign(view: View, value: Any) -> None:
-    """`view = value`."""
+    """Performs `view = value`."""
     if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
         view._recording.check_open()
         view._recording.check(Zero(view._spot.site, view._spot.tokens))
-        return  # `x += v` assigns what it has written; `x = x` changes nothing
+        return  # `x += v` assigns its own result; `x = x` has no effect
     if isinstance(value, Arithmetic) and value.is_changed:
         value.write_into(view)
         return
@@ -468,14 +466,14 @@ def assign(view: View, value: Any) -> None:
 
 
 def write(view: View, expression: Expression, own: Number | None = None) -> None:
-    """Records ops after which the view has its own value times `own` (None: nothing of it), plus an expression."""
+    """Records ops that set the view to its own value times `own` (None: without it) plus an expression."""
     with all_or_nothing(view._recording):
         _write(view, expression, own)
 
 
 @contextlib.contextmanager
 def all_or_nothing(recording: Recording) -> Iterator[None]:
-    """Takes back what is recorded in it where an error leaves it."""
+    """Discards the entries recorded in the block if a `PatchclampError` leaves it."""
     count = len(recording.entries)
     try:
         yield
@@ -496,7 +494,7 @@ def _write(view: View, expression: Expression, own: Number | None) -> None:
     constant = expression.constant
     if own is not None:
         if np.ndim(own) or own != 1.0 or not (others or np.ndim(constant) or constant):
-            _scale(view, own)  # a write without effect is recorded too, for that is what checks it
+            _scale(view, own)  # recording a write without effect still checks it
     elif others:
         first = others.pop(0)
         view._record(Replace, source=first.read)
@@ -513,7 +511,7 @@ def _write(view: View, expression: Expression, own: Number | None) -> None:
 
 
 def _replace(view: View, constant: Number) -> None:
-    """Writes numbers in the place of rows."""
+    """Replaces rows with numbers."""
     if np.ndim(constant) == 0 and constant == 0:
         view._record(Zero)
         return
@@ -522,14 +520,14 @@ def _replace(view: View, constant: Number) -> None:
 
 
 def is_as_it_stands(view: View, read: Entry) -> bool:
-    """Whether a read is of this very view, and nothing was written there since."""
+    """True if a read is of this same view, and nothing was written there since."""
     recording, spot = view._recording, view._spot
     same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
     return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
 
 
 def _scale(view: View, factor: Number) -> None:
-    """Multiplies rows by a number, or by one for each column: (1 − a) · h + a · 0 for a = 1 − factor."""
+    """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
     if np.ndim(factor) == 0:
         view._record(Scale, float(factor))
         return
@@ -544,7 +542,7 @@ def _scale(view: View, factor: Number) -> None:
 
 
 def as_vector(view: View, number: Number) -> Vector:
-    """A number, or numbers in the shape of the view, as the rows that an op takes."""
+    """A number, or numbers in the shape of the view, as the rows of an op."""
     recording, spot = view._recording, view._spot
     width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
     array = np.asarray(number, np.float32)
@@ -553,7 +551,7 @@ def as_vector(view: View, number: Number) -> Vector:
     if spot.batched and array.ndim > 2 and array.shape[0] == 1:
         array = array[0]
     if parts is not None and array.shape[-1] == parts[1] and array.ndim > 1 and array.shape[-2] * parts[1] == width:
-        array = array.reshape(*array.shape[:-2], width)  # heads side by side
+        array = array.reshape(*array.shape[:-2], width)  # concatenate the heads
     if array.ndim == 2 and array.shape[0] == 1:
         array = array[0]
     if array.ndim > 2 or array.shape[-1] != width:
@@ -562,7 +560,7 @@ def as_vector(view: View, number: Number) -> Vector:
 
 
 def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
-    """The shape of a read's value, where it is known how many tokens it has."""
+    """The shape of a read. Raises `ProgramError` while its number of tokens is not known."""
     entry = recording.read(spot)
     recording.check_prompt()
     if recording.has_generated(entry) and not spot.single:
@@ -579,7 +577,7 @@ CHANGES = {"=": assign, "+=": View.__iadd__, "-=": View.__isub__, "*=": View.__i
 
 
 class Change(NamedTuple):
-    """What was done to a part of a copy, a spot among those of the copy, by a sign of `CHANGES`."""
+    """One in-place change of a copy: the changed part, the operator (a key of `CHANGES`) and the value."""
 
     part: Spot
     sign: str
@@ -590,8 +588,7 @@ class Change(NamedTuple):
 
 
 class Draft(Arithmetic):
-    """A copy of a view. Writing into it changes the copy alone, until it is written back. Its rows are numbered from 0,
-    as those of any tensor."""
+    """A copy of a view. Writing into it changes only the copy until it is written back. Its rows are indexed from 0."""
 
     def __init__(self, view: View, read: Expression | None = None, changes: tuple[Change, ...] = ()) -> None:
         self._view, self._read = view, view.expression() if read is None else read
@@ -642,9 +639,9 @@ class Draft(Arithmetic):
         return self.change(self._view._spot, "/=", other)
 
     def change(self, part: Spot, sign: str, value: Any) -> Draft:
-        """Notes a change of a part. Raises, at its line, what is wrong with it."""
+        """Records a change of a part, and checks it so that errors raise at its line."""
         if isinstance(value, Part) and value.is_part(self, part):
-            return self  # `draft[-1] += v` assigns what it has changed
+            return self  # `draft[-1] += v` assigns its own result
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
         recording = self._view._recording
         recording.check_open()
@@ -656,7 +653,7 @@ class Draft(Arithmetic):
         return self
 
     def _part(self, key: Any) -> Spot:
-        """What brackets choose of the copy."""
+        """The part of the copy that brackets select."""
         own = self._view._spot
         if own.single:
             return own[key]
@@ -670,7 +667,7 @@ class Draft(Arithmetic):
         return chosen if own.whole else msgspec.structs.replace(chosen, tokens=self._numbered(chosen.tokens))
 
     def _among(self, tokens: Tokens) -> Tokens:
-        """A selection within the copy."""
+        """A selection restricted to the rows of the copy."""
         own, recording = self._view._spot, self._view._recording
         if own.tokens == every or recording.prompt is None:
             return tokens
@@ -681,7 +678,7 @@ class Draft(Arithmetic):
         return tokens if inside else own.tokens & tokens
 
     def _numbered(self, rows: Tokens) -> Tokens:
-        """The tokens of some rows, which are a prompt's."""
+        """The tokens at row indices of the copy. `rows` counts its rows as if they were a prompt."""
         own, positions = self._view._spot, self._view._recording.known_positions(self._view._spot)
         assert isinstance(rows, Positions)
         try:
@@ -695,7 +692,7 @@ class Draft(Arithmetic):
     # -- written
 
     def write_into(self, target: View) -> None:
-        """Writes the copy to where a view is: what was changed, and all else as it was when it was cloned."""
+        """Writes the copy to the place of a view: the changed parts, and the rest as it was when cloned."""
         with all_or_nothing(target._recording):
             if not is_as_it_stands(target, self._read.terms[0].read):
                 write(target, self._read)
@@ -703,7 +700,7 @@ class Draft(Arithmetic):
                 change.act_on(View(target._recording, self._onto(target, change.part)))
 
     def _onto(self, target: View, part: Spot) -> Spot:
-        """The part of a target that a part of the copy is written to."""
+        """The spot of the target that a part of the copy is written to."""
         own, spot = self._view._spot, target._spot
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
@@ -717,7 +714,7 @@ class Draft(Arithmetic):
         return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
 
     def _rows_of(self, target: View, part: Spot) -> Tokens:
-        """The tokens of a target that stand where those of a part stand in the copy."""
+        """The tokens of the target at the row indices that a part has in the copy."""
         recording: Recording = self._view._recording
         mine, theirs = recording.known_positions(self._view._spot), target._recording.known_positions(target._spot)
         if len(mine) == 1:
@@ -742,7 +739,7 @@ class Part(Arithmetic):
         self._draft, self._spot, self._written = draft, spot, False
 
     def is_part(self, draft: Draft, spot: Spot) -> bool:
-        """Whether it is this part of a draft, and is written."""
+        """True if this is the given part of a draft and was written."""
         return self._written and self._draft is draft and self._spot == spot
 
     def expression(self) -> Expression:
@@ -752,7 +749,7 @@ class Part(Arithmetic):
         return View(draft._view._recording, self._spot).expression()
 
     def __getitem__(self, key: Any) -> Part:
-        """The tokens of a head: `clone[3][-1]`."""
+        """Selects tokens of a head: `clone[3][-1]`."""
         if self._spot.site == self._draft._view._spot.site or not self._draft._view._spot.whole:
             raise ProgramError(f"{self._spot} is a part of a clone: choose all of it in one pair of brackets")
         try:
@@ -793,7 +790,7 @@ class Part(Arithmetic):
 
 
 def numbered(positions: np.ndarray, single: bool) -> Tokens:
-    """A selection of positions, in their order."""
+    """A selection of the given positions, in order; with `single` of the first position alone."""
     numbers = positions.tolist()
     if single:
         return every[numbers[0]]
@@ -802,7 +799,7 @@ def numbered(positions: np.ndarray, single: bool) -> Tokens:
     return every[numbers]
 
 
-MODULES: dict[str, dict[str, str]] = {  # of a layer: what each module reads, returns and makes, by site
+MODULES: dict[str, dict[str, str]] = {  # the sites of a layer's inputs, outputs and intermediates
     "": {"input": "resid_pre", "mid": "resid_mid", "output": "resid_post"},
     "attn": {"input": "attn_in", "q": "q", "k": "k", "v": "v", "z": "z", "output": "attn_out"},
     "mlp": {"input": "mlp_in", "router": "router", "neurons": "neurons", "output": "mlp_out"},
@@ -812,7 +809,7 @@ BATCHED = {name: site for name, site in NNTERP.items() if name not in SITES}  # 
 
 
 class Group(Place):
-    """Some tokens of one prompt, with a name: what `t.generated[3]` and `t.all()` return, and `t` itself."""
+    """A group of tokens of one prompt: `t.generated[3]`, `t.all()`, and `t` itself."""
 
     def __init__(self, recording: Recording, tokens: Tokens, named: bool, single: bool = False) -> None:
         vars(self).update(_recording=recording, _tokens=tokens, _named=named, _single=single)
@@ -848,7 +845,7 @@ class Group(Place):
 
     def _view(self, site: Site, batched: bool = False) -> View:
         site = positive(site, self._recording.lm.model.layers)
-        self._recording.lm.sites.resolve(site)  # what this model lacks is said at this line
+        self._recording.lm.sites.resolve(site)  # a site that this model lacks raises at this line
         return View(self._recording, Spot.of(site, self._tokens, self._named, self._single, batched))
 
     def __repr__(self) -> str:
@@ -856,7 +853,7 @@ class Group(Place):
 
 
 class Steps(Place):
-    """Groups of tokens by number: `t.generated[3]` is the fourth token that was sampled, when it is an input."""
+    """Tokens by index: `t.generated[3]` is the fourth sampled token, at the step that takes it as input."""
 
     def __init__(self, recording: Recording, group: Positions) -> None:
         vars(self).update(_recording=recording, _group=group)
@@ -866,7 +863,7 @@ class Steps(Place):
         return Group(self._recording, self._group[key], True, single)
 
     def __len__(self) -> int:
-        """How many there are, if the run goes on to the end."""
+        """The number of tokens if the run generates `max_tokens`."""
         self._recording.check_prompt()
         return len(self._group.select(self._recording.length, self._recording.limit))
 
@@ -886,12 +883,12 @@ class Steps(Place):
 
 
 def as_layers(key: Any) -> int | Range:
-    """A layer or a range of them, from brackets. Raises `ProgramError` for all else: None is not every layer."""
+    """A layer or a range of layers from brackets. Raises `ProgramError` for anything else, including None."""
     return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
 
 
 class Layers(Place):
-    """The layers of the model. A range names several, which are written together."""
+    """The layers of the model. A range selects several, which are written together."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -915,7 +912,7 @@ class Layers(Place):
 
 
 class Module(Place):
-    """A layer, its attention or its MLP: names of `MODULES` are views of what it reads, makes and returns."""
+    """A layer, its attention or its MLP. The names in `MODULES` are views of its inputs, outputs and intermediates."""
 
     def __init__(self, group: Group, layer: Any, module: str) -> None:
         vars(self).update(_group=group, _layer=layer, _module=module)
@@ -965,7 +962,7 @@ class Module(Place):
 
 
 class Table(Place):
-    """A site of every layer: `t.resid_mid[5]`, `t.z[5, 3]`, `t.layers_output[5]`."""
+    """A site indexed by layer: `t.resid_mid[5]`, `t.z[5, 3]`, `t.layers_output[5]`."""
 
     def __init__(self, group: Group, site: str, batched: bool) -> None:
         self._group, self._site, self._batched = group, site, batched
@@ -990,7 +987,7 @@ class Table(Place):
         return (self[layer] for layer in self._layers())
 
     def _layers(self) -> list[int]:
-        """The layers that have one."""
+        """The layers that have this site."""
         return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
 
     def __getattr__(self, name: str) -> Any:
@@ -1003,7 +1000,7 @@ class Table(Place):
 
 
 class Pending(Arithmetic, torch.Tensor):
-    """A saved value that is not there yet. It can be written elsewhere in the trace, and computed with as any value."""
+    """A saved value before the trace has run. Within the trace it can be written and computed with like any value."""
 
     saved: Saved
 
@@ -1045,7 +1042,7 @@ class Pending(Arithmetic, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """What does not come by `__torch_function__`: `torch.tensor(value)` and its like, which copy."""
+        """Refuses calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
@@ -1075,14 +1072,14 @@ class Saved:
         return [term.read.recording for term in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raises if the value cannot come any more."""
+        """Raises if the value failed, will never be available, or needs a further step of the caller."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
             check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Makes the tensor that the caller holds a plain one with these numbers, which nobody else has."""
+        """Turns the tensor that the caller holds into a plain one with a copy of these numbers."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             try:
@@ -1094,7 +1091,7 @@ class Saved:
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raises where what is saved of a recording never comes, or only once something is done."""
+    """Raises if the saved values of a recording will never come, or not without a further step of the caller."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error left the trace before it ran")
     if recording.state == "new":
@@ -1106,7 +1103,7 @@ def check_to_come(recording: Recording, name: str) -> None:
 
 
 def save(expression: Expression) -> Pending:
-    """Asks for the value of an expression after the trace."""
+    """Requests the value of an expression after the trace."""
     if not expression.terms:
         raise ProgramError("only numbers are saved here, and nothing of the model")
     saved = Saved(expression, callers_line())
@@ -1117,7 +1114,7 @@ def save(expression: Expression) -> Pending:
 
 
 def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torch.Tensor:
-    """The expression of the rows that its reads have given."""
+    """Evaluates an expression on the rows of its reads."""
     if expression.is_one_read:
         return rows[expression.terms[0].read]
     total: Any = torch.as_tensor(expression.constant)
@@ -1130,12 +1127,12 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
 
 
 def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
-    """What a read's `Capture`, at `path` in the program of its run, kept: in the shape of the read's spot."""
+    """The rows of a read, captured at `path` in the program of its run, in the shape of the read's spot."""
     captured = torch.as_tensor(run.read(path, copy=False))
     index = {position: row for row, position in enumerate(run.positions(path))}
     try:
         order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]
-    except TokensError:  # a number that the run did not come to
+    except TokensError:  # a position that the run did not reach
         order = []
     rows = captured if order == list(range(len(captured))) else captured[order]
     if not len(rows) and run.finish_reason is None:
@@ -1147,7 +1144,7 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
 
 
 class Cache(Mapping[str, torch.Tensor]):
-    """What `t.cache(...)` saves: a tensor a site, by its name (`"resid_post[5]"`) or as a site (`pc.resid_post[5]`)."""
+    """The result of `t.cache(...)`: one tensor per site, by name (`"resid_post[5]"`) or site (`pc.resid_post[5]`)."""
 
     def __init__(self, sites: list[Site], tokens: Tokens, line: Line, recording: Recording) -> None:
         self.sites, self.tokens, self.line, self.recording = sites, tokens, line, recording
@@ -1167,7 +1164,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return len(self._filled())
 
     def fill(self, run: Run, captured: Mapping[str, Any]) -> None:
-        """Takes what a run captured at the sites, without positions that other captures added."""
+        """Stores a run's captures of the sites, without the positions that only other captures added."""
         wanted, rows = run.select(self.tokens), {}
         for name, tensor in captured.items():
             chosen = np.flatnonzero(np.isin(run.positions(name), wanted))
@@ -1176,7 +1173,7 @@ class Cache(Mapping[str, torch.Tensor]):
         self._rows = rows
 
     def empty(self) -> Cache:
-        """Another cache of the same."""
+        """An empty cache of the same sites and tokens."""
         return Cache(self.sites, self.tokens, self.line, self.recording)
 
     def _filled(self) -> dict[str, torch.Tensor]:

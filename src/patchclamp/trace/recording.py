@@ -1,7 +1,5 @@
-"""Recordings: what a trace does to one prompt, as ops in the order of the caller's lines.
-
-The line of the caller that recorded something, so that an error at the end of the trace can name it.
-"""
+"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines. Each keeps its line, so
+that an error at the end of the trace can name it."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class Line(NamedTuple):
 
 
 def callers_line() -> Line:
-    """The innermost line on the stack that is not of this folder."""
+    """The innermost line on the stack outside this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
@@ -59,31 +57,31 @@ def callers_line() -> Line:
 
 
 def at_line(error: PatchclampError, line: Line) -> PatchclampError:
-    """The same error, with the line that caused it."""
+    """The same error with the line that caused it in its message."""
     told = type(error)(f"{error.message}\n  {line}", error.path)
     told.__cause__ = error.__cause__
     return told
 
 
-MAX_STORED = 4096  # rows that a write takes within a run; of more, two runs
+MAX_STORED = 4096  # rows that a write can take within one run; more need two runs
 
-CLOSED = {  # by the state of a recording: why nothing can be read or written
+CLOSED = {  # why nothing can be read or written, by the state of a recording
     "new": "a trace is a `with` block: `with lm.trace(prompt) as t:`, and reads and writes inside it",
     "left": "an error left this block, so nothing of it is run: nothing can be read or written there",
     "ended": "the trace has ended: reads and writes belong inside its `with`",
 }
 CLOSED |= dict.fromkeys(("waiting", "streaming"), CLOSED["ended"])
 
-Depth = tuple[int, int]  # a layer, and the place of a word in the order in which a layer computes
+Depth = tuple[int, int]  # a layer, and a site word's index in a layer's order of computation
 
 
 class Entry:
-    """One op, where it stands in its recording, and the line that made it.
+    """One op of a recording, its index there, and the line that recorded it.
 
-    op: as it goes into the program; of a write that reads, its value is put in when the read's run is known
-    spot: where it acts
+    op: the op of the program; if it writes the rows of a read, its value is filled in once the read's run is known
+    spot: the tensor and tokens it acts on
     source: the read whose rows it writes, or None
-    within: of a write that reads, whether one run does both: the rows are stored where they are read
+    within: True if one run can do both, the source read and this write, by storing the rows where they are read
     """
 
     def __init__(self, recording: Recording, op: SiteOp, spot: Spot, source: Entry | None, line: Line) -> None:
@@ -92,7 +90,7 @@ class Entry:
         self.refs: list[SiteRef] = recording.lm.sites.resolve(op.at)
         self.points = {ref.point for ref in self.refs}
         self.within = source is not None and may_be_within(self, source)
-        self.wanted = False  # of a read: whether anybody wants its rows
+        self.wanted = False  # for reads: True once its rows are needed
 
     @property
     def is_read(self) -> bool:
@@ -103,7 +101,7 @@ class Entry:
         return [depth(self.recording.lm, point) for point in self.points]
 
     def want(self, recording: Recording, captured: bool = True) -> None:
-        """Asks for the rows of a read, for a recording of the same trace; `captured`: to be had after its run."""
+        """Requests the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
@@ -111,7 +109,7 @@ class Entry:
         self.wanted |= captured
 
     def is_upstream_of(self, read: Entry) -> bool:
-        """Whether a write can change what a read of the same recording sees."""
+        """True if this write can change the value of a read of the same recording."""
         if self.is_read or self.recording is not read.recording:
             return False
         if read.recording.has_generated(read):
@@ -122,8 +120,8 @@ class Entry:
 
 
 def may_be_within(write: Entry, read: Entry) -> bool:
-    """Whether a write can take the rows of a read in one run: of an earlier layer and no later position, and as they
-    are now, for nothing was written there since."""
+    """True if a write can take the rows of a read in the same run: the read is at an earlier layer and no later
+    position, it has at most `MAX_STORED` rows, and nothing was written at its place since."""
     recording = read.recording
     if write.recording is not recording or recording.prompt is None:
         return False
@@ -138,12 +136,12 @@ def may_be_within(write: Entry, read: Entry) -> bool:
 
 
 def same_run(write: Entry, read: Entry) -> SameRun:
-    """The rows of a read, for a write in the same run."""
+    """The value of a write that takes the rows of a read in the same run."""
     return SameRun(read.op.at, None if read.op.tokens == write.op.tokens else read.op.tokens)
 
 
 def depth(lm: LM, point: int) -> Depth:
-    """Where a point comes in the order in which the model computes: by its earliest word."""
+    """A point's rank in the order of computation, by its earliest word."""
     site = parse_site(lm.sites.label(point))
     word = list(SITES).index(site.name)
     if isinstance(site.layers, int):
@@ -152,13 +150,13 @@ def depth(lm: LM, point: int) -> Depth:
 
 
 class Recording:
-    """What is done to one prompt, and what came of it.
+    """The reads and writes of one prompt, and their results.
 
-    prompt: (token ids, text), or None of a program without one (`lm.edit`)
-    trace: the trace that it is of, which is only compared
-    state: "new" before its `with`, "open" while lines are recorded, then "ended"; or "left", when an error left the
-        block; of a stream "waiting" and "streaming" before "ended"
-    failure: why its run failed
+    prompt: (token ids, text), or None for a program without a prompt (`lm.edit`)
+    trace: the trace that owns it, used only for identity comparison
+    state: "new" before its `with`, "open" while lines are recorded, then "ended", or "left" if an error left the block;
+        a stream is "waiting" and "streaming" before "ended"
+    failure: the error of its run or block, or None
     """
 
     def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, trace: object) -> None:
@@ -173,7 +171,7 @@ class Recording:
         self.run: Run | None = None
 
     def drop(self, error: BaseException) -> None:
-        """An error left the block: nothing of it is run."""
+        """Marks the block as left by an error, so that it does not run."""
         self.state = "left"
         if isinstance(error, PatchclampError):
             self.failure = error
@@ -189,7 +187,7 @@ class Recording:
             raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
 
     def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
-        """Records a write. Raises what is wrong with it, at the line of the caller."""
+        """Checks and records a write, so that errors raise at the caller's line."""
         self.check_open()
         self.check(op if source is None else Zero(op.at, op.tokens))
         entry = Entry(self, op, spot, source, callers_line())
@@ -201,7 +199,7 @@ class Recording:
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
-        """Records that a spot is read here: what was written before is seen, what comes later is not."""
+        """Records a read, which sees the writes before it and not those after it."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
         self.check(op)
@@ -220,7 +218,7 @@ class Recording:
         return entry
 
     def check(self, op: SiteOp) -> None:
-        """Binds one op to the prompt, to find what is wrong with it: told by its site, for it has no path yet."""
+        """Checks one op by binding it to the prompt. Errors name its site, because it has no path yet."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)
             return
@@ -234,20 +232,20 @@ class Recording:
             raise type(error)(message) from error.__cause__
 
     def width(self, spot: Spot) -> int:
-        """How many numbers a row of a spot has."""
+        """The row width of a spot."""
         ref = self.lm.sites.resolve(spot.site)[0]
         first, end = ref.columns or (0, self.lm.sites.points[ref.point].width)
         return end - first
 
     def rehearsal(self) -> Recording:
-        """A recording of the same prompt for lines that are tried and not kept."""
+        """A scratch recording of the same prompt, for checking lines that are not kept."""
         other = Recording(self.lm, self.prompt, self.max_tokens, self.trace)
         if self.prompt is not None:
             vars(other)["bound_prompt"] = self.bound_prompt
         return other
 
     def check_width(self, spot: Spot, read: Entry) -> None:
-        """Raises where the rows of a read are not as wide as those of a spot that they are written to."""
+        """Raises `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
         written, width = self.width(spot), read.recording.width(read.spot)
         if written != width:
             raise ShapeError(
@@ -256,7 +254,7 @@ class Recording:
             )
 
     def _check_source(self, write: Entry, read: Entry) -> None:
-        """Raises where a write reads what is made after it, or what depends on it."""
+        """Raises `ProgramError` if the source of a write is computed after it or depends on it."""
         if read.recording is not self:
             return
         if self.has_generated(read):
@@ -279,7 +277,7 @@ class Recording:
 
     @property
     def limit(self) -> int:
-        """Positions that are inputs, if it goes on to the end."""
+        """The number of positions that are inputs if the run generates `max_tokens`."""
         return self.length + self.max_tokens - 1
 
     @property
@@ -287,12 +285,11 @@ class Recording:
         return 0 if self.prompt is None else len(self.prompt[0])
 
     def positions(self, entry: Entry) -> np.ndarray:
-        """Every position that an entry may act on."""
+        """All positions that an entry may act on."""
         return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
 
     def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
-        """The positions of a spot, or of some tokens there, in their order. Raises where they depend on what is
-        generated."""
+        """The positions of a spot, or of tokens there. Raises `ShapeError` if they depend on generated tokens."""
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:
@@ -303,7 +300,7 @@ class Recording:
         return self.bound_prompt.cases(tokens, self.limit, self.length - 1 if site == "logits" else 0)
 
     def has_generated(self, entry: Entry) -> bool:
-        """Whether it may act on tokens that are generated."""
+        """True if an entry may act on generated tokens."""
         positions = self.positions(entry)
         return bool(positions.size) and int(positions.max()) >= self.length
 

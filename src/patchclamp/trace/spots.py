@@ -1,8 +1,7 @@
-"""Spots: a tensor of the model at some tokens, as a proxy names it, and what brackets make of it.
+"""Spots: a tensor of the model at some tokens, as a proxy names it, and the meaning of brackets on it.
 
-A spot is [T, W], as the model's module makes it without its batch axis; of heads [T, H, E]. The names of nnterp
-(`layers_output[5]`) have the batch axis in front, [1, T, W], when they are indexed and when they are saved. That is the
-one rule; `logits` has no such axis under either.
+A spot has the module's shape without the batch axis: [T, W], or [T, H, E] for heads. The names of nnterp
+(`layers_output[5]`) keep the batch axis, [1, T, W], when indexed and when saved. `logits` never has it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ WHOLE = slice(None)
 class Spot(msgspec.Struct, frozen=True):
     """A site at a selection of tokens.
 
-    whole: whether the selection is a whole group, so that brackets count within it
-    named: whether the caller named the group (`t.generated`): a selection in brackets is then one within the group
-    parted: whether the heads, neurons or experts were chosen, so that brackets select tokens
-    batched: whether there is a batch axis in front
-    single: whether one token was chosen by number, which drops its axis
-    numbered: whether that was in brackets of this tensor, so that no more brackets follow
+    whole: True if the selection is a whole group; brackets then count within it
+    named: True if the caller named the group (`t.generated`); a selection in brackets is then restricted to it
+    parted: True if heads, neurons or experts were already chosen, or the site has none; brackets then select tokens
+    batched: True if there is a leading batch axis
+    single: True if one token was chosen by number, which drops the token axis
+    numbered: True if that was in brackets of this tensor; no further brackets are allowed
     """
 
     site: Site
@@ -43,7 +42,7 @@ class Spot(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
-        """A site at a group of tokens: `prompt`, of which logits exist at the last alone, `generated`, `every`."""
+        """A site at a group of tokens: `prompt` (for logits only its last token), `generated` or `every`."""
         has_parts = bool(SITES[site.name].index)
         whole = isinstance(group, Positions) and group.index is None
         tokens = group
@@ -74,7 +73,7 @@ class Spot(msgspec.Struct, frozen=True):
         return spot
 
     def _without_batch(self, keys: list[Any]) -> Spot:
-        """The batch of one is taken from the front of the brackets."""
+        """Consumes the batch index at the front of the brackets."""
         first = keys.pop(0)
         if _is_whole(first):
             return self
@@ -86,7 +85,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, batched=False)
 
     def _part(self, key: Any) -> Spot:
-        """Some heads, neurons or experts."""
+        """Selects heads, neurons or experts."""
         if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
             part, name = SITES[self.site.name].index, self.site.name
             raise ProgramError(
@@ -97,7 +96,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, site=site, parted=True)
 
     def _select(self, key: Any) -> Spot:
-        """Some tokens of the group."""
+        """Selects tokens of the group."""
         if _is_whole(key):
             return self
         if isinstance(key, (Selection, str)):
@@ -119,7 +118,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True, numbered=True)
 
     def _numbers(self, key: Any) -> Any:
-        """A list of positions, or one, from a list, a tensor or an array."""
+        """A list of positions, or a single one, from a list, a tensor or an array."""
         key = key.tolist() if hasattr(key, "tolist") else list(key)
         if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
             raise ProgramError(f"{self}: tokens are chosen by one list of numbers, not by an index of several axes")
@@ -130,7 +129,7 @@ class Spot(msgspec.Struct, frozen=True):
         return key
 
     def _sampled(self, key: Any) -> Spot:
-        """Logits of a prompt have one row, its last token's."""
+        """Selects from a prompt's logits, which have one row: the last token's."""
         if key not in (0, -1):
             raise ProgramError(
                 f"logits[{written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
@@ -143,7 +142,7 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def _is_part(keys: list[Any]) -> bool:
-    """Whether brackets of a site with parts choose some: alone, or after the tokens."""
+    """True if brackets on a site with parts choose among them: alone, or after the tokens."""
     return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
 
 
@@ -152,20 +151,20 @@ def _is_whole(key: Any) -> bool:
 
 
 def written(key: Any) -> str:
-    """What stands in brackets, as it is written."""
+    """The source text of a key in brackets."""
     return str(Range.of(key)) if isinstance(key, slice) else str(key)
 
 
 def positive(site: Site, layers: int) -> Site:
-    """A site whose layer counts from the front."""
+    """The site with a negative layer counted from the front instead."""
     if isinstance(site.layers, int) and -layers <= site.layers < 0:
         return Site(site.name, site.layers + layers, site.index)
     return site
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """A number, or numbers as fp32 [..., W], copied, because the caller may change his own later; None for what is
-    neither. Raises `ProgramError` for what `as_array` and `as_number` refuse."""
+    """A number, or an fp32 array [..., W], copied because the caller may change the original later; None for any other
+    value. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
     if isinstance(value, Vector):
         return np.array(value.array())
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""`lm.trace` and `lm.edit`: the objects that a `with` gives, and the end of the `with`, where all of it runs."""
+"""`lm.trace` and `lm.edit`: the objects of their `with` blocks, which run or store what was recorded at its end."""
 
 from __future__ import annotations
 
@@ -27,32 +27,29 @@ if TYPE_CHECKING:
 
 
 class Invoke(Group):
-    """One prompt in a trace. Its tensors are those of the prompt's tokens; `generated`, `all()` and `prompt` give those
-    of others."""
+    """One prompt in a trace. Its tensors cover the prompt; `generated`, `all()` and `prompt` select other groups."""
 
     def __init__(self, recording: Recording, tokens: Tokens = prompt) -> None:
         super().__init__(recording, tokens, False)
 
     @property
     def generated(self) -> Steps:
-        """The tokens that are generated, from when they are inputs: `t.generated[3].layers[5].output`, or all of them,
-        `t.generated.layers[5].output`."""
+        """The generated tokens, each at the step that takes it as input: `t.generated[3].layers[5].output`, or all of
+        them, `t.generated.layers[5].output`."""
         return Steps(self._recording, generated)
 
     @property
     def prompt(self) -> Steps:
-        """The tokens of the prompt, said aloud: a selection in brackets is then one among them."""
+        """The tokens of the prompt as an explicit group: a selection in brackets is restricted to them."""
         return Steps(self._recording, prompt)
 
     def all(self) -> Group:
-        """Every token, of the prompt and generated."""
+        """All tokens: the prompt's and the generated ones."""
         return Group(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        """Saves many sites at once, as they are after all writes of the trace; every site if none is named.
-
-        tokens: a selection; the prompt's if not given
-        """
+        """Saves many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
+        a selection, by default the prompt's tokens."""
         recording = self._recording
         recording.check_open()
         chosen = [parse_site(site) for site in sites] or [Site(name) for name in recording.lm.sites.names]
@@ -66,7 +63,7 @@ class Invoke(Group):
 
     @property
     def run(self) -> Run:
-        """The run, after the trace: `run.text`, `run.token_ids`, and what the trace asked for besides."""
+        """The `Run`, after the trace: `run.text`, `run.token_ids`, and scores and logprobs if requested."""
         recording = self._recording
         if recording.failure is not None:
             raise recording.failure
@@ -77,7 +74,7 @@ class Invoke(Group):
 
     @property
     def error(self) -> PatchclampError | None:
-        """What it met, or None."""
+        """The error of this prompt, or None."""
         return self._recording.failure
 
     @property
@@ -100,11 +97,9 @@ class Invoke(Group):
 
 
 class Trace(Place):
-    """What `lm.trace` gives: with a prompt it is that prompt's `Invoke`; without, it has one for each `invoke`.
-
-    At the end of the `with` everything runs, in as few batches as its reads allow. A trace with `stream=True` runs when
-    it is iterated, after the `with`.
-    """
+    """The object of `with lm.trace(...)`. With a prompt it acts as its `Invoke`; without one, `invoke` adds prompts.
+    Everything runs at the end of the `with` block, in as few batches as its reads allow. With `stream=True` it runs
+    when the trace is iterated, after the block."""
 
     def __init__(
         self, lm: LM, prompt: Any = None, *, messages: Any = None, max_tokens: int = 1, edits: Any = (),
@@ -144,7 +139,7 @@ class Trace(Place):
         self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = (),
         **others: Any,
     ) -> Invoke:  # fmt: skip
-        """Another prompt, in the same batch: `with t.invoke("…") as a:`. Values of one may be written into another."""
+        """Adds a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
         check_options(others, "t.invoke", OF_INVOKE)
         if not self._entered:
             raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, and invokes inside it")
@@ -209,11 +204,11 @@ class Trace(Place):
             await drive_async(execution, self._lm)
 
     def _end(self, left: bool) -> Execution | None:
-        """Closes the recordings; what is to be run now, if anything."""
+        """Closes the recordings and returns the execution to run now, if any."""
         recordings = [invoke._recording for invoke in self._invokes]
         self._state = "left" if left else "ended"
         for recording in recordings:
-            if left or recording.state != "left":  # one that an error has left before stays so: the caller caught it
+            if left or recording.state != "left":  # keep "left": the caller caught its error
                 recording.state = "waiting" if self._streamed and not left else self._state
         if left:
             return None
@@ -225,10 +220,8 @@ class Trace(Place):
     # -- streams
 
     def so_far(self, value: Any) -> Any:
-        """What a saved value or a cache has by now, while the trace streams: of the tokens whose parts were read.
-
-        Raises `ProgramError` where nothing streams, and `MissingSource` for a token that has not come yet.
-        """
+        """The current content of a saved value or a cache while the trace streams: the tokens whose parts were read.
+        Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
             raise ProgramError("nothing streams: t.so_far(value) is for the loop `for part in t`")
         run = self._stream.so_far
@@ -278,7 +271,7 @@ class Trace(Place):
             invoke._recording.state = state
 
     def _before_the_stream(self) -> tuple[Calls, Call]:
-        """Makes all calls but the prompt's own, which is left to be streamed."""
+        """Makes all calls except the last, the prompt's own, and returns that one to be streamed."""
         if not self._streamed:
             raise ProgramError("only a trace with stream=True is iterated: lm.trace(prompt, stream=True)")
         if self._state != "ended":
@@ -295,7 +288,7 @@ class Trace(Place):
 
 
 class Edit(Invoke):
-    """What `lm.edit` gives: a program without a prompt. Its tensors are those of every token."""
+    """The object of `with lm.edit(name)`: a program without a prompt. Its tensors cover every token."""
 
     def __init__(self, lm: LM, name: str) -> None:
         super().__init__(Recording(lm, None, 1, self), every)
@@ -329,7 +322,7 @@ def drive(execution: Execution, lm: LM) -> None:
 
 
 async def drive_async(execution: Execution, lm: LM) -> None:
-    """As `drive`, awaiting each call."""
+    """The asyncio version of `drive`."""
     calls = execution.calls()
     call = next(calls, None)
     while call is not None:
@@ -348,7 +341,7 @@ def _called(lm: LM, call: Call) -> list[Run] | PatchclampError:
 
 
 def _answer(calls: Calls, answer: list[Run] | PatchclampError) -> Call | None:
-    """Gives a call its runs or its error; the next call, or None after the last."""
+    """Sends a call's runs or error to the generator, and returns the next call, or None after the last."""
     try:
         return calls.throw(answer) if isinstance(answer, PatchclampError) else calls.send(answer)
     except StopIteration:
@@ -356,13 +349,13 @@ def _answer(calls: Calls, answer: list[Run] | PatchclampError) -> Call | None:
 
 
 def _abandon(calls: Calls) -> None:
-    """Ends the calls of a stream that was left: what it saves never comes, and says so."""
+    """Ends the calls of an abandoned stream, so that its saved values raise an error when read."""
     with contextlib.suppress(PatchclampError):
         calls.throw(EngineError("the stream was left before its end"))
 
 
 def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
-    """One prompt: its token ids, and its text if it has one."""
+    """The token ids of one prompt, and its text if it was given as text."""
     if messages is not None and prompt is None:
         if not isinstance(messages, (list, tuple)) or any(isinstance(m, (list, tuple)) for m in messages):
             raise ProgramError("expected one chat, a list of {'role': ..., 'content': ...}", "messages")
