@@ -83,9 +83,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
     """Return the adapter of each prompt. `folders`: None, one folder for all prompts, or a list with one per prompt.
-
-    Raises `ProgramError` for a list of the wrong length, and the errors of `read`.
-    """
+    Raises `ProgramError` for a list of the wrong length, and the errors of `read`."""
     if not isinstance(folders, (list, tuple)):
         return [None if folders is None else _read_at(folders, "lora")] * prompts
     if len(folders) != prompts:

@@ -340,8 +340,7 @@ class _Programs:
         return addresses
 
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
-        """Plan a step whose rows have these token ids [R]. Return a function that applies the plan in place to a
-        point's rows, given its kind and layer."""
+        """Plan a step whose rows have these token ids [R]; return its in-place tap(kind, layer, rows)."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
         self._buffer = np.zeros(plan.size, np.float32)
 

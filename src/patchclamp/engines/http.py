@@ -222,10 +222,8 @@ class HttpEngine(Engine):
         self, verb: str, route: str, body: Any = None, again: bool = False,
         take: Callable[[Any], Awaitable[Any]] = lambda response: response.aread(),
     ) -> Any:  # fmt: skip
-        """Send a request; return the response's body, or the result of `take`. `again`: it may be retried.
-
-        Raises the server's error, or `EngineError` if there is no response.
-        """
+        """Send a request; return the response's body, or the result of `take`. `again`: it may be retried. Raises the
+        server's error, or `EngineError` if there is no response."""
         content = None if body is None else msgspec.msgpack.encode(body)
         for left in reversed(range(TRIES if again else 1)):
             try:

@@ -57,8 +57,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str, options: Mapping[str, Any]) -> str:
-    """Return the folder or hub id of a model; "smollm2" is prepared on first use. Raises `ModelError` if an engine with
-    these options could not load it."""
+    """Return a model's folder or hub id, after preparing "smollm2". Raises `ModelError` if it cannot be loaded."""
     if model != "smollm2":
         check_checkpoint(model, options)
         return model

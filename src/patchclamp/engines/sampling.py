@@ -165,8 +165,7 @@ class Writer:
 
 
 class Asked:
-    """The tokens and log-probabilities read from a step's logits [B, V], fp32, for all unfinished requests. The copy to
-    host memory is asynchronous."""
+    """The values read from a step's fp32 logits [B, V] for unfinished requests, copied to the host asynchronously."""
 
     def __init__(self, writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
         self._rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]

@@ -69,10 +69,8 @@ def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. Nothing else may run the model meanwhile.
-
-    Raises: `UnsupportedSite` for a router, whose choice of experts has no gradient, and for logits.
-    """
+    """Implement `Engine.gradients`. Nothing else may run the model meanwhile. Raises `UnsupportedSite` for a router,
+    whose choice of experts has no gradient, and for logits."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
         if taps[number].rerun or sites.points[number].rows == "sampled":
@@ -292,8 +290,7 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts: programs admitted, runs kept, vectors pinned, records free, steps planned, batches computed
-        whole and from a cut on."""
+        """Return counts of programs, runs, vectors, free records, planned steps, and batches whole and from a cut."""
         return self._call(self._counts).result()
 
     def report(self) -> list[Finding]:
@@ -308,8 +305,7 @@ class TransformersEngine(Engine):
         return {**self.runtime.status(), **self._room.counts(), **batches}
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a job on the engine's thread, after freeing released runs. Afterwards, if no job is queued, finish the
-        last batch."""
+        """Run a job on the engine's thread, after freeing released runs. With no job left, finish the last batch."""
 
         def run() -> Any:
             try:

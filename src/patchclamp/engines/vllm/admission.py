@@ -151,8 +151,7 @@ class Admission:
     # -- vectors and runs, from front ends
 
     def hold_vectors(self, vectors: Mapping[str, np.ndarray], keys: list[str], drop: list[str]) -> None:
-        """Store inline vectors [n, W] with reference counts: each key in `keys` adds a holder, each in `drop` removes
-        one."""
+        """Store inline vectors [n, W] with reference counts; `keys` adds holders, `drop` removes them."""
         for key in keys:
             if key not in self._vectors and key in vectors:  # otherwise its readers get `MissingSource`
                 self._vectors[key] = _Vector(vectors[key])

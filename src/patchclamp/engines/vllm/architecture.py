@@ -104,10 +104,8 @@ def site_map(vllm_config: Any) -> SiteMap:
 
 
 def find_sites(vllm_config: Any) -> SiteMap:
-    """Find the site map of an engine's model, from a table or from the model's class.
-
-    Raises: `ModelError`, with advice, for a model without one.
-    """
+    """Find the site map of an engine's model, from a table or from the model's class. Raises `ModelError`, with advice,
+    for a model without one."""
     return _map_of(vllm_config, _family(vllm_config, configuration.model_facts(vllm_config)))
 
 

@@ -210,8 +210,7 @@ class AsyncEngine(Engine):
         await asyncio.gather(*front.tell_cores(self.client, "patchclamp_free_dead", lease_s))
 
     def _core_of(self, request: Request) -> int | None:
-        """Return the engine core that must run a request, because it has the rows it reads and keeps its captures; None
-        to let vLLM balance the load."""
+        """Return the engine core that has the rows a request reads and keeps its captures; None: vLLM balances."""
         assert request.bound is not None
         ops = request.bound.ops
         if front.core_count(self.client) == 1 or not any(
@@ -221,8 +220,7 @@ class AsyncEngine(Engine):
         return self._core_of_run(request.run)
 
     def _core_of_run(self, run: str) -> int:
-        """Return the engine core that keeps a run's captures. All runs of a client share one, so they can read each
-        other."""
+        """Return the core that keeps a run's captures: the same for all runs of a client, which may read each other."""
         return zlib.crc32(run.rpartition("-")[0].encode()) % front.core_count(self.client)
 
     async def ask(self, verb: str, *args: Any, only: int | None = None) -> list[Any]:

@@ -133,10 +133,8 @@ class VllmEngine(Engine):
         return self._call(lambda: running(self.config, self._workers.status("examine"))).result()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory of weights and cache until `wake`; vectors and captures stay.
-
-        Raises `EngineError` for a level above 1, without `enable_sleep_mode=True`, and while runs are unfinished.
-        """
+        """Free the device memory of weights and cache until `wake`; vectors and captures stay. Raises `EngineError` for
+        a level above 1, without `enable_sleep_mode=True`, and while runs are unfinished."""
         self._call(lambda: self._sleep(level)).result()
 
     def wake(self) -> None:

@@ -15,8 +15,7 @@ problem: SeamMoved | None = None  # a missing seam; only engines with patchclamp
 
 
 class _Causes(logging.Handler):
-    """Appends each logged exception as one line to a file for the server's process, which otherwise does not get the
-    cause of a failed core."""
+    """Appends each logged exception as a line to a file, since a server does not get the cause of a failed core."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:

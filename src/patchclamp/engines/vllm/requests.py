@@ -92,8 +92,7 @@ SET_BY_US = (
 
 
 def check(sampling: dict[str, Any]) -> None:
-    """Raise `UnknownName` for a parameter that vLLM does not have, `ProgramError` for a reserved or unsupported one, or
-    an invalid value."""
+    """Raise `UnknownName` for an unknown parameter, `ProgramError` for a reserved, unsupported or invalid one."""
     from vllm import SamplingParams
 
     types = _types()

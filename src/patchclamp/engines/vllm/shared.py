@@ -197,8 +197,7 @@ class Receiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Return the open memory of every lent row, from the row's first byte on. Each file's rows are returned to the
-        sender once no view of them is left."""
+        """Return each lent row's open memory, from its first byte on; a file is returned when no view of it is left."""
         if "lent" not in answer:
             return {}
         places = {number: Place(*place) for number, *place in answer["lent"]}

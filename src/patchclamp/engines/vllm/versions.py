@@ -143,10 +143,8 @@ class Source:
 
 
 def read_source(path: Path) -> Source:
-    """Read the source in a wheel, a checkout, or the folder of an installed vLLM.
-
-    Raises: `EngineError` if there is no vLLM at that path.
-    """
+    """Read the source in a wheel, a checkout, or the folder of an installed vLLM. Raises `EngineError` if there is no
+    vLLM at that path."""
     if path.is_file() and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as wheel:
             files = [name for name in wheel.namelist() if name.startswith("vllm/") and name.endswith(".py")]
@@ -250,10 +248,8 @@ class SourceReport(msgspec.Struct, frozen=True):
 
 
 def examine_source(path: Path) -> SourceReport:
-    """Look up every seam in the source of a vLLM: a wheel, a checkout, or an installed folder.
-
-    Raises: `EngineError` if there is no vLLM at that path.
-    """
+    """Look up every seam in the source of a vLLM: a wheel, a checkout, or an installed folder. Raises `EngineError` if
+    there is no vLLM at that path."""
     source = read_source(path)
     return SourceReport(str(path), source.version, tuple(look_up(seam, source) for seam in SEAMS.values()))
 

@@ -61,10 +61,8 @@ class Exchange:
             self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
-        """Return the rows [n, W] of other workers that a request's program reads here, by bank key.
-
-        Raises `MissingSource` if the sender did not have them.
-        """
+        """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
+        `MissingSource` if the sender did not have them."""
         moved = self._moved.pop(request)
         if isinstance(moved, MissingSource):
             raise moved
@@ -107,8 +105,7 @@ class Exchange:
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
-        """Return the worker that keeps the reader's shard of a point's rows: the reader itself if it does; None if no
-        worker does."""
+        """Find a worker that keeps the reader's shard of a point's rows, preferably the reader; None without one."""
         sharded = self._runtime.sites.shard_count(point) > 1
         has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:
@@ -285,8 +282,7 @@ class Attached:
         return (False, True), 0
 
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
-        """Compute the result of `before` for any step, and the number of further steps for which it holds if the same
-        requests continue."""
+        """Compute the result of `before`, and for how many more steps it holds if the same requests continue."""
         self._preemptions += compat.preempted(scheduler_output)
         finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
         self._free(finished)
@@ -431,8 +427,7 @@ class Attached:
         return {request: self.runtime.outcome(request) for request in requests}
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
-        """Return (positions, rows) of the captures kept here, by index in `wanted`; for a receiver in another process,
-        the result of `shared.Sender.hand`."""
+        """Return (positions, rows) of captures kept here, by index in `wanted`; for a receiver, via `Sender.hand`."""
         stored = self._stored(wanted)
         if receiver:
             return self._sender.hand(stored, *receiver)

@@ -70,8 +70,7 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
-    """Return the shards that have rows, or the first if all are empty. Projected rows are on the single worker that has
-    all columns."""
+    """Return the shards with rows, or else the first. Projected rows are only on the worker with all columns."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
 
 
@@ -116,9 +115,7 @@ class Adapters:
 
     def take(self, request: Request) -> Any:
         """Load a request's adapter, keep it until `give`, and return vLLM's request for it; None without an adapter.
-
-        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model.
-        """
+        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model."""
         adapter = request.adapter
         if adapter is None:
             return None

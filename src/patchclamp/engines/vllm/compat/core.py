@@ -87,10 +87,7 @@ def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
 
 def program_of(request: Any, carried: bytes) -> RequestProgram | None:
     """Return a request's program, decoded once, when the request is created and its blocks get their keys; None in
-    engines without patchclamp.
-
-    Raises `msgspec.DecodeError` for bytes that are not a program.
-    """
+    engines without patchclamp. Raises `msgspec.DecodeError` for bytes that are not a program."""
     program = getattr(request, "patchclamp", None)
     if program is None and _making.admission is not None:
         program = request.patchclamp = RequestProgram(_making.admission, carried, images.spans_of(request))
@@ -219,8 +216,7 @@ class _Admitting:
         self._cache_blocks(request, num_computed_tokens)
 
     def free_blocks(self, request: Any) -> None:
-        """Free the blocks of an ended or preempted request. With tokens left to prove, an ended one keeps them until
-        its verdict."""
+        """Free the blocks of an ended or preempted request; if an ended one has tokens to prove, after its verdict."""
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None and not request.is_finished():
             program.forget_proof()
@@ -486,8 +482,7 @@ def read_verdict(told: Sequence[Any]) -> Verdict:
 
 
 def verdicts_of(processor: Any) -> dict[str, Verdict]:
-    """Return the verdicts on a front end's ended requests, by the engine's own names of them. The caller that completes
-    a request removes its verdict."""
+    """The verdicts on a front end's ended requests, by vLLM's names of them; each is removed when it is used."""
     return processor.__dict__.setdefault("patchclamp_verdicts", {})
 
 
@@ -508,10 +503,8 @@ def decoded(processor: Any, prompt: list[int], params: Any, ids: list[int], stop
 
 
 def tell_core(engine: Any, method: str, *args: Any) -> None:
-    """Call a method of an `LLMEngine`'s core without waiting. The call arrives before requests added afterwards.
-
-    Raises `EngineError` if an earlier call failed.
-    """
+    """Call a method of an `LLMEngine`'s core without waiting. The call arrives before requests added afterwards. Raises
+    `EngineError` if an earlier call failed."""
     client = engine.engine_core
     core = getattr(client, "engine_core", None)
     if hasattr(core, "scheduler"):
@@ -531,8 +524,7 @@ def tell_core(engine: Any, method: str, *args: Any) -> None:
 
 
 def notice_death(engine: Any) -> None:
-    """Fail pending calls when an engine core in another process is killed: vLLM only ends the thread that reads its
-    outputs, without an error."""
+    """Fail pending calls when a core's process is killed: vLLM then only ends its output thread, without an error."""
     client = engine.engine_core
     if not hasattr(client, "output_queue_thread"):
         return
@@ -550,8 +542,7 @@ def notice_death(engine: Any) -> None:
 
 
 def is_pending(engine: Any) -> bool:
-    """True if a core in this process must be stepped although no request is active. A core in another process steps by
-    itself."""
+    """True if a core in this process must be stepped although no request is active; others step by themselves."""
     core: Any = getattr(engine.engine_core, "engine_core", None)
     return hasattr(core, "scheduler") and core.patchclamp_pending()
 

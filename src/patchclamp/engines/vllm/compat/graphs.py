@@ -576,8 +576,7 @@ def compiled_ahead(vllm_config: Any) -> bool:
 
 
 def lacks_idle_variant(vllm_config: Any) -> bool:
-    """True if an engine's model was compiled outside `on_compile`, so that idle steps would run code with taps despite
-    stock numerics."""
+    """True if a model was compiled outside `on_compile`, so idle steps have taps despite stock numerics."""
     compiled = engine_id(vllm_config) in _compiled
     return _mode(vllm_config) == "VLLM_COMPILE" and not compiled and not is_uniform(vllm_config)
 

@@ -24,8 +24,7 @@ def request(name: str, number: int, folder: str) -> Any:
 
 
 def prepare(runner: Any) -> None:
-    """Prepare a runner's model for requests with and without adapters. Raises `SeamMoved`, and `EngineError` for layers
-    of experts on a CPU."""
+    """Prepare a runner's model for adapters. Raises `SeamMoved`, and `EngineError` for layers of experts on a CPU."""
     require_all("lora")
     require_on("lora runner", runner)
     require_on("lora worker", runner.lora_manager)

@@ -109,10 +109,8 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
 
 
 def runner_of(worker: Any) -> tuple[Any, str]:
-    """Return a worker's model runner and its kind, "v1" or "v2".
-
-    Raises `SeamMoved` for another kind, and if a seam that this kind needs is missing.
-    """
+    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, and if a seam
+    that this kind needs is missing."""
     runner = worker.model_runner
     kinds = {"vllm.v1.worker.gpu.model_runner": "v2", "vllm.v1.worker.gpu_model_runner": "v1"}
     kind = next((kinds[base.__module__] for base in type(runner).__mro__ if base.__module__ in kinds), None)
@@ -250,8 +248,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
 
 
 def _samples(scheduler_output: Any, requests: list[str]) -> np.ndarray | None:
-    """Return the number of rows with logits of each request: its newest token's and the drafted ones'. None: one
-    each."""
+    """Return each request's number of rows with logits: its newest token and the drafted ones. None: one each."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -315,8 +312,7 @@ def _no_graph(mode: Any, tokens: int) -> bool:
 
 
 def _profile_variants(runner: Any, graphs: Graphs) -> None:
-    """Make a V1 runner compile, tune and measure the active variant like the idle one. Its other dummy steps are always
-    idle."""
+    """Make a V1 runner compile, tune and measure both variants. Its other dummy steps are always idle."""
     dummy = runner._dummy_run
 
     @forwards(dummy)

@@ -405,10 +405,8 @@ def require_all(part: str) -> None:
 
 
 def require(name: str) -> tuple[Any, str]:
-    """Return the owner and the last name of a seam's place.
-
-    Raises `SeamMoved` if it, a required parameter, or a required attribute is missing.
-    """
+    """Return the owner and the last name of a seam's place. Raises `SeamMoved` if it, a required parameter, or a
+    required attribute is missing."""
     seam = SEAMS[name]
     module_name, _, path = seam.place.partition(":")
     *outer, last = path.split(".")
@@ -508,8 +506,7 @@ def _as_written(name: str, default: ast.expr | None) -> str:
 
 
 def changed_parameters(seam: Seam, found: Parameters) -> str:
-    """Describe how a function's parameters (names, order, kinds, defaults) differ from all forms that a seam declares;
-    "" if they match one."""
+    """Describe how a function's parameters differ from all forms that a seam declares; "" if they match one."""
     differences = []
     for form in seam.signature:
         definition = ast.parse(f"def _({form}): ...").body[0]
