@@ -297,7 +297,7 @@ class Recompute:
 
 
 def _cuts(layers: int, length: int) -> list[Cut]:
-    """Cuts at the corners and in the middle."""
+    """Return cuts at the corners and in the middle."""
     cuts = [
         (layers // 2, length // 2),
         (min(1, layers - 1), 1),

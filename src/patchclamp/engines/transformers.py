@@ -76,7 +76,7 @@ def gradients(
         if taps[number].rerun or sites.points[number].rows == "sampled":
             raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
     tensors: dict[int, torch.Tensor] = {}
-    net.requires_grad_(False)  # gradients are of activations alone
+    net.requires_grad_(False)  # only activations need gradients
     device = next(net.parameters()).device
     ids_1T = torch.tensor([prompt_token_ids], device=device)
     with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
@@ -290,7 +290,7 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts of programs, runs, vectors, free records, planned steps, and batches whole and from a cut."""
+        """Return counts: programs, runs, vectors, free records, planned steps, batches computed whole or from a cut."""
         return self._call(self._counts).result()
 
     def report(self) -> list[Finding]:

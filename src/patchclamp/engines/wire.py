@@ -30,7 +30,7 @@ from patchclamp.sites import Family, SiteMap, Sizes
 
 WIRE = 2  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
-LEASE_S = 60.0  # without a sign of life, after which a client is dead and its captures are freed
+LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
 MAX_BODY_BYTES = 1 << 27

@@ -48,7 +48,7 @@ class Sender:
         self._buffers: dict[str, _Buffer] = {}
         # unique across senders: a receiver has several, and identifies each by the upper bits
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        # by loan: the receiver, and by file the rows there that must stay for it
+        # by loan: the receiver, and the rows that must stay for it, by file
         self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(

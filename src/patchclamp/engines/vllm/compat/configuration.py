@@ -153,9 +153,7 @@ def shut_down(engine: Any, alone: bool) -> None:
 
 def share_groups(vllm_config: Any) -> None:
     """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first.
-
-    For a worker in this process only.
-    """
+    This is for a worker in this process only."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -211,7 +209,7 @@ def images_see_ahead(vllm_config: Any) -> bool:
 
 
 def settings(vllm_config: Any) -> str:
-    """Return vLLM's own hash of its configuration, and the checkpoint's revision: these determine a run's results."""
+    """Return vLLM's own hash of its configuration, and the checkpoint's revision: they identify the code that runs."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
 
 
@@ -362,10 +360,8 @@ def _on_v2(vllm_config: Any) -> bool:
 
 
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
-    """Return the (name, condition, reason) of untested or impossible kinds of speculative decoding.
-
-    Programs need each step's drafted rows, and its first position, which is known once the last step's drafts are
-    checked."""
+    """Return the (name, condition, reason) of unsupported kinds of speculative decoding. Programs need to know a step's
+    drafted rows, and its first position, which is known once the last step's drafts are checked."""
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
     if speculative_config is None:
         return []

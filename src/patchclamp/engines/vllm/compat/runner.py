@@ -229,7 +229,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
         if graphs is not None and drafts:
-            graphs.use(active=False)  # the draft model, which shares these graphs, runs after this
+            graphs.use(active=False)  # the draft model, whose graphs are among these, runs after this
         return result
 
     @forwards(prepare)
@@ -297,7 +297,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     @forwards(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         if active and drafts:
-            graphs.use(active=False)  # the draft model, which shares these graphs, runs inside `sample`
+            graphs.use(active=False)  # the draft model, whose graphs are among these, runs in `sample`
         result = sample(*args, **kwargs)
         if active:
             hooks.after()
