@@ -1,4 +1,4 @@
-"""CARRY: what runs a program. One protocol (`base`), and vLLM, Transformers and the shipped fake behind it."""
+"""CARRY: the engines that run programs. One protocol (`base`), implemented on vLLM, Transformers, HTTP and a fake."""
 
 from patchclamp.engines.base import Answer, Engine, Model, Request, Tokenizer
 

@@ -1,25 +1,15 @@
-"""The engine protocol: what an engine takes (`Request`) and gives (`Answer`). The fake (`engines.fake`) carries
-requests by it in one file.
+"""The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `engines.fake` implements it in one file.
 
-What the doctor reports, one thing at a time.
+Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, a pause for
+full garbage collections, and the bytes that carry a program to an engine core, with their receipt.
 
-LoRA adapters, read from the folders that PEFT writes, before anything runs.
+`numerics` selects the code for steps without programs, on an engine that compiles:
 
-Which code steps without programs run, on an engine that compiles.
+uniform: the same code as steps with programs, which has taps. Reading changes no bit of a run. Neither does writing a
+    capture back to its origin. The default of `pc.LM`.
+stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
-uniform: the code of steps with programs, which has taps. Reading changes no bit of a run, and a capture that is written
-    back where it came from changes none either.
-stock: code compiled without taps, which is the engine's own to the last bit.
-
-The two codes round differently in the last bits, where a compiler fuses what lies on both sides of a tap. `pc.LM` is
-uniform by default, and a server stock.
-
-How often Python's garbage collector goes through everything.
-
-It does so when a quarter more objects have come than it last found, which a sweep's cells soon are. With PyTorch and
-vLLM loaded that takes 0.2 s, in which nothing else runs.
-
-What a request carries to its engine core: its bound program as bytes, and the receipt that answers for it.
+The two round differently in the last bits wherever the compiler fuses ops across a tap.
 """
 
 from __future__ import annotations
@@ -62,11 +52,11 @@ if TYPE_CHECKING:
 class Finding(msgspec.Struct, frozen=True):
     """One finding of the doctor.
 
-    part: the area it belongs to: versions, seams, configuration, sites, fusions, graphs, memory
-    name: what was looked at
-    status: "ok"; "note" for what is worth knowing; "problem": patchclamp does not work
-    detail: what was found
-    advice: what to do about it
+    part: versions, seams, configuration, sites, fusions, graphs or memory
+    name: the item checked
+    status: "ok"; "note" for information; "problem" if patchclamp does not work
+    detail: the result
+    advice: the fix
     """
 
     part: str
@@ -80,10 +70,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter in a folder.
+    """A LoRA adapter in a folder.
 
-    name: of its folder and its files' sizes and times
-    rank: the largest of its modules' ranks
+    name: the folder's name, and a hash of its path and its files' sizes and modification times
+    rank: the largest rank of its modules
     """
 
     folder: str
@@ -92,10 +82,8 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
-    """The adapter of each prompt, from None, a folder for all prompts, or a list of such, one a prompt.
-
-    Raises: what `read` raises.
-    """
+    """Return the adapter of each prompt. `folders`: None, one folder for all prompts, or a list with one per prompt.
+    Raises `ProgramError` for a list of the wrong length, and the errors of `read`."""
     if not isinstance(folders, (list, tuple)):
         return [None if folders is None else _read_at(folders, "lora")] * prompts
     if len(folders) != prompts:
@@ -115,7 +103,7 @@ def _read_at(path: Any, argument: str) -> Adapter:
 
 
 def read(path: Any) -> Adapter:
-    """The adapter in a folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
+    """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
     folder = Path(as_file(path)).expanduser().resolve()
     if not folder.is_dir():
         raise MissingSource(f"there is no folder {str(path)!r}; give that of an adapter which PEFT has written")
@@ -144,13 +132,13 @@ NUMERICS = ("uniform", "stock")
 
 
 def check(numerics: object) -> None:
-    """Raises `UnknownName` for what is none of the two."""
+    """Raise `UnknownName` unless `numerics` is one of `NUMERICS`."""
     if numerics not in NUMERICS:
         raise unknown("numerics", str(numerics), NUMERICS, "numerics")
 
 
 def only_uniform(numerics: str, engine: str) -> None:
-    """Raises `EngineError` if an engine that runs the same code in every step is asked for anything else."""
+    """Raise `EngineError` for numerics other than "uniform" on an engine that runs the same code in every step."""
     check(numerics)
     if numerics != "uniform":
         raise EngineError(
@@ -159,16 +147,20 @@ def only_uniform(numerics: str, engine: str) -> None:
         )
 
 
-YOUNG = 200  # collections of younger objects between two of all, instead of 10: some million new objects
+YOUNG = 200  # younger collections between two full ones, instead of 10: about a million new objects
 
-_lock = threading.RLock()  # the collector itself may end a call that nobody holds
-_inside = 0  # calls under way
-_usual = 0  # what the threshold was before them
+_lock = threading.RLock()  # reentrant: a collection may close an abandoned `rarely()`
+_inside = 0  # active calls
+_usual = 0  # the threshold before them
 
 
 @contextlib.contextmanager
 def rarely() -> Iterator[None]:
-    """While it lasts, all objects are gone through less often; young ones as always."""
+    """Run full garbage collections less often inside the context; young objects are collected as usual.
+
+    A full collection starts once the objects have grown by a quarter, which the cells of a sweep soon do. With PyTorch
+    and vLLM loaded it takes 0.2 s and blocks everything else.
+    """
     global _inside, _usual
     with _lock:
         _inside += 1
@@ -182,7 +174,7 @@ def rarely() -> Iterator[None]:
         with _lock:
             _inside -= 1
             first, second, third = gc.get_threshold()
-            if not _inside and third == max(_usual, YOUNG):  # else somebody has set it meanwhile
+            if not _inside and third == max(_usual, YOUNG):  # otherwise the caller has changed it meanwhile
                 gc.set_threshold(first, second, _usual)
 
 
@@ -190,11 +182,11 @@ class Model(msgspec.Struct, frozen=True):
     """Facts of a loaded model.
 
     name: the hub id or folder
-    engine, version: what runs it
-    family: the site table's name
-    layers, d_model, d_vocab, max_model_len: its sizes
-    dtype: of its weights, without "torch."
-    settings: of the engine, as far as results depend on them
+    engine, version: the engine's name and version
+    family: the name of the site table
+    layers, d_model, d_vocab, max_model_len: sizes
+    dtype: the dtype of the weights, without "torch."
+    settings: engine settings that affect results
     """
 
     name: str
@@ -210,11 +202,11 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The newest of what a run has generated. Joined, the parts are the run's text, token ids and log-probabilities.
+    """The newest output of a run. The concatenated parts are the run's text, token ids and log-probabilities.
 
-    text: new text that no later token changes; half a character, and the beginning of a stop text, come later
+    text: new text that no later token changes; partial characters and possible stop texts are held back
     token_ids: the new tokens
-    logprobs: a float for each of them, if they were asked for
+    logprobs: one float per new token, if requested
     """
 
     text: str
@@ -223,10 +215,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """Takes every part of a run, in order, before the run's answer comes. The engine's thread calls it, so it must not
-    wait or raise. It stays in this process.
+    """A callback for the parts of a run, called in order, before the run's answer. It runs on the engine's thread, in
+    this process, so it must not block or raise.
 
-    closed: nobody reads the parts any more; the engine stops the run as far as it can
+    closed: the reader is gone; the engine stops the run as far as it can
     """
 
     closed: bool
@@ -237,22 +229,22 @@ class Listener(Protocol):
 class Request(msgspec.Struct):
     """One request.
 
-    run: its key
+    run: the key of the run
     prompt_token_ids, text: the prompt; its text is None if only the ids are known
-    max_tokens: how many tokens are generated at most
-    bound: the program; None for a request without one
+    max_tokens: the maximum number of tokens to generate
+    bound: the program, if any
     vectors: the inline vectors that the program reads, rows [n, W] by bank key
-    sampling: parameters by vLLM's names
-    score: token ids whose log-probability as the next token is wanted
-    logprobs: how many of the likeliest tokens to report at each generated token; 0: only the generated token; None: no
+    sampling: sampling parameters, under vLLM's names
+    score: token ids to grade: their log-probabilities as the next token are returned
+    logprobs: the number of top tokens to report at each generated token; 0: only the generated token; None: no
         log-probabilities
-    code: what its `Apply`s run, by number
+    code: the functions of its `Apply` ops, by number
     sources: the runs it reads, held so that they stay until it ends
-    listener: takes what is generated as it is made
-    adapter: runs on top of the model's weights
-    chat: what the prompt was made of, if it was a chat
-    images: of each image in the prompt, the positions of the tokens in whose place it is read
-    inputs: what the engine made of a prompt with images (`Expanded`)
+    listener: receives the output as it is generated
+    adapter: the LoRA adapter to apply
+    chat: the messages behind the prompt, if it was a chat
+    images: the positions of each image's placeholder tokens in the prompt
+    inputs: the engine's form of a prompt with images (`Expanded`)
     """
 
     run: str
@@ -274,16 +266,16 @@ class Request(msgspec.Struct):
 
     @property
     def abandoned(self) -> bool:
-        """Whether it had a listener who is gone."""
+        """True if it has a listener and that is closed."""
         return self.listener is not None and self.listener.closed
 
 
 class Expanded(msgspec.Struct):
-    """A prompt with images, in which as many tokens stand for each image as it takes.
+    """A prompt with images, each expanded to its placeholder tokens.
 
-    ids: its token ids
-    images: of each image the positions of the tokens in whose place it is read, ascending
-    inputs: what the engine runs, in its own form
+    ids: the token ids
+    images: the positions of each image's placeholder tokens, ascending
+    inputs: the prompt in the engine's own form
     """
 
     ids: list[int]
@@ -292,25 +284,25 @@ class Expanded(msgspec.Struct):
 
 
 class Drafts(NamedTuple):
-    """Speculative decoding of a request: how many tokens were drafted, and how many of them the model accepted."""
+    """Speculative decoding of a request: the number of drafted tokens, and how many of them the model accepted."""
 
     proposed: int
     accepted: int
 
 
 class Answer(msgspec.Struct):
-    """What came of a request.
+    """The result of a request.
 
-    token_ids: what was generated
-    text: the same as text, or what decodes it when it is read
-    logprobs: a float for each of `token_ids`; None where they were not asked for
+    token_ids: the generated tokens
+    text: the generated text, or a function that decodes it on first use
+    logprobs: one float per generated token; None if not requested
     scores: log-probability as the next token, by token id
     finish_reason: "stop" or "length"
-    cached_tokens: prompt tokens that were read from the prefix cache instead of computed
-    top_logprobs: for each of `token_ids` the log-probabilities of the likeliest tokens there, by token id
-    computed_from: the layer and the prompt's position from which on it was computed, where what is before came from a
-        run of the prompt without a program; None if all of it was computed, or came from a prefix cache
-    drafts: None where the engine does not count them, or drafts none
+    cached_tokens: prompt tokens read from the prefix cache instead of computed
+    top_logprobs: for each generated token, the log-probabilities of the top tokens, by token id
+    computed_from: the first layer and prompt position computed, if everything before came from a run of the prompt
+        without a program; None if all of it was computed, or came from a prefix cache
+    drafts: None if the engine does not count drafts, or makes none
     """
 
     token_ids: list[int]
@@ -325,11 +317,11 @@ class Answer(msgspec.Struct):
 
 
 class Gradients(msgspec.Struct, frozen=True):
-    """A prompt's activations, and how the log-probabilities of its next token depend on them.
+    """A prompt's activations, and the gradients of its next token's log-probabilities.
 
     scores: log-probability as the next token, by token id
-    rows: what there is at each point, fp32 [T, W]
-    gradients: of the weighted sum of log-probabilities by these rows, [T, W]
+    rows: the activations at each point, fp32 [T, W]
+    gradients: the gradient of the weighted sum of log-probabilities with respect to these rows, [T, W]
     """
 
     scores: dict[int, float]
@@ -341,41 +333,43 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids with the tokenizer's special tokens."""
+        """Return token ids, with the tokenizer's special tokens."""
         ...
 
     def bare(self, text: str) -> list[int]:
-        """Ids of the text alone, without special tokens."""
+        """Return token ids without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def settled(self, ids: Sequence[int]) -> str:
-        """The beginning of these ids' text that no further ids change."""
+        """Return the longest prefix of the text that no further ids can change."""
         ...
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Each token's text on its own."""
+        """Return the text of each token on its own."""
         ...
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """The prompt's text and each token's (first, last + 1) character in it."""
+        """Return the prompt's text and each token's (begin, end) character offsets in it."""
         ...
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a chat, ready for the assistant's turn."""
+        """Return the token ids of a chat, ready for the assistant's turn."""
         ...
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
-        """Of each message of a chat, whose ids these are, its role and the positions of its tokens; `options`: what the
-        chat template was told besides. Raises `TokensError` where that cannot be said for sure."""
+        """Return the role and token positions of each message of the chat that was encoded as `ids`.
+
+        `options`: further arguments of the chat template. Raises `TokensError` if the positions are ambiguous.
+        """
         ...
 
 
 def settle(future: Future[Answer], answer: Answer | Exception) -> None:
-    """Gives a future its answer or error, unless someone has settled or cancelled it."""
+    """Set a future's answer or error, unless it is already done or cancelled."""
     if future.done():
         return
     if isinstance(answer, Exception):
@@ -385,37 +379,37 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
 
 
 def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
-    """Gives the error of a job that serves some requests to each of them that has no answer yet."""
+    """If the job that serves some requests has failed, set its error on their unfinished futures."""
     error = job.exception()
     if error is not None:
         for future in futures:
             settle(future, as_patchclamp_error(error))
 
 
-VLLM_SAMPLING = (  # parameters of vLLM that the other engines may lack
+VLLM_SAMPLING = (  # parameters of vLLM that other engines may not support
     "allowed_token_ids", "bad_words", "detokenize", "frequency_penalty", "include_stop_str_in_output", "logit_bias",
     "min_p", "min_tokens", "presence_penalty", "repetition_penalty", "seed", "skip_special_tokens",
     "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "top_p",
 )  # fmt: skip
-MAX_SCORES = 128  # token ids graded in one run, and likeliest tokens of one position: what vLLM's sampler takes
-Wanted = tuple[str, int, int | None]  # a run, a point, and one op by its place in the bound program, or all (None)
-Window = tuple[str, int, int | None, int, int]  # what is wanted, and of its rows begin … end−1
+MAX_SCORES = 128  # graded token ids per run, and top tokens per position: the limit of vLLM's sampler
+Wanted = tuple[str, int, int | None]  # a run, a point, and an op's index in the bound program, or None for all ops
+Window = tuple[str, int, int | None, int, int]  # a `Wanted`, and the rows begin … end−1
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
 
 
 class Engine(Protocol):
-    """Carries requests. Calls are safe from any thread.
+    """Runs requests. All methods are thread-safe.
 
-    Where an engine cannot do something, it inherits the refusal from here.
+    Defaults of optional features raise an error; engines that support a feature override its method.
 
     model: facts of the model
     sites: its site map
-    tokenizer: of the model
-    remote: whether programs run in other processes, which code (`Apply`) cannot enter
-    proved: whether its sites were proved already, where it runs
-    run_prefix: what the names of its runs begin with
-    keeps_captures_here: whether captures take this machine's memory before they are fetched
-    whole_because: why it computes all of a run, if it is an engine that need not
+    tokenizer: its tokenizer
+    remote: True if programs run in other processes, which rules out `Apply`
+    proved: True if the sites were already proved where the engine runs
+    run_prefix: the prefix of its runs' names
+    keeps_captures_here: True if captures use this machine's memory before they are fetched
+    whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
 
     model: Model
@@ -432,61 +426,62 @@ class Engine(Protocol):
 
     @property
     def has_views(self) -> bool:
-        """Whether large captures come without a copy, so that all of a run may come together."""
+        """True if large captures are returned without a copy, so that all of a run can be fetched at once."""
         return False
 
     @contextlib.contextmanager
     def computing_whole(self) -> Iterator[None]:
-        """Requests that are submitted within it are computed from their first layer and position on, in the batches
-        that they are submitted in."""
+        """Compute requests submitted inside the context in full, in the batches in which they are submitted."""
         yield
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
-        """Starts requests, as one batch where the engine has batches. Each gets its own answer or error."""
+        """Start requests, as one batch if the engine has batches. Each future gets its own answer or error."""
         ...
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions [T] ascending and rows [T, W] that a finished run captured at a point: by one op, by its number in
-        the bound program, or by all; of two ops that captured a position the later one counts."""
+        """Return ascending positions [T] and rows [T, W] that a finished run captured at a point.
+
+        `op`: the index of one op in the bound program, or None for all. If two captured a position, the later one wins.
+        """
         ...
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        """What `fetch` gives for each of (run, point, op), in one call. For many captures that are small."""
+        """Call `fetch` for each (run, point, op), in one round trip. Meant for many small captures."""
         return [self.fetch(run, point, op) for run, point, op in wanted]
 
     def release(self, runs: list[str]) -> None:
-        """Frees what runs captured, and stops those under way whose listener is gone. The garbage collector may call
-        it at any moment, so it must not wait for a lock."""
+        """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call
+        this at any moment, so it must not wait for a lock."""
         ...
 
     def abort(self, runs: list[str]) -> None:
-        """Stops runs that are under way, as far as the engine can, and frees what they captured."""
+        """Stop unfinished runs, as far as the engine can, and free their captures."""
         ...
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
-        """Raises `UnknownName` or `ProgramError` for sampling parameters that this engine does not have."""
+        """Raise `UnknownName` or `ProgramError` for sampling parameters that this engine does not support."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """Counts of what the engine holds, for tests and doctors."""
+        """Return counts of the engine's resources, for tests and the doctor."""
         ...
 
     def close(self) -> None:
-        """Stops the engine and frees what it held."""
+        """Stop the engine and free its resources."""
         ...
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         raise EngineError(
             f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-        """A prompt with images, as vLLM takes it (`{"prompt": ..., "multi_modal_data": {"image": ...}}`, or token ids
-        under "prompt_token_ids"), or a chat with images in its messages, ready to run.
+        """Prepare a prompt with images in vLLM's format (`{"prompt": ..., "multi_modal_data": {"image": ...}}`, or
+        token ids under "prompt_token_ids"), or a chat with images in its messages.
 
-        Raises `EngineError` where the engine takes no images, `ProgramError` for a prompt that cannot be read.
+        Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """
         raise EngineError(
             f"the {self.model.engine} engine takes prompts of text alone: load the model with engine='vllm' for images"
@@ -499,26 +494,26 @@ class Engine(Protocol):
         weights: dict[int, float],
         stream: np.ndarray | None = None,
     ) -> Gradients:
-        """Gradients of Σ weight · log p(token) of the next token, weights by token id, at some points.
+        """Compute gradients of Σ weight · log p(token) of the next token at some points. Weights are by token id.
 
-        stream: rows [T, D] in the place of the stream before the first layer
+        stream: rows [T, D] that replace the stream before the first layer
 
-        Raises: `EngineError` where the model cannot be differentiated, `UnsupportedSite` for a point that cannot.
+        Raises: `EngineError` if the engine computes no gradients, `UnsupportedSite` for a point without gradients.
         """
         raise EngineError(
             f"the {self.model.engine} engine computes no gradients: load the model with engine='transformers' for them"
         )
 
     def report(self) -> list[Finding]:
-        """What a doctor should know about this engine."""
+        """Return the doctor's findings about this engine."""
         return []
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the device memory of weights and cache back until `wake`. Raises `EngineError` where it cannot."""
+        """Free the device memory of weights and cache until `wake`. Raises `EngineError` if unsupported."""
         raise _sleepless(self)
 
     def wake(self) -> None:
-        """Takes the memory again and brings the weights back. Raises `EngineError` where it cannot."""
+        """Reallocate the memory and restore the weights. Raises `EngineError` if unsupported."""
         raise _sleepless(self)
 
 
@@ -527,7 +522,7 @@ def _sleepless(engine: Engine) -> EngineError:
 
 
 def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownName:
-    """The error for a sampling parameter that an engine does not support; it says so if vLLM does."""
+    """Return the error for an unsupported sampling parameter; the message mentions it if vLLM supports it."""
     path = f"sampling.{name}"
     if name in VLLM_SAMPLING:
         names = ", ".join(known)
@@ -569,10 +564,10 @@ ABORTED = "the run was aborted"
 
 
 class Carried(msgspec.Struct, array_like=True):
-    """What a request carries in its sampling parameters.
+    """The payload in a request's sampling parameters.
 
-    bound: its program, for its prompt
-    sizes: of every bank key that it reads, (rows, width)
+    bound: the program, bound to the prompt
+    sizes: (rows, width) of every bank key that it reads
     """
 
     bound: BoundProgram
@@ -583,7 +578,7 @@ decode = msgspec.msgpack.Decoder(Carried).decode
 
 
 def carry(request: Request, sites: SiteMap) -> bytes:
-    """The program of a request that has one, as it travels."""
+    """Encode the program of a request that has one."""
     assert request.bound is not None
     sources = {source.key: source for source in request.sources}
 
@@ -594,5 +589,5 @@ def carry(request: Request, sites: SiteMap) -> bytes:
 
 
 def receipt_of(carried: bytes) -> str:
-    """What answers for a program: the digest of what was carried, made by each worker of what it installed."""
+    """Return the digest of a carried program. Each worker computes it from the program that it installed."""
     return hashlib.blake2b(carried, digest_size=16).hexdigest()

@@ -1,13 +1,11 @@
-"""The fake engine that ships: the whole `Engine` protocol in NumPy, for tests and docs where no model is at hand.
+"""The fake engine: the whole `Engine` protocol in NumPy, with its own tokenizer, for tests and docs without a model.
 
-A tiny Llama with random weights, fp32, seeded.  Every row is computed on its own, in one order of sums, so a request's
-bits do not depend on its batch or on how its prompt is cut into chunks.  Programs run through the planner and the
-reference kernel: what this engine does is what the others must do.
+A tiny Llama with random weights, fp32, seeded. Every row is computed on its own, with a fixed order of sums, so a
+request's bits do not depend on its batch or on how its prompt is chunked. Programs run through the planner and the
+reference kernel. This engine's behaviour is the reference for the others.
 
     R rows of a step · N requests of it · D model width · H heads · E head size · M MLP width · V vocabulary
     T positions so far
-
-The fake engine's tokenizer: a few words, single characters, and nothing to load.
 """
 
 from __future__ import annotations
@@ -68,10 +66,10 @@ WORDS = (
 
 
 class FakeTokenizer:
-    """Words with their leading space and single characters, the longest that fits first. Any text can be encoded.
+    """Words with a leading space, and single characters; the longest match wins. Any text can be encoded.
 
-    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still says where it was.
-    A smaller vocabulary has fewer words, a larger one has tokens that no text is encoded as.
+    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still returns its offsets.
+    A smaller vocabulary has fewer words; a larger one has tokens that no text is encoded as.
     """
 
     def __init__(self, d_vocab: int) -> None:
@@ -93,7 +91,7 @@ class FakeTokenizer:
         return self._ids.get(word, hashed)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return the text without special tokens."""
         return "".join(self._texts[i] for i in ids if i >= len(SPECIAL))
 
     settled = decode
@@ -102,7 +100,7 @@ class FakeTokenizer:
         return [self._texts[i] for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text, if it is encoded as these ids, or else their decoded text; a special token has no characters."""
+        """Use the text if it is encoded as these ids, else their decoded text; a special token has no characters."""
         ids = list(ids)
         bare = [i for i in ids if i >= len(SPECIAL)]
         matches = text is not None and ids in (self.encode(text), self.bare(text))
@@ -125,7 +123,7 @@ class FakeTokenizer:
 
 
 def _rendered(messages: list[dict[str, Any]]) -> str:
-    """The chat's text."""
+    """Return the text of a chat."""
     return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
 
 
@@ -140,9 +138,9 @@ Tap = Callable[[str, int | None, np.ndarray], None]
 
 
 class FakeEngine(Engine):
-    """A seeded random decoder of `layers` layers; runs are carried out in `submit`, one batch at a time.
+    """A seeded random decoder of `layers` layers; `submit` executes runs synchronously, one batch at a time.
 
-    `chunk`: how many tokens of a prompt one step computes (all, unless given); `numerics`: only "uniform".
+    `chunk`: the number of prompt tokens per step (default: all); `numerics`: only "uniform".
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class FakeEngine(Engine):
         return [_settled(answer) for answer in answers]
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Positions ascending and fp32 rows; of two ops that captured a position the later counts."""
+        """Return ascending positions and fp32 rows. If two ops captured a position, the later one wins."""
         self._check_open()
         captured = self._captured.get(run)
         if captured is None:
@@ -196,7 +194,7 @@ class FakeEngine(Engine):
             self._captured.pop(run, None)
 
     def abort(self, runs: list[str]) -> None:
-        """Runs are over when `submit` returns; what they captured is freed."""
+        """Free the captures of runs. They have ended when `submit` returns."""
         self.release(runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -206,7 +204,7 @@ class FakeEngine(Engine):
             raise ProgramError(f"the fake engine is greedy: 0 is needed, not {temperature!r}", "sampling.temperature")
 
     def status(self) -> dict[str, int]:
-        """Counts of what is held. Every batch has tables of its own, so none are held between batches."""
+        """Return counts of resources. Tables exist only during a batch."""
         return {
             "programs": self._programs,
             "runs": len(self._captured),
@@ -244,7 +242,7 @@ class FakeEngine(Engine):
         return [answers[request.run] for request in requests]
 
     def _values(self, request: Request) -> dict[str, np.ndarray]:
-        """The rows [n, W] of every bank key that a request reads, by key."""
+        """Return the rows [n, W] of every bank key that a request reads, by key."""
         if len(request.prompt_token_ids) + request.max_tokens > self.model.max_model_len:
             raise TokensError(f"the request exceeds max_model_len={self.model.max_model_len}")
         values: dict[str, np.ndarray] = {}
@@ -269,7 +267,7 @@ class FakeEngine(Engine):
 
     def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
-        self._captured |= {bound.run: [] for bound in bounds if bound.captured}  # a run without is not released
+        self._captured |= {bound.run: [] for bound in bounds if bound.captured}  # other runs are never released
         code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
         programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:
@@ -293,7 +291,7 @@ class FakeEngine(Engine):
 
 
 class _CapturedRows(msgspec.Struct, frozen=True):
-    """What one op of a run captured at a point in one step: positions [n] and rows [n, W]."""
+    """The positions [n] and rows [n, W] that one op of a run captured at a point in one step."""
 
     point: int
     op: int
@@ -302,7 +300,7 @@ class _CapturedRows(msgspec.Struct, frozen=True):
 
 
 class _Programs:
-    """The programs of one batch in tables of just their size; `slot` is by run."""
+    """The programs of one batch, in tables of exactly their size. `slot`: by run."""
 
     def __init__(
         self,
@@ -332,7 +330,7 @@ class _Programs:
         self._buffer = np.zeros(0, np.float32)
 
     def _own(self, bound: BoundProgram) -> dict[str, tuple[int, int]]:
-        """Room in the bank for what a program stores, by its own keys."""
+        """Allocate bank space for the keys that a program stores; return their addresses."""
         addresses: dict[str, tuple[int, int]] = {}
         for op in bound.ops:
             for key, point in op.reads() if op.kind == STORE else ():
@@ -342,8 +340,7 @@ class _Programs:
         return addresses
 
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
-        """Plans a step whose rows are of these token ids [R]. Returns what carries the plan out, in place, on a
-        point's rows, given its kind and layer."""
+        """Plan a step whose rows have these token ids [R]; return its in-place tap(kind, layer, rows)."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
         self._buffer = np.zeros(plan.size, np.float32)
 
@@ -363,12 +360,12 @@ class _Programs:
         return tap
 
     def _fail(self, slots: np.ndarray, point: int) -> None:
-        """Notes for the runs of some slots that their edits at a point are not finite; a run's first error counts."""
+        """Record for the runs of some slots that their edits at a point are not finite; a run keeps its first error."""
         for slot in np.unique(slots).tolist():
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 
     def _apply(self, number: int, rows: np.ndarray, point: int, position: np.ndarray) -> np.ndarray | None:
-        """Runs code on rows [n, W]. If it fails, that is its run's error, and the result is None."""
+        """Run code on rows [n, W]. On failure, record the error for the run and return None."""
         import torch
 
         run, code = self._code[number]
@@ -379,7 +376,7 @@ class _Programs:
             return None
 
     def end(self) -> list[tuple[str, _CapturedRows]]:
-        """The rows that the step captured, each with its run."""
+        """Return the step's captures, each with its run."""
         plan = self._plan
         assert plan is not None
         captured, layout = [], plan.layout
@@ -393,7 +390,7 @@ class _Programs:
 
 
 class _Writer:
-    """One request under way: its tokens, its key/value cache, and its answer so far."""
+    """An active request: its tokens, its key/value cache, and its partial answer."""
 
     def __init__(self, request: Request, net: _Net, tokenizer: Tokenizer) -> None:
         self.request, self._tokenizer = request, tokenizer
@@ -406,7 +403,7 @@ class _Writer:
         self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
 
     def take(self, count: int, logits_V: np.ndarray) -> None:
-        """Counts so many more positions as computed. If all are, takes the likeliest next token."""
+        """Mark `count` more positions as computed. Once all are, append the most likely next token."""
         self.computed += count
         if self.computed < len(self.tokens):
             return
@@ -426,7 +423,7 @@ class _Writer:
             self.reason = "stop"
         elif generated == self.request.max_tokens:
             self.reason = "length"
-        if self.request.listener is not None:  # here every token has a text of its own
+        if self.request.listener is not None:  # in this vocabulary every token is complete text
             self.request.listener(Part(self._tokenizer.decode([token]), [token], self.logprobs[-1:]))
 
     def answer(self) -> Answer:
@@ -465,12 +462,12 @@ class _Net:
         self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def cache(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
-        """Memory for the keys and the values of a request, [layers, T, H, E] each."""
+        """Allocate the keys and the values of a request, [layers, T, H, E] each."""
         shape = (len(self._layers), positions, self._heads, self._size)
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
     def forward(self, writers: list[_Writer], counts: list[int], tap: Tap) -> np.ndarray:
-        """Computes the next `counts[n]` tokens of each request. Returns the logits after each one's last, [N, V]."""
+        """Compute the next `counts[n]` tokens of each request. Return the logits after each request's last, [N, V]."""
         rows = [(writer, p) for writer, count in zip(writers, counts, strict=True)
                 for p in range(writer.computed, writer.computed + count)]  # fmt: skip
         h_RD = self._embedding_VD[[writer.tokens[p] for writer, p in rows]]
@@ -499,7 +496,7 @@ class _Net:
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]], tap: Tap
     ) -> np.ndarray:
-        """Attention of every row over the cache of its request, after the rows' keys and values have entered it."""
+        """Write the rows' keys and values to their requests' caches, then attend from every row over its cache."""
         positions = [p for _, p in rows]
         q_RD, k_RD, v_RD = (_times(h_RD, weight) for weight in (layer.q_DD, layer.k_DD, layer.v_DD))
         for kind, projected_RD in (("q", q_RD), ("k", k_RD), ("v", v_RD)):
@@ -528,7 +525,7 @@ class _Net:
 
 
 def _times(x_RA: np.ndarray, w_AB: np.ndarray) -> np.ndarray:
-    """x · w, summed over A in one order for any R (a BLAS product is not: its order depends on the shape)."""
+    """Return x · w, summed over A in the same order for any R. The order of a BLAS product depends on the shape."""
     return (x_RA[:, :, None] * w_AB).sum(axis=1)
 
 
@@ -542,7 +539,7 @@ def _neurons(layer: _Layer, x_RD: np.ndarray) -> np.ndarray:
 
 
 def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarray:
-    """One query of each head over T keys and values, [H, E]."""
+    """Attend with one query per head over T keys and values; return [H, E]."""
     score_TH = (k_THE * q_HE).sum(axis=-1) / np.float32(math.sqrt(q_HE.shape[-1]))
     weight_TH = np.exp(score_TH - score_TH.max(axis=0))
     return (weight_TH[:, :, None] * v_THE).sum(axis=0) / weight_TH.sum(axis=0)[:, None]

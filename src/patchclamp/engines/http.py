@@ -1,4 +1,4 @@
-"""The engine of a server elsewhere: `pc.LM("http://host:8000")`. `engines.wire` has what is said."""
+"""The engine of a remote server: `pc.LM("http://host:8000")`. `engines.wire` defines the protocol."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from patchclamp.errors import (
     unpack,
 )
 
-MAX_POSTS = 16  # batches under way at once
-MAX_BATCH_BYTES = 1 << 24  # of vectors in a batch, or little more
-CONNECT_S = 5.0  # that the first connection may take
-TRIES = 3  # of what can be asked twice
+MAX_POSTS = 16  # concurrent batches
+MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
+CONNECT_S = 5.0  # timeout of the first connection
+TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
 
 
 class HttpEngine(Engine):
     """A client of `patchclamp serve`.
 
-    url: of the server, as in "http://host:8000"
-    api_key: of the server; if not given, the environment's VLLM_API_KEY
-    timeout_s: seconds that a connection, or an answer that needs no model, may take
+    url: the server's address, as in "http://host:8000"
+    api_key: the server's API key; default: the environment variable VLLM_API_KEY
+    timeout_s: timeout for connecting, and for responses that need no model
 
-    Raises `ModelError` for a server that does not answer, `EngineError` for one that is none of ours.
+    Raises `ModelError` if the server does not respond, `EngineError` if it is not a patchclamp server.
     """
 
     remote = True
@@ -142,14 +142,14 @@ class HttpEngine(Engine):
             self._thread.join()
 
     def ask_tokenizer(self, method: str, *args: Any) -> Any:
-        """What a method of the server's tokenizer returns."""
+        """Call a method of the server's tokenizer."""
         return msgspec.msgpack.decode(
             self._wait(self._ask("POST", "tokenizer", wire.Tokenize(method, list(args)), again=True))
         )
 
     @functools.cached_property
     def _checked(self) -> Any:
-        """Asks the server of sampling parameters, each kind once."""
+        """A function that has the server check sampling parameters, once per distinct set."""
         known: set[str] = set()
 
         def check(key: str, sampling: dict[str, Any]) -> None:
@@ -185,13 +185,13 @@ class HttpEngine(Engine):
 
     async def _start(self) -> wire.Info:
         limits = self._httpx.Limits(max_connections=2 * MAX_POSTS + 1, max_keepalive_connections=MAX_POSTS)
-        # how long a batch runs is the model's business
+        # no read timeout: a batch takes as long as the model needs
         timeout = self._httpx.Timeout(self._timeout_s, read=None)
         self._client = self._httpx.AsyncClient(
             base_url=self.url + wire.PREFIX, headers=self._headers, limits=limits, timeout=timeout
         )
         self._posts, self._freeing = asyncio.Semaphore(MAX_POSTS), None
-        # one quick try at a connection first, so that a wrong URL is reported at once
+        # one attempt with a short timeout first, so that a wrong URL is reported at once
         await self._client.head("/info", timeout=self._httpx.Timeout(self._timeout_s, connect=CONNECT_S))
         info = msgspec.msgpack.decode(await self._ask("GET", "info", again=True))
         if not isinstance(info, dict) or info.get("wire") != wire.WIRE:
@@ -203,7 +203,7 @@ class HttpEngine(Engine):
         return msgspec.convert(info, wire.Info)
 
     async def _end(self) -> None:
-        """Stops what is under way, and frees what is left."""
+        """Cancel active batches and free remaining captures."""
         closed = EngineError("the engine is closed")
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for batch in set(self._batches.values()):
@@ -222,10 +222,8 @@ class HttpEngine(Engine):
         self, verb: str, route: str, body: Any = None, again: bool = False,
         take: Callable[[Any], Awaitable[Any]] = lambda response: response.aread(),
     ) -> Any:  # fmt: skip
-        """The body of an answer, or what `take` makes of it; `again`: it may be asked twice.
-
-        Raises the server's error, and `EngineError` where there is no answer.
-        """
+        """Send a request; return the response's body, or the result of `take`. `again`: it may be retried. Raises the
+        server's error, or `EngineError` if there is no response."""
         content = None if body is None else msgspec.msgpack.encode(body)
         for left in reversed(range(TRIES if again else 1)):
             try:
@@ -247,7 +245,7 @@ class HttpEngine(Engine):
         raise AssertionError(route)
 
     def _error(self, status: int, body: bytes) -> PatchclampError:
-        """The error that an answer is."""
+        """Return the error that an HTTP error response describes."""
         try:
             error = json.loads(body)["error"]
             kind, message, path = TREE.get(error["type"]), str(error["message"]), error.get("param")
@@ -267,7 +265,7 @@ class HttpEngine(Engine):
         batch.task = asyncio.ensure_future(self._run(batch))
 
     async def _run(self, batch: _Batch) -> None:
-        """Runs a batch. It is not tried again: what has begun to run may have left captures."""
+        """Run a batch. It is not retried: runs that have started may have left captures."""
         try:
             async with (
                 self._posts,
@@ -292,14 +290,14 @@ class HttpEngine(Engine):
                 self._batches.pop(request.run, None)
 
     def _free(self, release: list[str], abort: list[str]) -> None:
-        """Frees runs soon, many together."""
+        """Schedule runs to be freed, many in one request."""
         for run in [*abort, *release]:
             batch = self._batches.get(run)
             if batch is not None and (run in abort or batch.is_unheard(run)):
                 batch.end(run, EngineError(ABORTED))
                 abort = [*abort, run]
                 if batch.task is not None and batch.has_ended:
-                    batch.task.cancel()  # closes the connection, at which the server stops what is left
+                    batch.task.cancel()  # closes the connection, so the server stops the remaining runs
         self._freed[0].extend(release)
         self._freed[1].extend(abort)
         if self._freeing is None:
@@ -308,11 +306,11 @@ class HttpEngine(Engine):
     async def _free_soon(self) -> None:
         await asyncio.sleep(0.01)
         (release, abort), self._freed, self._freeing = self._freed, ([], []), None
-        with contextlib.suppress(PatchclampError):  # of a server that is gone, with what it held
+        with contextlib.suppress(PatchclampError):  # if the server is gone, so are its captures
             await self._ask("POST", "free", wire.Free(self._session, release, abort), again=True)
 
     async def _live(self) -> None:
-        """Holds the connection that tells the server that this client is alive; opens it anew where it closes."""
+        """Hold the connection that marks this client as alive; reopen it when it closes."""
         timeout = self._httpx.Timeout(self._timeout_s, read=4 * wire.BEAT_S)
         while True:
             with contextlib.suppress(self._httpx.TransportError):
@@ -323,7 +321,7 @@ class HttpEngine(Engine):
 
 
 class _Batch:
-    """Requests that go to the server together."""
+    """Requests sent to the server together."""
 
     def __init__(self, pairs: list[tuple[Request, Future[Answer]]], carried: list[bytes | None]) -> None:
         self.pairs, self.carried = pairs, carried
@@ -342,7 +340,7 @@ class _Batch:
         return wire.Batch(requests, safetensors.numpy.save(rows) if rows else b"")
 
     def take(self, event: wire.Event) -> None:
-        """Gives a request what the server says of it. An answer without the receipt of its program is none."""
+        """Deliver a server event to its request. An answer without its program's receipt becomes an error."""
         request, future = self.pairs[event.i]
         if isinstance(event, wire.Generated):
             if request.listener is not None and not future.done():
@@ -360,7 +358,7 @@ class _Batch:
                 settle(future, event.answer())
 
     def is_unheard(self, run: str) -> bool:
-        """Whether the reader of a run's stream is gone."""
+        """True if the reader of a run's stream is gone."""
         return any(request.run == run and request.abandoned for request, _ in self.pairs)
 
     def end(self, run: str, error: PatchclampError) -> None:
@@ -370,17 +368,17 @@ class _Batch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every request has its answer or its error."""
+        """True if every request has an answer or an error."""
         return all(future.done() for _, future in self.pairs)
 
     def fail(self, error: PatchclampError) -> None:
-        """Gives the error to every request that has not ended."""
+        """Set the error on every unfinished request."""
         for _, future in self.pairs:
             settle(future, error)
 
 
 def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_Batch]:
-    """Requests as batches that one call may carry, in order."""
+    """Split requests, in order, into batches within the size limits."""
     batches: list[_Batch] = []
     size = 0
     for request, future in pairs:
@@ -395,7 +393,7 @@ def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_B
 
 
 class HttpTokenizer:
-    """The server's tokenizer, asked over HTTP; what was asked lately is remembered."""
+    """The server's tokenizer, called over HTTP, with an LRU cache."""
 
     def __init__(self, engine: HttpEngine) -> None:
         ask = engine.ask_tokenizer

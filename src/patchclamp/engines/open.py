@@ -1,4 +1,4 @@
-"""Which engine carries a model, and which model a name means."""
+"""Resolve model names and open the engine for a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("vllm", "transformers", "fake")
 
 
 def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]) -> Engine:
-    """The engine that `engine` names (or the default) with `model` loaded; an engine object is returned as it is."""
+    """Open the named (or default) engine with `model` loaded; an engine object is returned unchanged."""
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
             raise ModelError(f"expected an engine's name or an engine, got {type(engine).__name__}", "engine")
@@ -49,7 +49,7 @@ def _open_server(url: str, engine: str | None, options: dict[str, Any]) -> Engin
 
 
 def default_engine() -> str:
-    """vLLM where it is installed, else Transformers."""
+    """Return "vllm" if it is installed, else "transformers"."""
     for name in ("vllm", "transformers"):
         if importlib.util.find_spec(name) is not None:
             return name
@@ -57,8 +57,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str, options: Mapping[str, Any]) -> str:
-    """The folder or hub id of a model; "smollm2" is prepared on first use. Raises `ModelError` for one that an engine
-    with these options could not load."""
+    """Return a model's folder or hub id, after preparing "smollm2". Raises `ModelError` if it cannot be loaded."""
     if model != "smollm2":
         check_checkpoint(model, options)
         return model
@@ -68,7 +67,7 @@ def resolve(model: str, options: Mapping[str, Any]) -> str:
 
 
 def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The options. Raises `UnknownName` for one that an engine's class does not take."""
+    """Return the options. Raises `UnknownName` for an option that the engine class does not accept."""
     names = _options(kind)
     for option in options:
         if option not in names:
@@ -77,7 +76,7 @@ def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_options(engine: str) -> list[str]:
-    """The names of the options that an engine takes. Raises `UnknownName` for an engine that there is not."""
+    """Return the names of an engine's options. Raises `UnknownName` for an unknown engine."""
     if engine == "fake":
         from patchclamp.engines.fake import FakeEngine
 

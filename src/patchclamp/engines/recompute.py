@@ -1,11 +1,9 @@
-"""Decides which requests of the Transformers engine leave a trunk (`engines.recompute`), and proves that they may.
+"""Passes of the Transformers engine that compute only what programs can change.
 
-Where they do not, the reason is kept, and everything is computed.
-
-Passes that compute only what programs can change. The rest comes from the trunk, the prompt's run without a program.
-
-A pass leaves the trunk at a cut (`plan.cuts`). It takes the tokens from the cut's position on, with the trunk's keys
-and values before it. The layers below the cut's are passed over, and the next one gets the trunk's stream.
+The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
+It computes the tokens from the cut's position on, with the trunk's keys and values before it. The layers below the cut
+are skipped, and the cut's layer gets the trunk's stream. `Recompute` decides which requests do so, after a proof on the
+live model. Otherwise it keeps the reason, and everything is computed.
 
 B requests of the batch · T tokens of the prompt · D width of the stream · H key/value heads · E their size
 """
@@ -32,7 +30,7 @@ from patchclamp.sites import SiteMap
 
 
 class Layers:
-    """A model's layers, some of which can be passed over, and what comes after them."""
+    """A model's layers, which can be skipped, and the module after them."""
 
     def __init__(self, net: Any, sites: SiteMap) -> None:
         taps = {(point.kind, point.layer): tap for point, tap in sites.taps("transformers")}
@@ -46,7 +44,7 @@ class Layers:
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
-        """What each layer takes, and what comes after the last, [B, T, D] each, is added to `stream`."""
+        """Append the input of each layer and of the module after the last, [B, T, D] each, to `stream`."""
 
         def take(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             stream.append(args[0].clone())
@@ -64,7 +62,7 @@ class Layers:
 
     @contextlib.contextmanager
     def passed_over(self, count: int, stream_BTD: torch.Tensor) -> Iterator[None]:
-        """The first `count` layers compute nothing, and what comes after them gets `stream_BTD`."""
+        """Skip the first `count` layers; the module after them gets `stream_BTD`."""
         over = self.layers[:count]
         for module in over:
             module.forward = self._giving(None)
@@ -77,7 +75,7 @@ class Layers:
                 del module.forward
 
     def _giving(self, result: torch.Tensor | None) -> Callable[..., Any]:
-        """A layer's `forward` that returns `result`, or what it is given."""
+        """Return a layer's `forward` that returns `result`, or its input if that is None."""
 
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             rows = hidden if result is None else result
@@ -89,8 +87,8 @@ class Layers:
 class Trunk:
     """The run of one prompt without a program.
 
-    stream: before each layer and after the last, [1, T, D] each
-    keys, values: of each layer, [1, H, T, E]
+    stream: the stream before each layer and after the last, [1, T, D] each
+    keys, values: one tensor per layer, [1, H, T, E]
     """
 
     def __init__(self, net: Any, layers: Layers, prompt: Sequence[int], device: str) -> None:
@@ -99,7 +97,7 @@ class Trunk:
         self.prompt = list(prompt)
         self.stream: list[torch.Tensor] = []
         passes = Passes([self.prompt], True, device)
-        passes.cache = DynamicCache()  # without a config it keeps all positions, behind a sliding window, too
+        passes.cache = DynamicCache()  # without a config it keeps all positions, even those outside a sliding window
         with layers.read(self.stream):
             passes.run(net)
         kept = passes.cache.layers
@@ -115,17 +113,17 @@ class Trunk:
         return sum(tensor.nbytes for tensor in (*self.stream, *self.keys, *self.values))
 
     def cache(self, count: int, position: int) -> Any:
-        """A cache of `count` requests that holds the positions before `position`; the rows are shared."""
+        """Return a cache for `count` requests with the positions before `position`; the rows are shared."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
         for number, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            cache.update(keys[:, :, :0], values[:, :, :0], number)  # makes the layer, and copies nothing
+            cache.update(keys[:, :, :0], values[:, :, :0], number)  # creates the layer without copying
             self._fill(cache.layers[number], number, count, position)
         return cache
 
     def complete(self, cache: Any, layers: int, count: int) -> None:
-        """Gives a cache all positions of the first `layers`, which were passed over."""
+        """Fill in all positions of the first `layers` of a cache, which were skipped."""
         for number, layer in enumerate(cache.layers[:layers]):
             self._fill(layer, number, count, len(self.prompt))
 
@@ -135,7 +133,7 @@ class Trunk:
 
 
 class PassesFromCut(Passes):
-    """The passes of some requests of one prompt: the first one from their cut on."""
+    """The passes of requests with one prompt; the first pass starts at their cut."""
 
     def __init__(self, trunk: Trunk, layers: Layers, cut: Cut, count: int) -> None:
         first = trunk.stream[cut.layer][:, cut.position :]
@@ -164,18 +162,18 @@ class PassesFromCut(Passes):
 
 logger = logging.getLogger(__name__)
 WAYS = ("changed", "all")
-MAX_TRUNK_BYTES = 1 << 28  # of trunks that are kept; a larger one is made, and let go of after its requests
-PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # of the proof's prompt, usually, and at most
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest logit
-PASS_ROWS = {"cpu": 64, "other": 2048}  # `plan.cuts.Work`; measured on a CPU, and estimated for GPUs
+MAX_TRUNK_BYTES = 1 << 28  # of kept trunks; a larger trunk is dropped after its requests
+PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # length of the proof's prompt: usual, and maximum
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative to the largest logit
+PASS_ROWS = {"cpu": 64, "other": 2048}  # `plan.cuts.Work`; measured on a CPU, estimated for GPUs
 FEW = "no prompt was shared by enough runs, or their programs change nearly all of it"
 
 
 class Recompute:
-    """Of one model: its trunks, and whether requests may leave them.
+    """The trunks of one model, and the decision to use them.
 
-    whole_because: why everything is computed; empty if it need not be
-    passes: how many first passes computed everything, and how many began at a cut
+    whole_because: the reason why everything is computed; empty if cuts are allowed
+    passes: the number of first passes that computed everything, and of those that started at a cut
     """
 
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
@@ -184,18 +182,18 @@ class Recompute:
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
         self.whole_because = _reason(sites, way, net.config.get_text_config())
         self._is_proved, self._off = False, 0
-        self._lock = threading.Lock()  # callers' threads switch it off and on
+        self._lock = threading.Lock()  # guards `_off`, which callers' threads change
         self._layers: Layers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
         window = _window(net.config.get_text_config())
         fits = PROOF_TOKENS if window is None else window + 4
         self._proof_tokens = min(fits if fits <= LONG_PROOF_TOKENS else PROOF_TOKENS, max_tokens - 1)
-        # the proof says nothing of windows that it did not fill
+        # the proof does not cover windows longer than its prompt
         self._longest = max_tokens if window is None or self._proof_tokens > window else window
 
     def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
-        """Which requests are computed together, `size` at most, and from which cut on."""
+        """Group requests, at most `size` together, each group with its cut."""
         if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
         asked = [Asked(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests]
@@ -203,7 +201,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Groups that are made within it are computed whole."""
+        """Form groups without cuts inside the context."""
         with self._lock:
             self._off += 1
         try:
@@ -213,11 +211,11 @@ class Recompute:
                 self._off -= 1
 
     def _sees(self, request: Request) -> bool:
-        """Whether a request's text is within what the proof is about."""
+        """True if the proof covers a text of the request's length."""
         return len(request.prompt_token_ids) + request.max_tokens - 1 <= self._longest
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
-        """The passes of some requests of one prompt from their cut on; None if all of it must be computed."""
+        """Return the passes of `count` requests of one prompt from their cut on; None to compute everything."""
         if cut is None or self.why_whole():
             self.passes["whole"] += 1
             return None
@@ -226,7 +224,7 @@ class Recompute:
         return PassesFromCut(self._trunk(prompt), self._layers, cut, count)
 
     def _trunk(self, prompt: Sequence[int]) -> Trunk:
-        """A prompt's trunk. The last ones are kept, for the next requests of a sweep."""
+        """Return a prompt's trunk. Recent ones are kept for the next requests of a sweep."""
         assert self._layers is not None
         key = tuple(prompt)
         trunk = self._trunks.pop(key, None) or Trunk(self._net, self._layers, prompt, self._device)
@@ -235,23 +233,23 @@ class Recompute:
         return trunk
 
     def trim(self, more: int = 0) -> None:
-        """Lets go of the oldest trunks until they leave room for `more` bytes, or are all gone."""
+        """Drop the oldest trunks until `more` bytes fit, or none are left."""
         while self._trunks and sum(trunk.bytes for trunk in self._trunks.values()) + more > MAX_TRUNK_BYTES:
             self._trunks.popitem(last=False)
 
     def why_whole(self) -> str:
-        """`whole_because`, after the proof, which is made once."""
+        """Return `whole_because`, after running the proof once."""
         if not self.whole_because and not self._is_proved:
             self._prove()
         return self.whole_because
 
     @torch.inference_mode()
     def _prove(self) -> None:
-        """Compares passes from several cuts with whole ones, on this model."""
+        """Compare passes from several cuts with whole ones, on this model."""
         try:
             self._layers = Layers(self._net, self._sites)
             self.whole_because = self._difference() or ""
-        except Exception as error:  # of a model that is made otherwise
+        except Exception as error:  # the model has another structure
             self.whole_because = f"a pass from a cut failed: {type(error).__name__}: {error}"
         self._is_proved = not self.whole_because
         if not self._is_proved:
@@ -259,7 +257,7 @@ class Recompute:
                            "right.", self.whole_because)  # fmt: skip
 
     def _difference(self) -> str | None:
-        """What is wrong with passes from cuts, if anything is."""
+        """Return a description of the first mismatch between passes from cuts and whole ones; None without one."""
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
@@ -274,12 +272,12 @@ class Recompute:
                 off = float((expected_BV - logits_BV).abs().max() / expected_BV.abs().max())
                 if not off <= tolerance:
                     return f"logits of a pass from layer {cut.layer} and position {cut.position} on were {off:.1e} off"
-            if cut.position >= length - 2 and torch.equal(*whole[0]):  # earlier ones may be behind a window
+            if cut.position >= length - 2 and torch.equal(*whole[0]):  # earlier positions may be outside a window
                 return f"an edit at layer {cut.layer} and position {cut.position} did not move the logits"
         return None
 
     def _two_steps(self, passes: Passes, cut: Cut, trunk: Trunk) -> list[torch.Tensor]:
-        """Logits of two steps, [2, V] each. The second row is edited where the cut is."""
+        """Return the logits of two steps, [2, V] each, with the second request edited at the cut."""
         assert self._layers is not None
         module = [*self._layers.layers, self._layers.end][cut.layer]
         noise = torch.randn(self._sites.d_model, generator=torch.Generator().manual_seed(0))
@@ -299,7 +297,7 @@ class Recompute:
 
 
 def _cuts(layers: int, length: int) -> list[Cut]:
-    """Cuts at the corners and in the middle."""
+    """Return cuts at the corners and in the middle."""
     cuts = [
         (layers // 2, length // 2),
         (min(1, layers - 1), 1),
@@ -311,7 +309,7 @@ def _cuts(layers: int, length: int) -> list[Cut]:
 
 
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
-    """Why everything is computed, as far as that is known before the proof."""
+    """Return the reason to compute everything that is known before the proof; "" without one."""
     if way == "all":
         return 'recompute="all" was asked for'
     if not sites.family.tabled:
@@ -324,6 +322,6 @@ def _reason(sites: SiteMap, way: str, config: Any) -> str:
 
 
 def _window(config: Any) -> int | None:
-    """The length of the shortest window that any layer may look through; None if all see everything."""
+    """Return the length of the shortest attention window of any layer; None without windows."""
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return min((window for window in windows if isinstance(window, int)), default=None)

@@ -1,6 +1,6 @@
-"""Sampling for engines that have none of their own: some of vLLM's parameters, by vLLM's names.
+"""Sampling for the Transformers engine: from a step's logits to tokens, log-probabilities and text.
 
-What becomes of a step's logits in an engine that samples by itself: tokens, log-probabilities and text.
+Supports some of vLLM's sampling parameters, under vLLM's names.
 
 B requests of the batch · V vocabulary
 """
@@ -20,13 +20,13 @@ from patchclamp.errors import PatchclampError, RunError
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan.cuts import Cut
 
-UNSEEDED = -1  # the seed that stands for no seed, as in vLLM
-MIN_TEMPERATURE = 0.01  # a lower one above 0 counts as this, as in vLLM
+UNSEEDED = -1  # means no seed, as in vLLM
+MIN_TEMPERATURE = 0.01  # lower temperatures above 0 are raised to this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
 class Sampler:
-    """Greedy unless a temperature says otherwise; ends at an end-of-sequence token, a stop token or a stop text."""
+    """Picks tokens, greedily unless a temperature is set; stops at an EOS token, stop token or stop text."""
 
     def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
         temperature = float(sampling.get("temperature", 0.0))
@@ -41,7 +41,7 @@ class Sampler:
 
     @functools.cached_property
     def generator(self) -> torch.Generator:
-        """What tokens are drawn by."""
+        """The random generator of this request."""
         generator = torch.Generator()
         if self._seed in (None, UNSEEDED):
             generator.seed()
@@ -55,17 +55,17 @@ class Sampler:
 
     @staticmethod
     def check(sampling: dict[str, Any]) -> None:
-        """Raises for a name this engine does not have, or a value out of range."""
+        """Raise `UnknownName` for an unsupported parameter, `ProgramError` for an invalid value."""
         check_sampling(sampling, NAMES, "Transformers")
 
     def pick(self, logits_V: torch.Tensor) -> int:
-        """The next token."""
+        """Choose the next token."""
         if self.is_greedy:
             return int(logits_V.argmax())
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 
     def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """The probabilities [V] to draw a token by: min_p, top_k and top_p act one after the other, as in vLLM."""
+        """Return the probabilities [V] to sample from; min_p, top_k and top_p apply in this order, as in vLLM."""
         probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
         probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
         if 0 < self.top_k < len(probs_V):
@@ -75,23 +75,23 @@ class Sampler:
         return torch.zeros_like(probs_V).scatter_(0, order, ranked * keep)
 
     def finish(self, ids: list[int], max_tokens: int, text: Callable[[], str]) -> str | None:
-        """Why a request with these generated tokens ends now; None if it goes on. `text` decodes them."""
+        """Return the finish reason after these generated tokens; None to continue. `text` decodes them."""
         if ids[-1] in self.ends or (self.stop and any(word in text() for word in self.stop)):
             return "stop"
         return "length" if len(ids) >= max_tokens else None
 
     def safe(self, text: str) -> str:
-        """The text without an end that may be the beginning of a stop text."""
+        """Return the text without a suffix that may be the beginning of a stop text."""
         held_back = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
         return text[: len(text) - max(held_back, default=0)]
 
     def cut(self, text: str) -> str:
-        """The text before the first stop text."""
+        """Return the text before the first stop text."""
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
 
 
 class Writer:
-    """Collects one request's tokens, gives its listener the new ones, and decides when it is done."""
+    """Collects one request's tokens, passes new ones to its listener, and decides when it is done."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
@@ -103,7 +103,7 @@ class Writer:
         self.reason: str | None = None
         self.error: PatchclampError | None = None
         self.last = 0
-        self._sent = ""  # text that the listener has
+        self._sent = ""  # text already passed to the listener
 
     @property
     def done(self) -> bool:
@@ -114,7 +114,7 @@ class Writer:
 
     @property
     def scored(self) -> Sequence[int]:
-        """The tokens whose log-probabilities are asked for in this step."""
+        """The token ids to grade in this step."""
         return () if self.ids else self.request.score
 
     @property
@@ -122,8 +122,8 @@ class Writer:
         return self.request.logprobs is not None or bool(self.scored)
 
     def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
-        """The next token. `values`: its log-probability, and those of `scored`; `logprobs_V`: all of them. Neither is
-        there in a step of which nobody wants any."""
+        """Append the next token. `values`: its log-probability and those of `scored`; `logprobs_V`: all of them. Both
+        are empty or None if not requested."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))
         self.last = token
@@ -139,7 +139,7 @@ class Writer:
             self.request.listener(Part(self._new_text(), [self.last], self.logprobs[-1:]))
 
     def _new_text(self) -> str:
-        """The text that no later token changes and that the listener does not have yet."""
+        """Return the text that no later token changes and that was not yet passed to the listener."""
         text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
         if not text.startswith(self._sent):
             if self.done:
@@ -165,8 +165,7 @@ class Writer:
 
 
 class Asked:
-    """What is read of a step's logits [B, V], float32, for all requests that are not done. It is on its way to host
-    memory."""
+    """The values read from a step's fp32 logits [B, V] for unfinished requests, copied to the host asynchronously."""
 
     def __init__(self, writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
         self._rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]
@@ -188,7 +187,7 @@ class Asked:
             self._values = Arriving(logprobs_BV.gather(1, columns_BK))
 
     def take(self) -> None:
-        """Gives every request that is not done by now its next token."""
+        """Append the next token to every request that is not done by now."""
         tokens = self._tokens.result().tolist()
         values = None if self._values is None else self._values.result().tolist()
         for b, writer in self._rows:
@@ -202,9 +201,9 @@ class Asked:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the step has been computed."""
+        """True if the step has been computed."""
         return self._last.has_arrived
 
     def wait(self) -> None:
-        """Returns when the step has been computed."""
+        """Block until the step has been computed."""
         self._last.result()

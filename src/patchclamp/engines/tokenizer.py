@@ -1,10 +1,8 @@
-"""A Transformers tokenizer as the `Tokenizer` protocol.
+"""The `Tokenizer` protocol on a Transformers tokenizer, and the positions of a chat's messages in its prompt.
 
-Where the messages of a chat stand in its prompt.
-
-A chat template is a program of the model's, and may do anything with a message.  So nothing is guessed: the chat is
-rendered once more with a mark in place of each message's content, and what stands between the marks, put together with
-the contents, must be the prompt to the character.
+A chat template may transform a message in any way, so positions are never guessed. The chat is rendered again with a
+mark in place of each message's content. The text between the marks, joined with the contents, must reproduce the prompt
+exactly.
 """
 
 from __future__ import annotations
@@ -21,19 +19,19 @@ import msgspec
 from patchclamp.errors import ProgramError, TokensError
 from patchclamp.plan import Prompt
 
-TOLD = ("add_generation_prompt", "continue_final_message", "tools", "documents")  # to templates, beside their own words
-Turn = tuple[str, list[int]]  # of a message the role, and the positions of the tokens that share a character with it
+TOLD = ("add_generation_prompt", "continue_final_message", "tools", "documents")  # standard arguments of templates
+Turn = tuple[str, list[int]]  # a message's role, and the positions of the tokens that overlap it
 
 
 class Chat(msgspec.Struct):
-    """A prompt's messages, and what the template was told besides (`add_generation_prompt` and the like)."""
+    """A prompt's messages, and further arguments of the template (`add_generation_prompt` and the like)."""
 
     messages: list[dict[str, Any]]
     options: dict[str, Any] = {}
 
 
 def chat_of(messages: Sequence[Any], options: dict[str, Any] | None = None) -> Chat:
-    """A chat as it is remembered: of a part that is not text, an image say, only that it was there."""
+    """Return a chat to keep. Parts that are not text, such as images, are reduced to their type."""
     plain = [dict(message) for message in messages]
     return Chat([{**message, "content": _remembered(message.get("content"))} for message in plain], options or {})
 
@@ -47,8 +45,7 @@ def _remembered(content: Any) -> Any:
 def prompt_of(
     tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
 ) -> Prompt:
-    """The prompt that programs are bound to; `text` is what it was made of, where it is known; `images` as in
-    `Prompt`."""
+    """Return the prompt to bind programs to. `text`: its original text, if known; `images` as in `Prompt`."""
     turns = None if chat is None else functools.cache(lambda: tokenizer.turns(ids, chat.messages, chat.options))
     return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images)
 
@@ -57,11 +54,11 @@ def find_turns(
     render: Callable[[list[dict[str, Any]]], str], spell: Callable[[str], tuple[str, list[tuple[int, int]]]],
     messages: list[dict[str, Any]],
 ) -> list[Turn]:  # fmt: skip
-    """Of each message its role and its tokens.
+    """Return each message's role and tokens.
 
-    render: the text of a chat
-    spell: as `Tokenizer.spell`, of this prompt
-    Raises `TokensError` where the prompt is not what the template makes of these messages, one after the other.
+    render: renders a chat as text
+    spell: as `Tokenizer.spell`, for this prompt
+    Raises `TokensError` if the prompt is not these messages, in order, between the template's own text.
     """
     if has_images(messages):
         raise TokensError(
@@ -81,19 +78,19 @@ def find_turns(
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """Whether a message has a part that is not text."""
+    """True if a message has a part that is not text."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     return any(map(_is_image, parts))
 
 
 def _is_image(part: Any) -> bool:
-    """Whether a part of a message is an image, or sound: anything but text."""
+    """True if a part of a message is anything but text: an image, or sound."""
     return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 
 def _text(content: Any) -> Any:
-    """A message's content as text, where it comes in parts of text."""
+    """Join a content that is a list of text parts; return any other unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
@@ -107,7 +104,7 @@ def _is_said(message: dict[str, Any]) -> bool:
 
 
 def _marked(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """The chat with marks in place of contents, and the mark of each message that says something."""
+    """Return the chat with marks in place of contents, and the marks of the messages that are not blank."""
     said = "".join(message["content"] for message in messages if _is_said(message))
     stem = next(f"mark{i}q" for i in range(len(said) + 1) if f"mark{i}q" not in said)
     marks = [f"{stem}{i}q" for i, message in enumerate(messages) if _is_said(message)]
@@ -116,7 +113,7 @@ def _marked(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple
 
 
 def _spans(text: str, marked: str, marks: list[str], messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """The (first, last + 1) character of each message in the chat's text; (0, 0) of one that says nothing."""
+    """Return the (begin, end) characters of each message in the chat's text; (0, 0) for a blank message."""
     between, rest = [], marked
     for mark in marks:
         before, found, rest = rest.partition(mark)
@@ -151,10 +148,10 @@ def _changed() -> TokensError:
     )
 
 
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a single-byte token of a vocabulary with byte fallback
 PARTIAL = "\ufffd"  # the text of a character with missing bytes
-WINDOW = 16  # tokens decoded together, at least: more than a character or a tidied space takes
-MOST_UNKNOWN = 1024  # tokens in a row without a whole character
+WINDOW = 16  # minimum number of tokens to decode together: more than a character or a tidied space takes
+MOST_UNKNOWN = 1024  # consecutive tokens without a whole character
 
 
 def complete_text(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
@@ -187,8 +184,8 @@ class HubTokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=True)
 
     def settled(self, ids: Sequence[int]) -> str:
-        """The text without what the next token may change: tokens of a character with missing bytes, and where the
-        tokenizer tidies spaces, the last word."""
+        """Return the text that the next token cannot change. This omits a character with missing bytes and, if the
+        tokenizer cleans up spaces, the last word."""
         end = len(ids)
         while end and self._may_be_unfinished(ids[end - 1]):  # bytes in a row are decoded together
             end -= 1
@@ -196,8 +193,8 @@ class HubTokenizer:
         return text.rpartition(" ")[0] if getattr(self.inner, "clean_up_tokenization_spaces", False) else text
 
     def _may_be_unfinished(self, token: int) -> bool:
-        """Whether a token is one byte, or a special one, which may stand between bytes."""
-        text = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded
+        """True if a token is a single byte, or a special token, which may occur between bytes."""
+        text = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded with ids without a token
         return BYTE.fullmatch(text) is not None or token in self.inner.all_special_ids
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -214,10 +211,10 @@ class HubTokenizer:
         return self._spelt(ids)
 
     def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of ids that do not round-trip, and the offsets of each token in it.
+        """Return the text of ids that do not round-trip, and the offsets of each token in it.
 
-        Prefixes are decoded one after the other, each from the second to last anchor on: an anchor is a token after
-        which the text so far consists of whole characters. That takes linear time."""
+        Each prefix is decoded from the second to last anchor on, which takes linear time. An anchor is a token after
+        which the text so far consists of whole characters."""
         full, offsets, complete = self._full_text(ids), [], 0
         context = anchor = known = 0  # tokens before both; and the length of the anchor's text
         overlap = ""  # the text from the context to the anchor
@@ -226,7 +223,7 @@ class HubTokenizer:
                 raise TokensError(f"tokens {anchor} to {i} decode to no whole character; select tokens by position")
             begin, decoded = complete, self._full_text(ids[context:i])
             if not decoded.startswith(overlap):
-                if self._may_be_unfinished(ids[anchor - 1]):  # a partial character spoils its row of bytes
+                if self._may_be_unfinished(ids[anchor - 1]):  # a partial character spoils the byte run it is in
                     decoded = overlap + PARTIAL
                 else:  # this tokenizer decodes the part differently from the whole
                     decoded, overlap, context = self._full_text(ids[:i]), full[:known], 0
@@ -259,7 +256,7 @@ class HubTokenizer:
         return full[begin:] == text if end == len(ids) else full.startswith(text.removesuffix(PARTIAL), begin)
 
     def _full_text(self, ids: list[int]) -> str:
-        """The text with special tokens."""
+        """Return the text with special tokens."""
         return self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -279,7 +276,7 @@ class HubTokenizer:
         return find_turns(render, lambda text: self.spell(ids, text), messages)
 
     def _template(self, messages: list[dict[str, Any]], options: dict[str, Any], tokenize: bool) -> Any:
-        """What the model's chat template makes of messages."""
+        """Apply the model's chat template to messages."""
         from jinja2 import TemplateError
 
         for name in inspect.signature(self.inner.apply_chat_template).parameters.keys() & options.keys() - set(TOLD):
@@ -292,7 +289,7 @@ class HubTokenizer:
 
 
 class NoTokenizer:
-    """For an engine started without one: prompts are token ids, and generated tokens have no text."""
+    """The tokenizer of an engine started without one: prompts are token ids, and generated tokens have no text."""
 
     def _refuse(self, *_: object) -> Any:
         raise ProgramError("this engine was started without a tokenizer: give token ids")

@@ -1,10 +1,8 @@
 """The Transformers engine: the same programs through hooks on a Hugging Face model, batched, with a key/value cache.
 
-B prompts of the batch · T longest prompt · V vocabulary
+Gradients at points take one forward pass with autograd on, and one backward pass.
 
-Gradients at points of a Transformers model: one forward pass with autograd on, and one backward pass.
-
-T tokens of the prompt · D model width · W width of a point
+B prompts of the batch · T tokens of the (longest) prompt · V vocabulary · D model width · W width of a point
 """
 
 from __future__ import annotations
@@ -71,16 +69,14 @@ def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """What `Engine.gradients` says. Call it where nothing else runs the model.
-
-    Raises: `UnsupportedSite` for a router, whose choice of experts has no gradient, and for logits.
-    """
+    """Implement `Engine.gradients`. Nothing else may run the model meanwhile. Raises `UnsupportedSite` for a router,
+    whose choice of experts has no gradient, and for logits."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
         if taps[number].rerun or sites.points[number].rows == "sampled":
             raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
     tensors: dict[int, torch.Tensor] = {}
-    net.requires_grad_(False)  # gradients are of activations alone
+    net.requires_grad_(False)  # only activations need gradients
     device = next(net.parameters()).device
     ids_1T = torch.tensor([prompt_token_ids], device=device)
     with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
@@ -90,7 +86,7 @@ def gradients(
             rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
             hooks.callback(_replace(net, taps[first], rows_1TD).remove)
         for number in dict.fromkeys(points):
-            copied = sites.points[number].kind != "mid"  # which the layer adds to, beside the module that takes it
+            copied = sites.points[number].kind != "mid"  # the layer adds the original to the MLP's output, too
             hooks.callback(_read(net, taps[number], _keeper(tensors, number), copied).remove)
         logits_V = net(
             input_ids=ids_1T, position_ids=torch.arange(len(prompt_token_ids), device=device)[None], use_cache=False,
@@ -112,7 +108,7 @@ def gradients(
 
 
 def _leaf(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """The embedding, from which on gradients are kept."""
+    """Make the embedding the leaf at which gradients end."""
     return output.detach().requires_grad_()
 
 
@@ -124,10 +120,10 @@ def _keeper(tensors: dict[int, torch.Tensor], number: int) -> Read:
 
 
 def _read(net: Any, tap: Tap, read: Read, copied: bool) -> Any:
-    """Hooks a tap: `read` gets its tensor.
+    """Hook a tap: `read` gets its tensor.
 
-    copied: the module is handed a copy of an input that other modules may read too. A result is always returned as a
-        copy: the model may add to it in place.
+    copied: give the module a copy of its input, because other modules may read the original. An output is always
+        copied, because the model may add to it in place.
     """
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +147,7 @@ def _read(net: Any, tap: Tap, read: Read, copied: bool) -> Any:
 
 
 def _replace(net: Any, tap: Tap, rows_1TD: torch.Tensor) -> Any:
-    """Hooks an input: the rows take its place, and gradients go on to what was there."""
+    """Hook an input: replace its values with the rows, and let gradients flow to the original tensor."""
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden]
@@ -161,7 +157,7 @@ def _replace(net: Any, tap: Tap, rows_1TD: torch.Tensor) -> Any:
 
 
 def _columns(tensor: torch.Tensor, view: View | None, width: int) -> np.ndarray:
-    """A point's rows [T, W] in the tensor of its tap."""
+    """Return a point's rows [T, W] from the tensor of its tap."""
     tensor = tensor.detach().float().cpu()
     if view is not None and view.by_head:  # [1, H, T, E]
         return tensor[0].transpose(0, 1).reshape(-1, width).numpy()
@@ -177,18 +173,18 @@ def _columns(tensor: torch.Tensor, view: View | None, width: int) -> np.ndarray:
 class TransformersEngine(Engine):
     """A causal language model from a hub id or a folder.
 
-    dtype: a torch dtype's name, or "auto" for the checkpoint's; by default float32 on a CPU below 2 B parameters, else
+    dtype: a torch dtype's name, or "auto" for the checkpoint's; default: float32 on a CPU below 2 B parameters, else
         the checkpoint's
-    max_num_seqs: prompts of one batch
-    padding_side: where shorter prompts of a batch are padded; "right" only for models that have a site table and no
-        sliding window: others would count the padding, which then lies before the generated tokens
-    skip_tokenizer_init: prompts are token ids
+    max_num_seqs: the maximum number of prompts in a batch
+    padding_side: the side on which shorter prompts are padded; "right" only for models with a site table and without
+        a sliding window: others would count the padding, which then precedes the generated tokens
+    skip_tokenizer_init: load no tokenizer; prompts are token ids
     numerics: only "uniform": every step runs the same code
-    recompute: what is computed of prompts that many requests of one call share: "changed", only the layers and
-        positions that their programs can change; "all", everything
+    recompute: for prompts shared by many requests of one call, "changed" computes only the layers and positions that
+        programs can change; "all" computes everything
 
-    Raises: `ModelError` if there is no site table and none can be made, if the checkpoint lacks some of the model's
-    weights, and for a model that cannot be padded on the right.
+    Raises: `ModelError` if there is no site table and none can be derived, if the checkpoint lacks weights, or if the
+    model cannot be padded on the right.
     """
 
     def __init__(
@@ -245,7 +241,7 @@ class TransformersEngine(Engine):
         )  # fmt: skip
         self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(2 * max_num_seqs, max_records, bank_bytes), self.device)
-        self._room = Room(2 * max_num_seqs, max_records, bank_bytes // 4)  # for a batch, and the one before it
+        self._room = Room(2 * max_num_seqs, max_records, bank_bytes // 4)  # for a batch and the previous one
         self._placements: dict[str, Placement] = {}  # by run
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
@@ -254,7 +250,7 @@ class TransformersEngine(Engine):
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
-        self._queued: set[int] = set()  # the jobs that wait for the engine's thread, by their numbers
+        self._queued: set[int] = set()  # numbers of the jobs that wait for the engine's thread
         self._numbers = itertools.count()
         self._unfinished: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
@@ -285,18 +281,16 @@ class TransformersEngine(Engine):
         return positions, rows.cpu()
 
     def release(self, runs: list[str]) -> None:
-        # called by the garbage collector, wherever it happens to run: it may take no lock
+        # the garbage collector may call this on any thread, so it must not take a lock
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """Frees the captures of runs. A batch that was submitted runs to its end, except for runs whose listener is
-        closed."""
-        with contextlib.suppress(EngineError):  # closed: nothing is held any more
+        """Free the captures of runs. Submitted batches run to their end, except for runs whose listener is closed."""
+        with contextlib.suppress(EngineError):  # the engine is closed and holds nothing
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned, batches computed whole and
-        from a cut on."""
+        """Return counts: programs, runs, vectors, free records, planned steps, batches computed whole or from a cut."""
         return self._call(self._counts).result()
 
     def report(self) -> list[Finding]:
@@ -311,8 +305,7 @@ class TransformersEngine(Engine):
         return {**self.runtime.status(), **self._room.counts(), **batches}
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs a job on the engine's thread, after freeing what was released. After it, if no other is queued, the
-        batch that began last is finished."""
+        """Run a job on the engine's thread, after freeing released runs. With no job left, finish the last batch."""
 
         def run() -> Any:
             try:
@@ -354,7 +347,7 @@ class TransformersEngine(Engine):
     # -- on the engine's thread
 
     def _fetch_asked(self) -> None:
-        """Fetches what callers wait for; between two steps, too, for those who read along."""
+        """Serve pending fetches; also between two steps, for callers that read during generation."""
         while self._asked:
             asked, wanted = self._asked.popleft()
             try:
@@ -364,14 +357,14 @@ class TransformersEngine(Engine):
                 asked.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
-        """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
-        program waits for the next one.
+        """Serve a batch. A program without room is an error, except in a batch formed by a cut: there it waits for the
+        next batch.
 
-        The device computes a batch of one step while the next one is admitted: it is finished after that one began.
+        The device computes a single-step batch while the next one is admitted, so it is finished after that one starts.
         """
         errors = self._admit(requests)
         if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
-            self._finish_last()  # which makes room, for all of them anew: small ones may lie where a large one would
+            self._finish_last()  # frees room; then all are placed again, because small ones may block a large one
             self._free([request.run for request in requests])
             errors = self._admit(requests)
         may_wait = cut is not None and None in errors
@@ -392,7 +385,7 @@ class TransformersEngine(Engine):
             self._serve([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
 
     def _finish_last(self) -> None:
-        """Finishes the batch that began last, if it is not finished."""
+        """Finish the last batch, if it is unfinished."""
         generation, self._unfinished = self._unfinished, None
         if generation is None:
             return
@@ -401,7 +394,7 @@ class TransformersEngine(Engine):
                 self._generate(generation)
         except Exception as error:
             generation.fail(as_patchclamp_error(error))
-        if generation.has_failed:  # what its steps have to say must not be said of the next in its slots
+        if generation.has_failed:  # its pending failures must not be attributed to the next programs in its slots
             with contextlib.suppress(Exception):
                 self._host.arrive()
                 self.runtime.collect_failures()
@@ -413,7 +406,7 @@ class TransformersEngine(Engine):
             settle(future, answer)
 
     def _admit(self, requests: list[Request]) -> list[Exception | None]:
-        """Gives programs their room and installs them together. Returns the errors of requests."""
+        """Place programs and install them together. Return each request's error."""
         errors: dict[str, Exception] = {}
         arrivals: list[Arrival] = []
         vectors: dict[str, torch.Tensor] = {}
@@ -437,7 +430,7 @@ class TransformersEngine(Engine):
         return [errors.get(request.run) for request in requests]
 
     def _placed(self, request: Request, bound: BoundProgram) -> Placement:
-        """The room of a program. Raises `CapacityError` if the batch has none for it."""
+        """Place a program. Raises `CapacityError` if the batch has no room for it."""
         sources = {source.key: source for source in request.sources}
         sizes = bank_sizes(bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point)))
         placement = self._room.place(record_count(bound.ops), sizes)
@@ -450,7 +443,7 @@ class TransformersEngine(Engine):
         return placement
 
     def _free(self, runs: Iterable[str]) -> None:
-        """Frees what the programs of runs held."""
+        """Free the resources of runs' programs."""
         for run in runs:
             self.runtime.free([run])
             self.runtime.drop_code(run)
@@ -464,7 +457,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _begin(self, generation: Generation, cut: Cut | None) -> None:
-        """Begins the first step of a batch; one with a cut is of one prompt."""
+        """Launch the first step of a batch. A batch with a cut has a single prompt."""
         try:
             requests = generation.start(self.tokenizer, self._eos())
             if not requests:
@@ -479,7 +472,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _generate(self, generation: Generation) -> None:
-        """Finishes a batch that has begun."""
+        """Finish a batch whose first step was launched."""
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         while True:
@@ -498,14 +491,14 @@ class TransformersEngine(Engine):
             self._step(generation)
 
     def _step(self, generation: Generation) -> None:
-        """Launches a step, and what is read of it."""
+        """Launch a step and the readout of its logits."""
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         slots = self.runtime.slots(["" if writer.done else writer.request.run for writer in writers])
         generation.asked = Asked(writers, self._forward(passes, slots).float())
 
     def _fail_if_over(self, writer: Writer) -> None:
-        """Ends a request whose run has failed, or to which nobody listens any more."""
+        """End a request whose run has failed or whose listener is closed."""
         error = self.runtime.outcome(writer.request.run)[1]
         if error is not None:
             writer.fail(unpack(error))
@@ -513,7 +506,7 @@ class TransformersEngine(Engine):
             writer.fail(EngineError("the run was aborted"))
 
     def _forward(self, passes: Passes, slots: np.ndarray) -> torch.Tensor:
-        """One pass of the model over the inputs at hand; returns the logits to sample from, [B, V]."""
+        """Run the model on the current inputs; return the logits to sample from, [B, V]."""
         self.runtime.begin(passes.batch(slots))
         self._host.token_of_row = passes.ids_BT.reshape(-1)
         with at_work(self.runtime):
@@ -528,7 +521,7 @@ class TransformersEngine(Engine):
 
 
 def _checked_device(device: str | None) -> str:
-    """The device's name, by default the first GPU's, or the CPU's. Raises `ModelError` for one that is not there."""
+    """Return the device's name; default: "cuda" if there is a GPU, else "cpu". Raises `ModelError` if unavailable."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return "cuda" if gpus else "cpu"
@@ -547,11 +540,11 @@ def _checked_device(device: str | None) -> str:
 
 
 def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint. Raises `ModelError` where Transformers has made some of its weights up at random."""
+    """Load a checkpoint's model. Raises `ModelError` if Transformers initialized missing weights at random."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # fused attention leaves out the cap of attention scores
+    # fused attention omits the softcap of attention scores
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     exact = {"attn_implementation": "eager"} if capped else {}
     reads_images = not DECODERS.keys().isdisjoint(config.architectures or ())
@@ -562,7 +555,7 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
         loaded: Any = kind.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
-    except ImportError as error:  # of a library that reads quantised weights
+    except ImportError as error:  # a library for quantised weights is missing
         raise ModelError(f"Transformers cannot load this checkpoint here: {error}") from error
     net, loading = loaded
     missing = sorted(loading["missing_keys"])
@@ -576,7 +569,7 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
 
 
 def _check_cache(net: Any) -> None:
-    """Raises `ModelError` for a model that keeps a state in place of keys and values, which steps would not hand on."""
+    """Raise `ModelError` if the model does not accept the cache argument, so steps could not pass on its state."""
     if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
             f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
@@ -585,9 +578,9 @@ def _check_cache(net: Any) -> None:
 
 
 def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
-    """Raises `ModelError` for a model whose layers may count places in the cache instead of positions: one with a
-    sliding window that is shorter than its longest text, one with recurrent layers, whose state takes the padding in,
-    and one without a site table."""
+    """Raise `ModelError` for a model whose layers may count cache slots instead of positions: one with a sliding window
+    shorter than its longest text, one with recurrent layers, whose state would include the padding, and one without a
+    site table."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
     recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
@@ -601,7 +594,7 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """How many tokens a model takes, whatever its config calls that."""
+    """Return the model's maximum number of positions, under any of the names that configs use."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     for name in names:
         if isinstance(length := getattr(config, name, None), int):

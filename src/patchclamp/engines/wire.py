@@ -1,20 +1,18 @@
-"""What our client and our server say to each other: msgpack of these structs, under `/v1/patchclamp/engine`.
+"""The protocol between patchclamp's client and server: msgpack of these structs, under `/v1/patchclamp/engine`.
 
     GET  info        `Info`
-    POST run         `Batch`, answered with frames: 4 bytes of length, little-endian, then msgpack of a list of events;
-                     every request ends with one `Answered` or `Failed`. A connection that closes stops what is left
-    POST fetch       `Fetch`, answered with safetensors, sent as they are read (`CapturedFile`): "I positions" and
-                     "I rows" of what is wanted, by its number I there
+    POST run         `Batch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events. Every
+                     request ends with one `Answered` or `Failed`. Closing the connection stops unfinished requests
+    POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST free        `Free`
-    GET  live/...    by a client's session: a byte now and then, for as long as the client holds the connection; when it
-                     closes, the client is dead, unless it comes back at once
-    POST tokenizer   `Tokenize`, answered with what that method of `Tokenizer` returns
-    POST sampling    a sampling's parameters; an error if the engine does not take them
+    GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
+                     client is considered dead unless it reconnects at once
+    POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
+    POST sampling    sampling parameters; an error if the engine does not accept them
     GET  status      counts, as `Engine.status`
 
-An error is an HTTP status of 400 or above with OpenAI's error object in JSON.
-A run's name is `owner-session-…`: who may read it stands in the name, and what a client that died has left is found by
-it.
+An error is an HTTP status of 400 or above with OpenAI's error object in JSON. A run's name is `owner-session-…`: it
+determines who may read the run, and finds the captures of a dead client.
 """
 
 from __future__ import annotations
@@ -30,18 +28,20 @@ from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.errors import EngineError, Packed
 from patchclamp.sites import Family, SiteMap, Sizes
 
-WIRE = 2  # of this page; a client and a server of two numbers do not talk
+WIRE = 2  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
-LEASE_S = 60.0  # after which a client that has said nothing is dead, and what it left is freed
+LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
-MAX_REQUESTS = 512  # of a batch
+MAX_REQUESTS = 512  # per batch
 MAX_BODY_BYTES = 1 << 27
 DTYPES = {"I64": "int64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
 
 
 class Info(msgspec.Struct):
-    """owner: the first part of the names of runs that this API key may have
-    sites: family, sizes, tensor_parallel, stages, and the words that were not proved
+    """Facts of the server's engine. The fields from `family` on describe its site map.
+
+    owner: the first part of the names of runs that this API key may use
+    withdrawn: the sites that were not proved
     """
 
     wire: int
@@ -61,8 +61,8 @@ class Info(msgspec.Struct):
 
 
 class WireRequest(msgspec.Struct):
-    """A request. carried: its program (`engines.base`); vectors: the bank keys of what it reads of `Batch.vectors`;
-    listens: whether parts are wanted as they are made."""
+    """A request. carried: its program (`base.Carried`); vectors: the bank keys that it reads from `Batch.vectors`;
+    listens: True to stream parts."""
 
     run: str
     prompt_token_ids: list[int]
@@ -76,7 +76,7 @@ class WireRequest(msgspec.Struct):
 
 
 class Batch(msgspec.Struct):
-    """vectors: safetensors, rows [n, W] by bank key."""
+    """A batch of requests. vectors: safetensors, rows [n, W] by bank key."""
 
     requests: list[WireRequest]
     vectors: bytes = b""
@@ -87,7 +87,7 @@ class Fetch(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs whose captures go, and runs that stop; `session`: of the client that says so, which is alive."""
+    """Runs to release, and runs to abort. `session`: the client's, whose lease this renews."""
 
     session: str
     release: list[str] = []
@@ -100,7 +100,7 @@ class Tokenize(msgspec.Struct):
 
 
 class Generated(msgspec.Struct, tag="part"):
-    """A part of request number `i`."""
+    """A part of the output of request `i`."""
 
     i: int
     text: str
@@ -109,7 +109,7 @@ class Generated(msgspec.Struct, tag="part"):
 
 
 class Answered(msgspec.Struct, tag="answer"):
-    """The answer of request number `i`, and its program's receipt."""
+    """The answer of request `i`, and its program's receipt."""
 
     i: int
     receipt: str
@@ -134,7 +134,7 @@ class Answered(msgspec.Struct, tag="answer"):
 
 
 class Failed(msgspec.Struct, tag="error"):
-    """The error of request number `i`, packed."""
+    """The error of request `i`, packed."""
 
     i: int
     error: Packed
@@ -150,7 +150,7 @@ def frame(events: list[Event]) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they arrive, and gives the events of every frame that is whole."""
+    """Decodes bytes as they arrive, and yields the events of every complete frame."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -164,21 +164,20 @@ class Frames:
 
 
 class CapturedFile:
-    """Takes the bytes of a `fetch`'s answer as they arrive, each to its place in memory that is made for it: what was
-    captured is held once."""
+    """Writes the bytes of a `fetch` response, as they arrive, straight to their final place: captures are held once."""
 
     def __init__(self, count: int) -> None:
         try:
-            import torch  # noqa: F401  what is captured are its tensors
+            import torch  # noqa: F401  captures are returned as tensors
         except ImportError:
             raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
         self._count, self._head = count, bytearray()
         self._tensors: dict[str, _Described] | None = None
         self._memory: dict[str, np.ndarray] = {}
-        self._places: deque[memoryview] = deque()  # what is to come, in order
+        self._places: deque[memoryview] = deque()  # memory still to be filled, in order
 
     def feed(self, data: bytes) -> None:
-        """Raises `EngineError` for what is no such answer."""
+        """Store the next bytes. Raises `EngineError` for an invalid response."""
         rest = memoryview(data)
         if self._tensors is None:
             before = len(self._head)
@@ -198,7 +197,7 @@ class CapturedFile:
                 self._places.appendleft(place[size:])
 
     def captured(self) -> list[Captured]:
-        """Positions and rows, once all has come. Raises `EngineError` where something is missing."""
+        """Return positions and rows after the last byte. Raises `EngineError` if data is missing."""
         import torch
 
         if self._tensors is None or self._places:
@@ -210,7 +209,7 @@ class CapturedFile:
         return [(read[f"{i} positions"].numpy(), read[f"{i} rows"]) for i in range(self._count)]
 
     def _describe(self, header: bytes) -> None:
-        """Makes memory for each tensor that the header names."""
+        """Allocate memory for each tensor in the header."""
         try:
             tensors = msgspec.json.decode(header, type=dict[str, _Described])
             names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}

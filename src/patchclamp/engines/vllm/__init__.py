@@ -1,2 +1,2 @@
-"""Stock vLLM: `plugin` is what vLLM loads, `worker` runs beside its model runner, `cache` keeps its prefix cache right,
-`frontend` drives one `LLMEngine`; `compat` alone knows vLLM's private names."""
+"""Stock vLLM: vLLM loads `plugin`, `worker` runs beside its model runner, `cache` keeps its prefix cache correct,
+`frontend` drives one `LLMEngine`; only `compat` uses vLLM's private names."""

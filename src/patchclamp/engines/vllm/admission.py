@@ -1,12 +1,11 @@
-"""Admission in the engine core: it keeps the books of slots, records and the bank, and gives each program its placement
-before its request is scheduled.
+"""Admission in the engine core: it allocates slots, records and bank space, and places each program before its request
+is scheduled.
 
-A request whose program has no room beside those that run waits here, first come first served (or by priority), and
-requests without programs pass it. What workers must do for it, `Orders`, travels with the scheduler's own output, so
-that nothing waits for a round trip. What a program came to, its receipt and its error, travels back with the request's
-outputs.
+A request whose program does not fit beside the running ones waits here, first come first served (or by priority);
+requests without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a
+round trip. A program's `Verdict`, its receipt or error, travels back with the request's outputs.
 
-What front ends of one engine core leave for each other: the last word on each key, in the order it was said.
+`LastWords` is a store through which the front ends of one engine core exchange notes.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
 
-MAX_WORDS = 1 << 16  # those said longest ago go first
+MAX_WORDS = 1 << 16  # the oldest are dropped first
 
 
 class LastWords:
-    """Bytes by key, each with the number of when it was said."""
+    """The latest bytes stored under each key, with sequence numbers."""
 
     def __init__(self) -> None:
         self._said: OrderedDict[str, tuple[int, bytes]] = OrderedDict()  # ascending by number
         self._number = 0
 
     def say(self, key: str, word: bytes) -> None:
-        """The last word on a key."""
+        """Store bytes under a key, in place of earlier ones."""
         self._number += 1
         self._said[key] = self._number, word
         self._said.move_to_end(key)
@@ -49,7 +48,7 @@ class LastWords:
             self._said.popitem(last=False)
 
     def since(self, number: int) -> tuple[int, list[bytes]]:
-        """What was said after a number, in order, and the number to ask with next."""
+        """Return the latest sequence number, and the entries stored after `number`, in order."""
         news: list[bytes] = []
         for said, word in reversed(self._said.values()):
             if said <= number:
@@ -59,7 +58,7 @@ class LastWords:
 
 
 class Admitted(msgspec.Struct):
-    """One program for the workers to install. `program`: as it was carried; they make its receipt from that."""
+    """One program for the workers to install. `program`: the encoded program, from which they compute its receipt."""
 
     request: str
     program: bytes
@@ -67,7 +66,7 @@ class Admitted(msgspec.Struct):
 
 
 class Orders(msgspec.Struct):
-    """What workers do before a step, after they have freed what ended: release runs and install programs. `vectors` are
+    """The workers' tasks before a step, after freeing ended requests: release runs, then install programs. `vectors`:
     the rows of inline vectors that are not in the bank yet."""
 
     release: list[str]
@@ -76,8 +75,8 @@ class Orders(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """What workers found of a request's program, told with its outputs: the receipt of what was installed ("": nothing
-    was), and the run's error; and how long it waited to be admitted (None: it was not)."""
+    """The result of a request's program, returned with its outputs: the receipt of the installed program ("" if none
+    was), the run's error, and the seconds until it was admitted (None if it was not)."""
 
     receipt: str
     error: Packed | None
@@ -93,7 +92,7 @@ class RequestProgram:
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
-        """`images`: where the prompt's images lie."""
+        """`images`: the spans of the prompt's images."""
         decoded = decode(carried)
         self.seen_whole = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
@@ -101,22 +100,22 @@ class RequestProgram:
         self.unedited = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
         self.forget_proof()
         self.placement: Placement | None = None
-        self.is_released = False  # its caller has let go of it, though it is not at its end
+        self.is_released = False  # its run was released before its request ended
         self.arrived_s = 0.0
-        self.waited_s: float | None = None  # until it was admitted
+        self.waited_s: float | None = None  # from arrival to admission
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has that it is bound to."""
+        """The number of tokens of the prompt that it is bound to."""
         return self.bound.prompt
 
     @property
     def has_code(self) -> bool:
-        """Whether it has ops that run Python."""
+        """True if it has ops that run Python."""
         return any(op.kind == APPLY for op in self.bound.ops)
 
     def forget_proof(self) -> None:
-        """Drop the proof of the edited tokens, because they will be computed again.
+        """Discard the proof of the edited tokens, because they will be recomputed.
 
         proved: the number of tokens whose keys and values may enter the prefix cache. Those from the first edit on may
             once the workers have confirmed that the run is free of errors up to there.
@@ -131,31 +130,30 @@ class _Vector(msgspec.Struct):
 
 
 class Admission:
-    """The books of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`: whether an image's
-    tokens attend to those that come after them in it."""
+    """The programs and resources of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
+    True if an image's tokens attend to later tokens of the image."""
 
     def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
-        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, some of which left
+        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests; some have ended
         self._waiting: dict[str, Any] = {}  # requests that wait
-        self._blocked: Any = None  # the first of the queue, if it had no room and none was freed since
+        self._blocked: Any = None  # the head of the queue, if it had no room and none was freed since
         self._order = itertools.count()
         self._vectors: dict[str, _Vector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
-        self._capturing: set[str] = set()  # runs that were asked for captures and not released yet
+        self._capturing: set[str] = set()  # runs with captures that are not released yet
         self._under_way: dict[str, RequestProgram] = {}  # by run: programs with captures of unfinished requests
-        self._sessions: dict[str, float] = {}  # of clients elsewhere: when each was last heard of
+        self._sessions: dict[str, float] = {}  # of remote clients: the time of each one's last heartbeat
         self._orders = Orders([], [], {})
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
 
     # -- vectors and runs, from front ends
 
     def hold_vectors(self, vectors: Mapping[str, np.ndarray], keys: list[str], drop: list[str]) -> None:
-        """Keeps inline vectors [n, W], each for one more holder every time `keys` names it, and one less every time
-        `drop` does."""
+        """Store inline vectors [n, W] with reference counts; `keys` adds holders, `drop` removes them."""
         for key in keys:
-            if key not in self._vectors and key in vectors:  # else whoever reads it is told that it is missing
+            if key not in self._vectors and key in vectors:  # otherwise its readers get `MissingSource`
                 self._vectors[key] = _Vector(vectors[key])
             if key in self._vectors:
                 self._vectors[key].holders += 1
@@ -167,8 +165,7 @@ class Admission:
                     del self._vectors[key]
 
     def release(self, runs: list[str]) -> None:
-        """Frees runs' captures, and their rows in the bank. What a run that is still under way captures from now on is
-        freed when it ends."""
+        """Free runs' captures and bank rows. Later captures of an unfinished run are freed when it ends."""
         self._orders.release.extend(runs)
         for run in runs:
             if run in self._under_way:
@@ -180,29 +177,29 @@ class Admission:
                 self._blocked = None
 
     def renew(self, session: str, ago_s: float = 0.0) -> None:
-        """A client was alive so long ago whose runs are named `session-…`."""
+        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago."""
         self._sessions[session] = time.monotonic() - ago_s
 
     def free_dead(self, lease_s: float) -> None:
-        """Frees the captures of clients that have not been heard of for so long."""
+        """Free the captures of clients whose last heartbeat is older than `lease_s`."""
         oldest = time.monotonic() - lease_s
         for session in [session for session, heard_s in self._sessions.items() if heard_s < oldest]:
             del self._sessions[session]
             self.release([run for run in self._capturing if run.startswith(f"{session}-")])
 
     def abort(self, runs: list[str]) -> None:
-        """Ends requests of runs, with that error."""
+        """End the requests of runs with the error that they were aborted."""
         for request, program in self.programs.items():
             if program.bound.run in runs:
                 self.errors[request] = pack(EngineError(ABORTED))
 
     @property
     def has_orders(self) -> bool:
-        """Whether workers have something to do even if nothing is scheduled."""
+        """True if workers have tasks even if nothing is scheduled."""
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
-        """What workers are to do before the next step, if anything."""
+        """Take the workers' tasks for the next step; None without any."""
         if not self.has_orders:
             return None
         orders, self._orders = self._orders, Orders([], [], {})
@@ -212,11 +209,11 @@ class Admission:
 
     @property
     def unscheduled(self) -> int:
-        """Requests that the scheduler does not have yet: waiting for room, or about to end with an error."""
+        """The number of requests not yet in the scheduler: waiting for room, or about to end with an error."""
         return len(self._waiting) + len(self.errors)
 
     def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
-        """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
+        """Admit a request's program if there is room; else queue it (lower `priority` first), or record an error."""
         self.programs[request.request_id] = program
         program.arrived_s = time.monotonic()
         try:
@@ -235,8 +232,8 @@ class Admission:
         return False
 
     def _check(self, program: RequestProgram) -> None:
-        """Raises `ProgramError` for a program that would be installed wrongly, or that captures under a run's name that
-        another request captures under: children of one prompt (`n`) have one program."""
+        """Raise `ProgramError` for an invalid program, or one with captures under a run name that is already in use.
+        The latter happens with `n` > 1, where the children of one prompt share a program."""
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
@@ -262,7 +259,7 @@ class Admission:
             self._under_way[bound.run] = program
 
     def admit_waiting(self) -> Iterator[Any]:
-        """Admits requests that have waited, in order, as far as there is room."""
+        """Admit waiting requests, in order, while there is room."""
         while self._queue:
             request = self._queue[0][2]
             name = request.request_id
@@ -281,13 +278,13 @@ class Admission:
                 heapq.heappop(self._queue)
 
     def refuse(self, request: Any, program: RequestProgram | None, error: PatchclampError) -> None:
-        """A request ends with an error before it runs."""
+        """End a request with an error before it runs."""
         if program is not None:
             self.programs[request.request_id] = program
         self.errors[request.request_id] = pack(error)
 
     def end(self, request_id: str) -> None:
-        """A request is finished or aborted: what its program held is free."""
+        """Free the resources of a request's program, once it is finished or aborted."""
         self.errors.pop(request_id, None)
         if self._waiting.pop(request_id, None) is not None and len(self._queue) > 2 * len(self._waiting) + 16:
             self._queue = [entry for entry in self._queue if self._waiting.get(entry[2].request_id) is entry[2]]
@@ -304,16 +301,16 @@ class Admission:
             program.placement = self._blocked = None
 
     def judge(self, program: RequestProgram, verdict: Verdict) -> Verdict:
-        """A verdict of the workers, with what the core alone knows."""
+        """Complete the workers' verdict with the waiting time, which only the core measures."""
         return msgspec.structs.replace(verdict, waited_s=program.waited_s)
 
     def counts(self) -> dict[str, int]:
-        """What is held; all 0 when every request has ended and every run was released."""
+        """Return counts of resources; all 0 when every request has ended and every run was released."""
         return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
                 "requests": len(self.programs)}  # fmt: skip
 
     def _admit(self, request_id: str, program: RequestProgram) -> bool:
-        """Whether there is room for a program, which it then has."""
+        """Place a program; return False if there is no room, or if it fails, with its error recorded."""
         try:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
@@ -323,12 +320,12 @@ class Admission:
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)
             return False
-        except Exception as error:  # of a program that is not well-formed
+        except Exception as error:  # the program is malformed
             self.errors[request_id] = pack(EngineError(f"the program cannot be admitted: {error!r}"))
             return False
         if placement is None:
             return False
-        if self._workers > 1:  # each has other parts of the programs before: what one has not read lies with another
+        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
         self._order_admission(request_id, program, placement)

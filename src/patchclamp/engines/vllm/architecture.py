@@ -1,6 +1,7 @@
-"""The site table of an engine's model: its family's, or one made of its modules where those are Transformers' own.
+"""The site table of an engine's model: its family's, or one derived from its modules.
 
-The site table of vLLM's own class of a model, where we have none: found once, and kept on disk.
+Without a family table, one is derived from Transformers' own class if vLLM's Transformers backend runs the model. For
+vLLM's own class, it is found once by tracing, and cached on disk.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LIMIT_S = 600
 
 
 def found_family(vllm_config: Any) -> Family:
-    """The table of vLLM's class of a model, found in a process of its own, beside Transformers' class, where that
-    gives one. Raises `ModelError` if vLLM's class has no stream that can be found."""
+    """Find the table of vLLM's class of a model, by a run in a separate process. It includes the places in
+    Transformers' class, if these can be derived. Raises `ModelError` if no stream is found in vLLM's class."""
     facts = configuration.model_facts(vllm_config)
     config = facts["config"]
     sizes = sizes_of(config, facts["d_vocab"])
@@ -44,13 +45,13 @@ def found_family(vllm_config: Any) -> Family:
     try:
         with backend.outside(vllm_config):
             theirs, _ = transformers_places(config, facts["trust_remote_code"])
-    except Exception:  # Transformers has no such class, or no stream is found in it: vLLM's stands alone
+    except Exception:  # Transformers has no such class, or no stream is found in it: use vLLM's alone
         theirs = None
     return family_of_places(f"{config.model_type} (vLLM's class)", config, theirs, own, sizes)
 
 
 def _kept(vllm_config: Any) -> Places:
-    """What was found in vLLM's class: now, or by an earlier start with the same config and versions."""
+    """Return the places in vLLM's class, from the disk cache if the config and versions match."""
     path = cache_folder() / "tables" / f"{_key(vllm_config)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Places)
@@ -61,7 +62,7 @@ def _kept(vllm_config: Any) -> Places:
 
 
 def _traced_places(vllm_config: Any) -> Places:
-    """Runs `blueprint` and reads its answer."""
+    """Run `blueprint` in a subprocess and read its answer."""
     command = [sys.executable, "-m", blueprint.__name__]
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     ran = subprocess.run(command, input=pickle.dumps(vllm_config), capture_output=True, timeout=LIMIT_S, env=variables)
@@ -77,7 +78,7 @@ def _traced_places(vllm_config: Any) -> Places:
 
 
 def _key(vllm_config: Any) -> str:
-    """What a table depends on: the model's config, and the code that makes and reads the model."""
+    """Return a table's cache key: a hash of the model's config, and of the code that builds and reads the model."""
     import torch
     import transformers
 
@@ -89,29 +90,27 @@ def _key(vllm_config: Any) -> str:
 
 @functools.cache
 def _code() -> str:
-    """A hash of our code that finds tables."""
+    """Return a hash of our code that finds tables."""
     root = Path(__file__).parents[2]
     files = [*sorted((root / "sites").glob("*.py")), Path(blueprint.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def site_map(vllm_config: Any) -> SiteMap:
-    """The site map of an engine's model; the same in the front end and in every worker. A table that was found in
-    vLLM's class is read from our part of the configuration, and not looked for again."""
+    """Return the site map of an engine's model, which is the same in the front end and in every worker. A derived table
+    is read from our part of the configuration instead of being derived again."""
     table = (configuration.enabled(vllm_config) or {}).get("table")
     return _map_of(vllm_config, msgspec.json.decode(table, type=Family)) if table else find_sites(vllm_config)
 
 
 def find_sites(vllm_config: Any) -> SiteMap:
-    """The site map of an engine's model, from a table or from the model's class.
-
-    Raises: `ModelError`, with what to do, for a model that has none.
-    """
+    """Find the site map of an engine's model, from a table or from the model's class. Raises `ModelError`, with advice,
+    for a model without one."""
     return _map_of(vllm_config, _family(vllm_config, configuration.model_facts(vllm_config)))
 
 
 def carried(sites: SiteMap) -> str:
-    """The table of a map, as a configuration carries it; "" if it stands in `sites.tables`."""
+    """Encode a map's table for the configuration; "" if it is one of `sites.tables`."""
     return "" if sites.family.tabled else msgspec.json.encode(sites.family).decode()
 
 
@@ -121,7 +120,7 @@ def _map_of(vllm_config: Any, family: Family) -> SiteMap:
 
 
 def _advice(vllm_config: Any, facts: dict[str, Any]) -> str:
-    """What to do about a class of vLLM's in which no table is found: only what was tried is promised."""
+    """Return advice for a vLLM class without a table. It only suggests what was verified for this config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
     kind: Any = classes.get(type(facts["config"]), None)
@@ -145,7 +144,7 @@ def _use_transformers_class() -> str:
 
 
 def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
-    """The site table. Raises `ModelError`, with what to do, for a model that has none."""
+    """Return the site table. Raises `ModelError`, with advice, for a model without one."""
     architectures, config = facts["architectures"], facts["config"]
     if not backend.used(vllm_config):
         try:
@@ -176,7 +175,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
 
 
 def _found(vllm_config: Any, facts: dict[str, Any]) -> Family:
-    """The table that is found in vLLM's own class."""
+    """Find the table in vLLM's own class."""
     if backend.nested(vllm_config):
         raise no_text_model(facts["architectures"])
     check_stream(facts["config"])

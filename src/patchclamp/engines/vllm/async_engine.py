@@ -1,4 +1,4 @@
-"""The engine of a server: requests of ours among those of an `AsyncLLM`, in one API process."""
+"""The engine of a server: patchclamp requests beside others on an `AsyncLLM`, in one API process."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
 from patchclamp.store.captures import StoredRows
 
-FETCHES = 4  # of captures, at once
+FETCHES = 4  # concurrent fetches of captures
 NOTHING = contextlib.nullcontext()
 
 
 class AsyncEngine(Engine):
-    """Carries requests of ours over an `AsyncLLM`. Made on its event loop; calls come from any other thread.
+    """Runs requests on an `AsyncLLM`. Construct it on the event loop; call it from any other thread.
 
     client: the `AsyncLLM`
-    metrics: counts what goes through it, once somebody has put one here
+    metrics: the metrics to update, if set
     """
 
     remote = True
@@ -73,9 +73,9 @@ class AsyncEngine(Engine):
         self.metrics: Metrics | None = None
         self._parameters = Parameters(not skipped)
         self._receiver = shared.Receiver(self.release)
-        # threads of its own: those of the loop may all wait for what is fetched here
+        # a separate pool: all threads of the loop's own pool may be waiting for these fetches
         self._fetching = ThreadPoolExecutor(FETCHES, "patchclamp fetch")
-        self._vectors: collections.Counter[str] = collections.Counter()  # that the cores hold: how many requests do
+        self._vectors: collections.Counter[str] = collections.Counter()  # the number of requests that use each vector
         self._dropped: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
 
@@ -109,12 +109,11 @@ class AsyncEngine(Engine):
         return self._wait(self.status_async())
 
     def close(self) -> None:
-        """Stops what it has under way; the `AsyncLLM` belongs to its server."""
+        """Abort active requests; the `AsyncLLM` belongs to its server."""
         self._soon(lambda: self._abort(list(self._tasks)))
 
     def _soon(self, job: Callable[[], None]) -> None:
-        """Has the loop's thread do something; the garbage collector may call this, and a loop that is closed does
-        nothing more."""
+        """Schedule a job on the loop's thread, unless the loop is closed. The garbage collector may call this."""
 
         def unless_ended() -> None:
             try:
@@ -141,11 +140,12 @@ class AsyncEngine(Engine):
         carried: bytes | None = None, ended: Callable[[Any, list[int]], None] | None = None,
         within: contextlib.AbstractContextManager[None] = NOTHING, **others: Any,
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
-        """vLLM's outputs of a request whose program is in `request.bound`, or was `carried` here; `params` are taken
-        over. `ended(output, ids)` is told of the last one and of all that was generated, before it is given; `within`
-        is entered while it runs.
+        """Yield vLLM's outputs of a request with a program.
 
-        Raises the run's error in place of the last output, and `EngineError` where that has no receipt.
+        The program is encoded from `request.bound`, or given as `carried`. `params` is modified. `ended(output, ids)`
+        is called with the last output and all generated ids, before that is yielded. `within` is entered meanwhile.
+
+        Raises the run's error in place of the last output, or `EngineError` if that has no receipt.
         """
         assert request.bound is not None
         with within:
@@ -172,7 +172,7 @@ class AsyncEngine(Engine):
                 self._drop(request)
 
     def _end(self, request: Request, verdict: Verdict | None, carried: bytes, ids: list[int]) -> None:
-        """Raises why a request's answer cannot stand, or counts it; `ids`: what was generated."""
+        """Raise the error that invalidates a request's answer, or count it in the metrics. `ids`: the generated ids."""
         assert request.bound is not None
         if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
             self.metrics.admitted(verdict.waited_s)
@@ -181,37 +181,36 @@ class AsyncEngine(Engine):
             self.metrics.ended(request.bound, [*request.prompt_token_ids, *ids], request.vectors, self.sites)
 
     def start(self, requests: list[Request], carried: Mapping[str, bytes]) -> list[Future[Answer]]:
-        """As `submit`; `carried`: programs as they travel, by run, of requests whose sources are elsewhere."""
+        """Like `submit`. `carried`: encoded programs by run, for requests that arrived with one."""
         futures: list[Future[Answer]] = [Future() for _ in requests]
         self._start(requests, futures, carried)
         return futures
 
     def renew(self, session: str, ago_s: float = 0.0) -> None:
-        """A client was alive so long ago: runs named `session-…` stay, until they are too old (`free_dead`)."""
+        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago (`free_dead`)."""
         front.tell_cores(self.client, "patchclamp_renew", session, ago_s)
 
     @property
     def api_processes(self) -> int:
-        """How many processes like this one the server has."""
+        """The number of API processes of the server."""
         return front.process_count(self.client)
 
     def say(self, key: str, note: bytes) -> None:
-        """Leaves the last word on a key for the server's other processes."""
+        """Publish the latest note on a key to the server's other API processes."""
         front.tell_cores(self.client, "patchclamp_say", key, note, only=0)
 
     async def said_since(self, number: int) -> tuple[int, list[bytes]]:
-        """What was said after a number, and the number to ask with next."""
+        """Return the latest sequence number, and the notes published after `number`."""
         [answer] = front.tell_cores(self.client, "patchclamp_said_since", number, only=0)
         number, notes = await answer
         return number, notes
 
     async def free_dead(self, lease_s: float) -> None:
-        """Frees the runs of clients that have not been heard of for so long."""
+        """Free the runs of clients whose last heartbeat is older than `lease_s`."""
         await asyncio.gather(*front.tell_cores(self.client, "patchclamp_free_dead", lease_s))
 
     def _core_of(self, request: Request) -> int | None:
-        """The engine core, of several, that must run a request: it has the rows that are read, and keeps what is
-        captured. None: any may, and vLLM balances."""
+        """Return the engine core that has the rows a request reads and keeps its captures; None: vLLM balances."""
         assert request.bound is not None
         ops = request.bound.ops
         if front.core_count(self.client) == 1 or not any(
@@ -221,11 +220,11 @@ class AsyncEngine(Engine):
         return self._core_of_run(request.run)
 
     def _core_of_run(self, run: str) -> int:
-        """The engine core that keeps a run's captures: the same for all of a client, which may read one in another."""
+        """Return the core that keeps a run's captures: the same for all runs of a client, which may read each other."""
         return zlib.crc32(run.rpartition("-")[0].encode()) % front.core_count(self.client)
 
     async def ask(self, verb: str, *args: Any, only: int | None = None) -> list[Any]:
-        """What every worker of every engine core, or of number `only`, answers."""
+        """Call every worker of every engine core, or of core `only`; return their results."""
         call = ("collective_rpc", "patchclamp_rpc", None, (verb, *args), {})
         calls = front.tell_cores(self.client, *call, only=only)
         answers = [answer for engine in await asyncio.gather(*calls) for answer in engine]
@@ -235,7 +234,7 @@ class AsyncEngine(Engine):
         return [result for result, _ in answers]
 
     async def fetch_async(self, wanted: list[Wanted]) -> list[Captured]:
-        """As `fetch_many`."""
+        """Like `fetch_many`."""
 
         async def fetch(core: int, some: list[Any]) -> list[Captured]:
             return await self._loop.run_in_executor(self._fetching, self._receive, "fetch", some, core)
@@ -243,7 +242,7 @@ class AsyncEngine(Engine):
         return await self._of_cores(wanted, fetch)
 
     async def fetch_windows(self, windows: list[Window]) -> list[Captured]:
-        """As `fetch_many`, of some of the rows."""
+        """Like `fetch_many`, for a window of the rows."""
 
         async def fetch(core: int, some: list[Any]) -> list[Captured]:
             return await self._loop.run_in_executor(self._fetching, self._receive, "fetch_windows", some, core)
@@ -251,7 +250,7 @@ class AsyncEngine(Engine):
         return await self._of_cores(windows, fetch)
 
     async def measure(self, wanted: list[Wanted]) -> list[StoredRows]:
-        """What `fetch_many` would give, without the rows' bytes."""
+        """Like `fetch_many`, without the rows' bytes."""
 
         async def measure(core: int, some: list[Any]) -> list[StoredRows]:
             answers = [shared.without_bytes(answer) for answer in await self.ask("measure", some, only=core)]
@@ -266,7 +265,7 @@ class AsyncEngine(Engine):
         return await self._of_cores(wanted, measure)
 
     async def _of_cores(self, wanted: list[Any], ask: Callable[[int, list[Any]], Awaitable[list[Any]]]) -> list[Any]:
-        """What the engine cores that have them say of runs' captures, in order."""
+        """Ask the engine cores that keep the runs' captures; return the answers in the order of `wanted`."""
         by_core: dict[int, list[int]] = {}
         for i, (run, *_) in enumerate(wanted):
             by_core.setdefault(self._core_of_run(run), []).append(i)
@@ -276,7 +275,7 @@ class AsyncEngine(Engine):
         return [told[i] for i in range(len(wanted))]
 
     def _receive(self, verb: str, wanted: list[Any], core: int) -> list[Captured]:
-        """What the workers of one core captured; not on the loop's thread."""
+        """Fetch captures from the workers of one core; not on the loop's thread."""
 
         def ask(*receiver: Any) -> list[Any]:
             return self._wait(self.ask(verb, wanted, *receiver, only=core))
@@ -284,7 +283,7 @@ class AsyncEngine(Engine):
         return join_captured(self._receiver.fetch(ask), len(wanted))
 
     async def status_async(self) -> dict[str, Any]:
-        """As `status`; the counts of all engine cores together."""
+        """Like `status`; counts are summed over all engine cores."""
         by_core = [await self.ask("status", only=core) for core in range(front.core_count(self.client))]
         statuses = [status for core in by_core for status in core]
         summed = await self.counts()
@@ -294,7 +293,7 @@ class AsyncEngine(Engine):
                 "steps_planned_by_core": planned}  # fmt: skip
 
     async def counts(self) -> dict[str, int]:
-        """What all engine cores hold together."""
+        """Return resource counts, summed over all engine cores."""
         counts = await asyncio.gather(*front.tell_cores(self.client, "patchclamp_counts"))
         summed = {name: sum(count[name] for count in counts) for name in counts[0]}
         if self.metrics is not None:
@@ -320,12 +319,12 @@ class AsyncEngine(Engine):
             settle(future, as_patchclamp_error(error))
 
     async def _run(self, request: Request, future: Future[Answer], carried: bytes | None) -> None:
-        """Carries a request to its answer."""
+        """Run a request to its answer."""
         tables: list[Any] = []
         params = self._parameters.of(request, None)
         if params.logprobs is not None:
             front.tables_of_client(self.client)[request.run] = tables
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids}  # as vLLM's renderers give it
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids}  # the format of vLLM's renderers
         generate = front.stock_generate(self.client)
         outputs = (
             generate(prompt, params, request.run)
@@ -344,7 +343,7 @@ class AsyncEngine(Engine):
             front.tables_of_client(self.client).pop(request.run, None)
 
     def _decoder(self, request: Request) -> Any:
-        """What makes the text of a request's ids when it is read."""
+        """Return the function that decodes a request's ids when the text is read."""
         from vllm import SamplingParams
 
         if isinstance(self.tokenizer, NoTokenizer):
@@ -353,14 +352,14 @@ class AsyncEngine(Engine):
         return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
 
     def _hold(self, request: Request) -> None:
-        """Sends the cores the vectors that a request needs and they do not hold: once, ahead of it."""
+        """Send the cores the vectors that a request needs and they lack, ahead of the request."""
         vectors = {key: np.ascontiguousarray(rows) for key, rows in request.vectors.items() if not self._vectors[key]}
         self._vectors.update(request.vectors.keys())
         if vectors:
             front.tell_cores(self.client, "patchclamp_hold", safetensors.numpy.save(vectors), list(vectors), [])
 
     def _drop(self, request: Request) -> None:
-        """A request is over: its vectors may go, when nobody else needs them."""
+        """Drop the vectors of an ended request that no other request uses."""
         self._vectors.subtract(request.vectors.keys())
         unused = [key for key in request.vectors if self._vectors[key] == 0]
         for key in unused:
@@ -370,7 +369,7 @@ class AsyncEngine(Engine):
 
     def _release(self, runs: list[str]) -> None:
         for run in runs:
-            if run in self._tasks:  # a stream that was dropped
+            if run in self._tasks:  # an abandoned stream
                 self._tasks[run].cancel()
         front.tell_cores(self.client, "patchclamp_release", runs)
 
@@ -379,13 +378,13 @@ class AsyncEngine(Engine):
             if run in self._tasks:
                 self._tasks[run].cancel()
         elsewhere = [run for run in runs if run not in self._tasks]
-        if elsewhere:  # another API process may have them
+        if elsewhere:  # possibly in another API process
             front.tell_cores(self.client, "patchclamp_abort", elsewhere)
         front.tell_cores(self.client, "patchclamp_release", runs)
 
 
 def _check(request: Request, verdict: Verdict | None, receipt: str) -> None:
-    """Raises why an answer cannot stand: its program failed, or nobody says that it was carried out."""
+    """Raise the error that invalidates an answer: its program failed, or vLLM did not confirm that it ran."""
     if verdict is not None and verdict.error is not None:
         raise unpack(verdict.error)
     if verdict is None or verdict.receipt != receipt:

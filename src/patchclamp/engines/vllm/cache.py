@@ -1,6 +1,6 @@
-"""The prefix cache, in the engine core: which blocks a request with a program may reuse.
+"""The prefix cache, in the engine core: the blocks that a request with a program may reuse.
 
-A block is reused only where the edits up to its end are the same, and never at positions that are captured.
+A block is reused only if all edits up to its end are the same, and never at captured positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patchclamp.plan.bound import block_key, lowest_capture
 
 
 def install() -> None:
-    """Wraps vLLM's block keys and cache search; requests without a program pass straight through."""
+    """Wrap vLLM's block keys and cache search; requests without a program are unaffected."""
     runner.on_block_key(_block_key)
     runner.on_cache_search(_lowest_capture)
 
@@ -31,7 +31,7 @@ def _lowest_capture(request: Any, carried: bytes) -> int | None:
 
 
 def _program(request: Any, carried: bytes) -> RequestProgram | None:
-    """A request's program; None for bytes that are none, whose request admission ends with an error."""
+    """Return a request's program; None if it cannot be decoded, in which case admission fails the request."""
     try:
         return core.program_of(request, carried)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The vLLM engine: one `LLMEngine`, built and stepped on a thread of ours, fed by a queue from any thread."""
+"""The vLLM engine: one `LLMEngine`, built and stepped on its own thread, with a queue of jobs from any thread."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
 
-_one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
+_one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
 
 _alive: set[VllmEngine] = set()
 
 
 def known_options() -> list[str]:
-    """The names of the options that an engine takes: vLLM's engine arguments, and ours."""
+    """Return the names of the engine options: vLLM's engine arguments, and ours."""
     from vllm.engine.arg_utils import EngineArgs
 
     return [*(field.name for field in dataclasses.fields(EngineArgs)), *OURS]
 
 
 class VllmEngine(Engine):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and eight of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eight of ours:
 
     `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
-    (`Limits`); `numerics`: "uniform", if steps without programs are to run the code of those with programs, or "stock",
-    if stock's; `multiprocess_mode`: the engine core in a process of its own.
+    (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or "stock";
+    `multiprocess_mode`: True to run the engine core in a separate process.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -82,8 +82,8 @@ class VllmEngine(Engine):
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, Underway] = {}  # by run
-        self._streamed: set[str] = set()  # runs that somebody listens to, under way or held back
-        self._vectors: collections.Counter[str] = collections.Counter()  # that the core holds: how many requests do
+        self._streamed: set[str] = set()  # runs with a listener, started or held back
+        self._vectors: collections.Counter[str] = collections.Counter()  # the number of requests that use each vector
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -113,34 +113,32 @@ class VllmEngine(Engine):
         return join_captured(self._receiver.fetch(ask) if self.remote else ask(), len(wanted))
 
     def release(self, runs: list[str]) -> None:
-        # called by the garbage collector, wherever it happens to run: it may wait for no lock
+        # the garbage collector may call this on any thread, so it must not wait for a lock
         self._released.extend(runs)
         if self._wake.acquire(blocking=False):
             self._wake.notify()
             self._wake.release()
 
     def abort(self, runs: list[str]) -> None:
-        """Stops runs under way; vLLM frees what they hold."""
+        """Stop unfinished runs and free their captures."""
         if not self._stop:
             self._call(lambda: self._abort(set(runs)))
 
     def status(self) -> dict[str, Any]:
-        """Counts of the workers and of the core: programs, runs, records and vectors held, requests that wait."""
+        """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
         return self._call(lambda: {**self._workers.status(), **ask_core(self._engine, "patchclamp_counts")}).result()
 
     def report(self) -> list[Finding]:
-        """What there is to say about this engine."""
+        """Return the doctor's findings about this engine."""
         return self._call(lambda: running(self.config, self._workers.status("examine"))).result()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the device memory of weights and cache back until `wake`; vectors and captures stay.
-
-        Raises `EngineError` at a deeper level than 1, without `enable_sleep_mode=True`, and while runs are under way.
-        """
+        """Free the device memory of weights and cache until `wake`; vectors and captures stay. Raises `EngineError` for
+        a level above 1, without `enable_sleep_mode=True`, and while runs are unfinished."""
         self._call(lambda: self._sleep(level)).result()
 
     def wake(self) -> None:
-        """Takes the memory again and brings the weights back; the prefix cache begins empty."""
+        """Reallocate the memory and restore the weights; the prefix cache starts empty."""
         self._call(self._wake_up).result()
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -150,7 +148,7 @@ class VllmEngine(Engine):
         return self._call(lambda: requests.expand(self._engine, prompt, messages)).result()
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         self._adapters.check(adapter)
 
     def close(self) -> None:
@@ -194,7 +192,7 @@ class VllmEngine(Engine):
             self._fail(stopped)
         finally:
             if not self.remote:  # a worker in another process ends with it
-                with suppress(Exception):  # of an engine that broke, say
+                with suppress(Exception):  # the engine may have failed
                     self._workers.one("close")
             with _one_at_a_time:
                 _alive.discard(self)
@@ -225,7 +223,7 @@ class VllmEngine(Engine):
         self._describe(name, config)
 
     def _make(self, config: Any, separate: bool) -> None:
-        """The engine and its workers, of a configuration."""
+        """Create the engine and its workers from a configuration."""
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -264,14 +262,14 @@ class VllmEngine(Engine):
         )  # fmt: skip
 
     def _serve(self) -> bool:
-        """Carries out what is queued, waiting if there is nothing to step; False when it is time to stop."""
+        """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
         with self._wake:
             while not (self._stop or self._queue or self._held_back or self._released or self._busy()):
                 self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
             if not jobs and not self._busy():
-                with self._wake:  # releases come in crowds, and each round of them is an engine step
+                with self._wake:  # releases come in bursts, and each batch of them costs an engine step
                     self._wake.wait_for(lambda: self._queue or self._stop, COALESCE_S)
             self._release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
@@ -302,7 +300,7 @@ class VllmEngine(Engine):
         self._drop_vectors()
 
     def _end(self, output: Any, underway: Underway) -> None:
-        """Settles a request with its last output."""
+        """Settle a request with its last output."""
         self._forget(underway.request)
         verdict = verdicts_of(self._engine.output_processor).pop(underway.name, None)
         error = judged(underway, verdict)
@@ -313,7 +311,7 @@ class VllmEngine(Engine):
         settle(underway.future, underway.answer.answer(output, underway.decode))
 
     def _forget(self, request: Request) -> None:
-        """A request is over: nothing is kept for it here."""
+        """Drop all state of an ended request."""
         underway = self._waiting.pop(request.run, None)
         if underway is not None:
             tables_of(self._engine.output_processor).pop(underway.name, None)
@@ -322,7 +320,7 @@ class VllmEngine(Engine):
         self._vectors.subtract(request.vectors.keys())
 
     def _drop_vectors(self) -> None:
-        """Has the core drop the vectors that no request needs any more."""
+        """Make the core drop the vectors that no request uses."""
         unused = [key for key, holders in self._vectors.items() if holders == 0]
         if unused:
             for key in unused:
@@ -338,7 +336,7 @@ class VllmEngine(Engine):
         runs = len(self._waiting) + len(self._held_back)
         if runs:
             raise EngineError(f"{runs} runs are under way; the engine cannot sleep")
-        self._asleep = True  # first: an engine that fails to sleep no longer schedules, until `wake`
+        self._asleep = True  # set first: an engine whose sleep failed does not schedule until `wake` either
         self._engine.sleep(level)
 
     def _wake_up(self) -> None:
@@ -363,7 +361,7 @@ class VllmEngine(Engine):
         self._held_back.extend(accepted)
 
     def _hold_vectors(self, requests: Iterable[Request]) -> None:
-        """Sends the core the vectors that requests need and it does not hold: once, ahead of them."""
+        """Send the core the vectors that requests need and it lacks, ahead of the requests."""
         vectors: dict[str, np.ndarray] = {}
         for request in requests:
             for key, rows in request.vectors.items():
@@ -374,14 +372,14 @@ class VllmEngine(Engine):
             tell_core(self._engine, "patchclamp_hold", safetensors.numpy.save(vectors), list(vectors), [])
 
     def _release(self, runs: list[str]) -> None:
-        """Frees captures, and stops what nobody listens to any more."""
+        """Free captures, and abort runs whose stream was abandoned."""
         unheard = self._streamed.intersection(runs)
         if unheard:
             self._abort(unheard)
         tell_core(self._engine, "patchclamp_release", runs)
 
     def _start_held_back(self) -> None:
-        """Gives vLLM the requests that were held back, in order, as far as there is room for their adapters."""
+        """Submit held-back requests to vLLM, in order, while there is room for their adapters."""
         for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
             self._start(*self._held_back.popleft())
 
@@ -401,10 +399,10 @@ class VllmEngine(Engine):
                 request, future, PartialAnswer(request), name, receipt, tables, decode
             )
         except Exception as error:
-            self._refuse(request, future, _as_error(error, RunError))  # vLLM's word on this request alone
+            self._refuse(request, future, _as_error(error, RunError))  # vLLM rejected only this request
 
     def _decoder(self, request: Request) -> Decode:
-        """What makes the text of a request's ids when it is read."""
+        """Return the function that decodes a request's ids when the text is read."""
         from vllm import SamplingParams
 
         processor, prompt, sampling = self._engine.output_processor, request.prompt_token_ids, request.sampling
@@ -416,7 +414,7 @@ class VllmEngine(Engine):
         settle(future, _as_error(error))
 
     def _abort(self, runs: set[str]) -> None:
-        """Takes runs back, wherever they are."""
+        """Abort runs, held back or started."""
         aborted = EngineError(ABORTED)
         for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
             self._held_back.remove((request, future))
@@ -428,7 +426,7 @@ class VllmEngine(Engine):
         tell_core(self._engine, "patchclamp_release", list(runs))
 
     def _fail(self, error: EngineError) -> None:
-        """The engine has ended: whoever waits for it gets this error, and so do later calls."""
+        """Stop accepting calls: pending futures and later calls get this error."""
         with self._wake:
             self._stop, self._ended = True, error
             jobs, self._queue = list(self._queue), collections.deque()
@@ -440,7 +438,7 @@ class VllmEngine(Engine):
 
 
 def _pass_on(added: Future[Any], futures: list[Future[Answer]]) -> None:
-    """If requests could not be added, each gets that error."""
+    """If requests could not be added, set the error on each of their futures."""
     error = added.exception()
     if error is not None:
         for future in futures:

@@ -1,4 +1,4 @@
-"""Starts vLLM's own server command with patchclamp on."""
+"""Starts vLLM's own server command with patchclamp enabled."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # o
 
 
 def run_server(model: str, options: Sequence[str]) -> None:
-    """Runs `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
+    """Run `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
 
-    Raises `EngineError` where Rust serves, whose routes are fixed, and `ProgramError` for options that are no JSON.
+    Raises `EngineError` with vLLM's Rust front end, which has fixed routes, and if the server stops with an error.
+    Raises `ProgramError` for an `--additional-config` that is not a JSON object.
     """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise EngineError(
@@ -30,7 +31,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
             "programs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
         )
     os.environ.update(environment())
-    # vLLM's `main` asks for the version of a package named vllm, which its CPU build is not
+    # not vLLM's `main`: it looks up the version of the package "vllm", and the CPU build has another name
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -46,7 +47,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         model,
         *with_config(options),
         *_cache_size(options),
-    ]  # vLLM's parser looks there, too
+    ]  # vLLM's parser reads it, too
     args = parser.parse_args(sys.argv[1:])
     assert args is not None
     configure_logging_from_args(args)
@@ -64,9 +65,9 @@ def run_server(model: str, options: Sequence[str]) -> None:
 
 
 def _cache_size(options: Sequence[str]) -> list[str]:
-    """On a CPU, the option for a cache that fits, unless a size is given."""
+    """Return the option for a cache that fits a CPU's memory; none on a GPU or if a size is given."""
     names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
-    if "config" in names:  # a file may have it
+    if "config" in names:  # the file may set it
         return []
     arguments = dict.fromkeys(names)
     configuration.spare_memory(arguments)
@@ -75,13 +76,13 @@ def _cache_size(options: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables of a server: every installed plugin is on, as if nobody had named any, and ours by its name."""
+    """Return a server's environment variables. They name our plugin, and all others that vLLM would load anyway."""
     import torch
 
     named = os.environ.get("VLLM_PLUGINS")
     if named is None:
         installed = [point.name for kind in GROUPS for point in entry_points(group=f"vllm.{kind}_plugins")]
-        # those of vLLM's endpoint group come only when they are named, and only ours is
+        # vLLM loads endpoint plugins only if they are named; name no others
         others = {point.name for point in entry_points(group="vllm.endpoint_plugins")}
         names = [name for name in dict.fromkeys(installed) if name not in others]
     else:
@@ -93,7 +94,7 @@ def environment() -> dict[str, str]:
 
 
 def with_config(options: Sequence[str]) -> list[str]:
-    """vLLM's options with our part in `--additional-config`."""
+    """Return vLLM's options with our part in `--additional-config`."""
     rest, config = [], {}
     words = iter(options)
     for word in words:

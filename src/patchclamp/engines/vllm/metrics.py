@@ -1,7 +1,7 @@
-"""Counts beside vLLM's own at `/metrics`, in prometheus_client's registry of the process.
+"""Metrics beside vLLM's own at `/metrics`, in the process's prometheus_client registry.
 
-Front ends count: each knows what it asked for and what came of it, and vLLM adds up its API processes. What only the
-engine cores know, they are asked for now and then (`held`), or tell with each answer (how long a program waited).
+Each front end counts its requests and results, and vLLM sums over its API processes. Resource counts are polled from
+the engine cores (`held`); a program's waiting time comes with its answer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 
 
 class Metrics:
-    """The counts of one model in this process. Made once for it (`metrics_of`): a registry takes a name once."""
+    """The metrics of one model in this process. Use `metrics_of`: a registry accepts each name only once."""
 
     def __init__(self, model: str) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        own, latest = ("model_name",), "mostrecent"  # every API process asks all cores
+        own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
         counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
         self._programs = counter("patchclamp:programs", "Requests with a program that were given to the engine.")
         self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
@@ -44,32 +44,32 @@ class Metrics:
         self._admitted = gauge("patchclamp:programs_admitted", "Programs that have room.", multiprocess_mode=latest)
         self._model = model
         for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
-            each.labels(model)  # from the first look on they are there, at 0
+            each.labels(model)  # export 0 from the start
 
     def started(self, bound: BoundProgram) -> None:
-        """A request with a program goes to the engine."""
+        """Count a request with a program that goes to the engine."""
         self._programs.labels(self._model).inc()
         for op in bound.ops:
             self._ops.labels(self._model, KINDS[op.kind]).inc()
 
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
-        """A run has its answer; `ids`: of the prompt and what was generated, `vectors` has those of conditions."""
+        """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes those of conditions."""
         computed = len(ids) - 1
         self._rows.labels(self._model).inc(edited_rows(bound, np.asarray(ids[:computed], np.int64), vectors))
         if size := captured_bytes(bound, sites, computed):
             self._bytes.labels(self._model).inc(size)
 
     def admitted(self, waited_s: float) -> None:
-        """A program had room, after so long."""
+        """Record the time that a program waited for admission."""
         self._admission.labels(self._model).observe(waited_s)
 
     def failed(self, error: PatchclampError) -> None:
-        """A request was answered with an error."""
+        """Count a request that was answered with an error."""
         counter = self._refusals if error.status < 500 else self._failures
         counter.labels(self._model, type(error).__name__).inc()
 
     def held(self, counts: Mapping[str, int]) -> None:
-        """What the engine cores hold now (`Admission.counts`), all together."""
+        """Set the gauges to the counts of all engine cores (`Admission.counts`)."""
         self._waiting.labels(self._model).set(counts["waiting"])
         self._admitted.labels(self._model).set(counts["programs"])
 
@@ -78,6 +78,6 @@ metrics_of = functools.cache(Metrics)
 
 
 def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.ndarray]) -> int:
-    """How many rows a program's edits acted on, of the tokens whose ids these are."""
+    """Count the rows that a program's edits acted on, for these token ids."""
     edits = [op for op in bound.ops if op.is_edit]
     return sum(len(op.points) * len(acted_on(op, ids, vectors)) for op in edits)

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It does nothing for engines of others."""
+"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It leaves engines without patchclamp alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from patchclamp.errors import SeamMoved, describe_error
 
 CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
 
-problem: SeamMoved | None = None  # a seam that is not there; an engine of ours raises it when it starts, no other does
+problem: SeamMoved | None = None  # a missing seam; only engines with patchclamp raise it, at their start
 
 
 class _Causes(logging.Handler):
-    """Appends each logged exception as one line to a file, for the server's process: it learns of a failed core only
-    that it failed."""
+    """Appends each logged exception as a line to a file, since a server does not get the cause of a failed core."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
@@ -25,8 +24,8 @@ class _Causes(logging.Handler):
 
 
 def register() -> None:
-    """Wraps vLLM where engines are configured, where steps and compilation begin, and the prefix cache; each wrapper
-    first looks whether it is needed."""
+    """Wrap vLLM's configuration, model loading, compilation, prefix cache, engine core and output processor. Each
+    wrapper first checks if the engine uses patchclamp."""
     global problem
     if os.environ.get(CAUSES):
         logging.getLogger("vllm").addHandler(_Causes(logging.ERROR))

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def machine() -> list[Finding]:
-    """vLLM's version, the plugin's registration, and the GPU."""
+    """Check vLLM's version, the plugin's registration, and the GPU."""
     findings = [_version(), _plugin()]
     try:
         import torch
@@ -64,7 +64,7 @@ def _bindings() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Whether every place where patchclamp enters vLLM is where it should be."""
+    """Check that every seam is where it is expected."""
     findings = []
     for seam in SEAMS.values():
         detail = f"{seam.why}; {seam.checked_on}"
@@ -77,15 +77,15 @@ def seams() -> list[Finding]:
 
 
 def running(vllm_config: Any, status: dict[str, Any]) -> list[Finding]:
-    """Of a running engine: its configuration, fusions, graphs and memory."""
+    """Return the findings about a running engine: its configuration, fusions, graphs and memory."""
     chosen = configuration.chosen(vllm_config) | {"runner": status["runner"].upper(), "workers": status["workers"]}
     findings = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
     return [*findings, *_fusions(status, chosen["numerics"]), *_graphs(status), *_memory(status)]
 
 
 def _fusions(status: dict[str, Any], numerics: str) -> list[Finding]:
-    """How often each fusion pass matches in the two variants. Fewer in the active one make its steps slower. With
-    uniform numerics there is one variant."""
+    """Report each fusion pass's matches in the two variants; fewer in the active one make its steps slower. With
+    uniform numerics there is only one variant."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
                         "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Requests of ours while vLLM has them: their settings, their images, and what vLLM's outputs come to."""
+"""Requests in vLLM: their sampling parameters, their images, and their answers from vLLM's outputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Decode = Callable[[list[int], bool], str]
 
 
 class PartialAnswer:
-    """What a request has answered so far; each of vLLM's outputs has what is new in it, which is everything where
-    nobody listens. Its text is vLLM's own, which keeps back what may become a stop text."""
+    """The answer of a request so far. Each of vLLM's outputs contains only the new part; without a listener there is
+    one output. The text is vLLM's own, which holds back possible stop texts."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -34,7 +34,7 @@ class PartialAnswer:
         self._scores: dict[int, float] = {}
 
     def take(self, output: Any, tables: list[Table]) -> None:
-        """Adds an output, with the log-probabilities that came since the last one, and gives it to the listener."""
+        """Add an output, with the log-probabilities since the last one, and pass it to the listener."""
         new = output.outputs[0]
         ids = list(new.token_ids)
         logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if self._has_logprobs else []
@@ -58,7 +58,7 @@ class PartialAnswer:
         return self._request.logprobs is not None
 
     def answer(self, output: Any, decode: Decode | None) -> Answer:
-        """The answer, after the last output was taken. `decode(ids, stopped)` gives its text, if it has none yet."""
+        """Return the answer, after the last output. `decode(ids, stopped)` makes the text, if vLLM did not."""
         ids, logprobs = self._ids, self._logprobs if self._has_logprobs else None
         reason, cached = output.outputs[0].finish_reason, output.num_cached_tokens or 0
         text = "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop")
@@ -67,7 +67,7 @@ class PartialAnswer:
 
 
 def drafts_of(completion: Any) -> Drafts | None:
-    """What vLLM counted of a completion's drafted tokens, where it was asked to."""
+    """Return vLLM's counts of a completion's drafted tokens; None if it did not count."""
     counts = draft_counts(completion)
     return None if counts is None else Drafts(*counts)
 
@@ -92,8 +92,7 @@ SET_BY_US = (
 
 
 def check(sampling: dict[str, Any]) -> None:
-    """Raises `UnknownName` for a parameter that vLLM does not have, and `ProgramError` for one that cannot be given
-    here or is of another type than vLLM says."""
+    """Raise `UnknownName` for an unknown parameter, `ProgramError` for a reserved, unsupported or invalid one."""
     from vllm import SamplingParams
 
     types = _types()
@@ -108,7 +107,7 @@ def check(sampling: dict[str, Any]) -> None:
         _check_type(name, value, types[name])
     try:
         SamplingParams(**{"temperature": 0.0, "max_tokens": None, **sampling})
-    except Exception as error:  # vLLM's own validation error among them, which is not a ValueError
+    except Exception as error:  # including vLLM's own validation error, which is not a ValueError
         raise ProgramError(str(error) or f"vLLM does not take {sampling}", "sampling") from None
 
 
@@ -139,8 +138,8 @@ PARTS = (*TEXT, DATA, "mm_processor_kwargs")
 
 
 def expand(engine: Any, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-    """As `Engine.expand`, for an `LLMEngine`. On the thread of its steps: vLLM's processors change how many threads
-    PyTorch has meanwhile."""
+    """Implement `Engine.expand` for an `LLMEngine`. Call it on the thread that steps the engine, because vLLM's
+    processors temporarily change PyTorch's number of threads."""
     if prompt is not None:
         _check(prompt)
     try:
@@ -166,12 +165,12 @@ def _check(prompt: Mapping[str, Any]) -> None:
 
 
 class Underway(NamedTuple):
-    """A request that vLLM has.
+    """A request that was submitted to vLLM.
 
-    name: what vLLM calls it
-    receipt: what must come back with its answer
-    tables: log-probabilities that have come and were not read yet
-    decode: makes the text of (ids, whether the last one stopped the run) when it is read; None where vLLM makes it
+    name: vLLM's name of it
+    receipt: the receipt expected with its answer
+    tables: log-probabilities that have arrived and are unread
+    decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM makes the text
     """
 
     request: Request
@@ -189,7 +188,7 @@ class Underway(NamedTuple):
 
 
 def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | None:
-    """The error of an answer that cannot stand: its program failed, or no receipt says that it was carried out."""
+    """Return the error that invalidates an answer: its program failed, or vLLM did not confirm that it ran."""
     if underway.request.bound is None:
         return None
     if verdict is not None and verdict.error is not None:
@@ -203,18 +202,18 @@ def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | Non
 
 
 class Parameters:
-    """Makes vLLM's `SamplingParams` of requests. Requests with the same settings get copies of one.
+    """Creates vLLM's `SamplingParams` for requests. Consecutive requests with the same settings get copies of one.
 
-    vLLM makes text as tokens come only where somebody needs it then: for stop texts, and for a listener.
+    vLLM detokenizes during generation only if needed: for stop texts, and for a listener.
     """
 
     def __init__(self, has_text: bool) -> None:
         self._has_text = has_text
-        self.settings: tuple[object, ...] = ()  # of the last request: the same object as long as they are the same
-        self._template: Any = None  # its parameters
+        self.settings: tuple[object, ...] = ()  # of the last request: the same object while they are equal
+        self._template: Any = None  # the last request's parameters
 
     def of(self, request: Request, carried: bytes | None) -> Any:
-        """A request's parameters, with the program that it carries."""
+        """Return a request's parameters, with its encoded program."""
         settings = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
         if settings != self.settings:
             self.settings, self._template = settings, self._make(request)
@@ -236,7 +235,7 @@ class Parameters:
             max_tokens=request.max_tokens,
             logprobs=logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
-            skip_clone=True,  # it is this request's alone
+            skip_clone=True,  # `of` makes a copy for each request
             detokenize=self._has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
             **arguments,
         )

@@ -1,7 +1,6 @@
-"""What a server lets one caller do: `--additional-config '{"patchclamp": {"serve": {...}}}'`.
+"""A server's limits per caller: `--additional-config '{"patchclamp": {"serve": {...}}}'`.
 
-These numbers do not change the engine, so they are taken out of `additional_config` before vLLM makes the key of its
-compile cache of it.
+They do not change the engine, so they are removed from `additional_config` before vLLM hashes it for its compile cache.
 """
 
 from __future__ import annotations
@@ -16,34 +15,33 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An owner is an API key; all callers of a server without keys are one.
+    """An owner is an API key; all callers of a server without keys are one owner.
 
-    Of one request:
-    body_bytes: a body of a route of ours
-    json_bytes: a body of JSON on routes of ours; numbers take eight times the room when they are read
-    json_values: commas of a body of JSON on routes of ours, or of a program; more numbers travel in base64 or as
-        safetensors
-    program_bytes: a body of an OpenAI request with a program
-    program_body_values: commas of such a body, those of its prompt among them
-    openai_body_bytes: any body on the two OpenAI routes; None: as stock vLLM, which reads it whole
-    program_ops: ops of a program, those of its variant too
+    Per request:
+    body_bytes: the body on a patchclamp route
+    json_bytes: a JSON body on a patchclamp route; parsed numbers take eight times the memory
+    json_values: commas in a JSON body on a patchclamp route, or in a program; for more, use base64 or safetensors
+    program_bytes: the body of an OpenAI request with a program
+    program_body_values: commas in such a body, including its prompt
+    openai_body_bytes: any body on the two OpenAI routes; None: unlimited, as in stock vLLM
+    program_ops: ops of a program, including its variant
     program_captures: captures among them
-    program_records: records of a bound program, one for each op, point and range of positions, on every step; those of
-        all prompts and choices (n) of a request together, and of the runs of a batch that are under way
-    inline_bytes: captures that travel in a response; larger ones are fetched
+    program_records: records of a bound program, one per op, point and range of positions, for every step; the total of
+        all prompts and choices (n) of a request, and of the active runs of a batch
+    inline_bytes: captures returned in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
-    sweep_grid: cells of a sweep's grid in all pairs; a zoom patches few of them
-    sweep_cells: cells of a sweep that are patched, each counted for every pair, draw, and token of an answer
-    sweeps: of one owner at once
+    sweep_grid: cells of a sweep's grid over all pairs; a zoom patches few of them
+    sweep_cells: patched cells of a sweep, counted for every pair, draw, and answer token
+    sweeps: concurrent sweeps of one owner
 
-    Of what stays:
-    bank_names: vectors and programs of one owner
+    Stored per owner:
+    bank_names: vectors and programs
     named_bytes: their bytes
-    kept_runs: runs of one owner
-    run_bytes: captures of one owner's runs; of a sweep, what it reads at a time
-    kept_sweeps: sweeps of one owner that can go on where they stopped
-    run_ttl_s: seconds after which a run, or what is kept of a sweep, is dropped if nobody asks for it
+    kept_runs: runs
+    run_bytes: captures of runs; for a sweep, the bytes it reads at a time
+    kept_sweeps: sweeps that can be resumed
+    run_ttl_s: seconds without access after which a run or a kept sweep is dropped
     """
 
     body_bytes: Count = 1 << 26
@@ -68,14 +66,13 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
     def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:
-        """Raises `TooLarge` for a request that asks for more than a limit; `what` it asks for stands before the
-        number."""
+        """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
         most = getattr(self, limit)
         if most is not None and asked > most:
             raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
 
     def check_room(self, limit: str, used: int, more: int, what: str, path: str | None = None) -> None:
-        """Raises `CapacityError` where what an owner has leaves no room for more."""
+        """Raise `CapacityError` if an owner's usage leaves no room for `more`."""
         most = getattr(self, limit)
         if used + more > most:
             raise CapacityError(

@@ -1,4 +1,4 @@
-"""Fills in our part of vLLM's configuration, or refuses the configuration."""
+"""Completes patchclamp's part of vLLM's configuration, or rejects the configuration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
 from patchclamp.version import __version__
 
-ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
+ASKED = ("limits", "serve", "numerics")  # settings in our part of `additional_config` that a user may give
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
 
 def complete(vllm_config: Any) -> None:
-    """Makes our part of `additional_config` whole; `{"patchclamp": {}}` asks for everything by default.
+    """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
-    It enters the key of vLLM's compile cache, so it has all that changes the graph. What a server allows its callers
-    changes nothing there: it is taken out (`configuration.serving`).
+    It enters the key of vLLM's compile cache, so it includes everything that changes the graph. A server's limits do
+    not change the graph, so they are removed (`configuration.serving`).
 
-    Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold, and
-    `UnknownName` for what we do not know.
+    Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
+    for an unknown setting.
     """
     ours = configuration.enabled(vllm_config)
     assert ours is not None
@@ -62,7 +62,7 @@ def complete(vllm_config: Any) -> None:
 
 
 def _op() -> str:
-    """What taps leave in compiled code, for the key of vLLM's cache: how they are made, and if layers share it."""
+    """Return a key of what taps leave in compiled code, for vLLM's cache: their source, and if layers share code."""
     digest = hashlib.sha256()
     for module in (taps, op, taps):
         digest.update(inspect.getsource(module).encode())

@@ -1,13 +1,12 @@
-"""Captured rows on their way to another process of the machine.
+"""Transfer of captured rows to another process on the same machine.
 
-Large rows that lie in open memory (`store.host_memory`), as a GPU's captures do, are lent: the receiver maps that
-memory, and what it gives to a caller are views.  The sender keeps what it has lent until no view is left.
+Large rows in open memory (`store.host_memory`), such as a GPU's captures, are lent: the receiver maps that memory and
+returns views to its caller. The sender keeps lent rows until no view is left.
 
-All other rows pass through a buffer in shared memory, one for a receiver.  Memory that the system must first find and
-clear passes 1 to 2 GB/s; a buffer that both sides have mapped already passes as fast as it is copied.  The rows of one
-call lie side by side, and pass in parts where they are more than a buffer holds.  The receiver copies the parts out, so
-nothing that a caller holds depends on the buffer.  Little travels in the answer, and so does everything where there is
-no room for a buffer.
+All other rows pass through a buffer in shared memory, one per receiver. Newly allocated memory, which the system must
+clear first, transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. The rows of
+one call are concatenated, and sent in parts if they exceed the buffer. The receiver copies the parts out, so a caller's
+arrays do not depend on the buffer. Small rows travel in the answer, as do all rows if there is no room for a buffer.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from patchclamp.store import host_memory
 from patchclamp.store.captures import MIN_VIEW_BYTES, StoredRows, side_by_side
 from patchclamp.store.host_memory import Place
 
-MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
+MAX_INLINE_BYTES = 1 << 20  # bytes sent in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
-_PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
-_LOAN = "loan:"  # begins the name of what was lent, among the names of runs that are released
+_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are given up
+_LOAN = "loan:"  # the prefix of loan names, which are released among the names of runs
 
 
 class _Buffer(msgspec.Struct):
@@ -43,23 +42,23 @@ class _Buffer(msgspec.Struct):
 
 
 class Sender:
-    """Hands rows to receivers in other processes, by their names."""
+    """Sends rows to receivers in other processes, identified by name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, _Buffer] = {}
-        # no two senders' numbers are alike: a receiver hears from several, and knows by the upper bits from which
+        # unique across senders: a receiver has several, and identifies each by the upper bits
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        # by loan: the receiver, and by file the rows there that must stay for it
+        # by loan: the receiver, and the rows that must stay for it, by file
         self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(
         self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True,
         loan: str = "",
     ) -> dict[str, Any]:  # fmt: skip
-        """An answer for the receiver `to`, which has mapped the buffers `mapped`: rows by their numbers there.
+        """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: the rows, by number.
 
-        Of the bytes, side by side, those from `at` on, at most `MAX_BUFFER_BYTES`. `files`: it can open ours. `loan`:
-        the name under which large rows are lent; without one nothing is.
+        It has the concatenated bytes from `at` on, at most `MAX_BUFFER_BYTES`. `files`: True if the receiver can open
+        our files. `loan`: the name under which large rows are lent; "" to lend none.
         """
         lends = files and loan
         places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}
@@ -83,7 +82,7 @@ class Sender:
         return answer | {"buffer": buffer.number, "path": buffer.path, "buffer_bytes": len(buffer.memory), "here": here}
 
     def _buffer(self, to: str, mapped: Collection[int], size: int) -> _Buffer | None:
-        """The receiver's buffer, for so many bytes; None where there is no room."""
+        """Return the receiver's buffer with room for `size` bytes; None if there is no memory for one."""
         buffer = self._buffers.get(to)
         if buffer is not None and buffer.number in mapped:
             host_memory.forget_shared(buffer.path)
@@ -99,7 +98,7 @@ class Sender:
         return self._buffers.get(to)
 
     def _lend(self, loan: str, to: str, rows: dict[int, tuple[Place, np.ndarray]]) -> None:
-        """Keeps rows for a receiver until they are returned, file by file; those of receivers that died go."""
+        """Keep rows for a receiver until it returns them, file by file; drop the loans of dead receivers."""
         for other in [other for other, (name, _) in self._lent.items() if not _alive(name)]:
             del self._lent[other]
         files: dict[str, list[np.ndarray]] = {}
@@ -108,7 +107,7 @@ class Sender:
         self._lent[loan] = to, files
 
     def take_back(self, released: Iterable[str]) -> None:
-        """Forgets what was lent among names that were released: `LOAN`, or `LOAN/FILE` for what lies in one file."""
+        """Drop the loans among released names: `LOAN`, or `LOAN/FILE` for the rows in one file."""
         for name in released:
             loan, _, file = name.partition("/")
             if not name.startswith(_LOAN) or loan not in self._lent:
@@ -120,7 +119,7 @@ class Sender:
 
     @property
     def loans(self) -> int:
-        """How many loans receivers hold."""
+        """The number of open loans."""
         return len(self._lent)
 
     def _drop(self, to: str) -> None:
@@ -130,25 +129,26 @@ class Sender:
 
 
 class Receiver:
-    """Takes what `Sender`s hand over. `name` tells receivers apart. `release` gets the names of loans of which no view
-    is left, wherever the garbage collector runs; they go to the senders' `take_back`.
+    """Receives rows from `Sender`s. `name` identifies the receiver. `release` is called with the names of loans without
+    views, on any thread where the garbage collector runs; they go to the senders' `take_back`.
 
-    has_views: whether large rows have come as views
+    has_views: True once large rows have arrived as views
     """
 
     def __init__(self, release: Callable[[list[str]], None]) -> None:
         self.name, self._release = f"{os.getpid()}-{uuid.uuid4().hex}", release
         self.has_views = False
-        self._mapped: dict[str, tuple[Place, mmap.mmap]] = {}  # open memory, by its name
+        self._mapped: dict[str, tuple[Place, mmap.mmap]] = {}  # open memory, by name
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._memory = host_memory.ReusedMemory()
-        self._lock = threading.Lock()  # from asking until what lies in the buffers is copied out
-        self._unseen = 0  # fetches in a row that did not see the senders' files
+        self._lock = threading.Lock()  # held from the request until the buffers are copied out
+        self._unseen = 0  # consecutive fetches that could not open the senders' files
 
     def fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]]) -> list[dict[int, Captured]]:
-        """Positions and rows by number, of each sender; `ask(name, mapped, at, files, loan)` is `Sender.hand` at each.
+        """Fetch positions and rows by number, from each sender; `ask(name, mapped, at, files, loan)` calls their
+        `Sender.hand`.
 
-        What was lent is returned whatever is raised.
+        Loans are returned if anything is raised.
         """
         loans: list[str] = []
         try:
@@ -158,7 +158,7 @@ class Receiver:
             raise
 
     def _fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]], loans: list[str]) -> list[Any]:
-        """As `fetch`; every loan that is asked for is named in `loans` first."""
+        """Like `fetch`; the name of every loan is appended to `loans` before it is requested."""
         with self._lock:
             files, at = self._unseen < _PATIENCE, 0
             before: list[Any] = []
@@ -172,13 +172,13 @@ class Receiver:
                     parts = [self._part(answer) for answer in answers]
                     if at == 0:
                         lent = [self._borrow(answer, loans[-1]) for answer in answers]
-                except OSError:  # another machine, another view of this one's files, or no file may be opened now
+                except OSError:  # another machine, another mount namespace, or no more open files allowed
                     self._release([loans[-1]])
                     self._unseen, files, at = self._unseen + 1, False, 0
                     continue
                 self._unseen = 0 if files else self._unseen
                 described = [(answer["positions"], answer["rows"], answer.get("lent")) for answer in answers]
-                if at == 0 or described != before:  # the first part, or a run has gone on meanwhile
+                if at == 0 or described != before:  # the first part, or a run has captured more meanwhile
                     before, memories = described, [self._memory.take(answer["size"]) for answer in answers]
                     if at:
                         at = 0
@@ -191,14 +191,13 @@ class Receiver:
                     return [_read(*parts) for parts in zip(answers, memories, lent, strict=True)]
 
     def _part(self, answer: dict[str, Any]) -> np.ndarray:
-        """The bytes that an answer brings, or shows in its sender's buffer."""
+        """Return the bytes in an answer, or in its sender's buffer."""
         if "data" in answer:
             return np.frombuffer(answer["data"], np.uint8)
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """The open memory of every row that was lent, from the row's first byte on. Once no view is left of what lies
-        in a file, that is returned."""
+        """Return each lent row's open memory, from its first byte on; a file is returned when no view of it is left."""
         if "lent" not in answer:
             return {}
         places = {number: Place(*place) for number, *place in answer["lent"]}
@@ -215,7 +214,7 @@ class Receiver:
         return {number: roots[place.name][place.offset :] for number, place in places.items()}
 
     def _forget_closed(self) -> None:
-        """Lets go of mapped memory that its owner has given up. Views of it stay."""
+        """Unmap memory that its owner has closed. Views of it stay valid."""
         for name in [name for name, (place, _) in self._mapped.items() if not host_memory.is_open(place)]:
             del self._mapped[name]
 
@@ -229,7 +228,7 @@ class Receiver:
 
 
 def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
-    """The rows without their bytes: each one's number, which of `positions` it has, its width and its dtype."""
+    """Describe rows without their bytes: the number, index into `positions`, width and dtype of each."""
     arrays = {id(rows.positions): rows.positions for rows in stored.values()}  # the rows of a run often share one
     which = {key: i for i, key in enumerate(arrays)}
     rows = [[number, which[id(rows.positions)], rows.width, str(rows.dtype)[6:]] for number, rows in stored.items()]
@@ -237,7 +236,7 @@ def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
 
 
 def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
-    """What `described` has described, by number."""
+    """Return the rows of a `described` answer, without bytes, by number."""
     positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
     return {
         number: StoredRows(positions[which], [], getattr(torch, dtype), width)
@@ -246,7 +245,7 @@ def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
 
 
 def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray]) -> dict[int, Captured]:
-    """Positions and rows by number: views of what was lent, and of the memory that all others were copied to."""
+    """Return positions and rows by number: views of lent memory, and of the memory that the others were copied to."""
     stored = without_bytes(answer)
     copied = [number for number in stored if number not in lent]
     begins, _ = side_by_side([stored[number] for number in copied])
@@ -255,12 +254,12 @@ def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray
 
 
 def _lendable(rows: StoredRows) -> Place | None:
-    """Where rows lie that a receiver can map."""
+    """Return the place of rows that a receiver can map; None for others."""
     return host_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
 
 
 def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The copies that put the bytes of rows at `at` … of memory; bytes outside it are left out."""
+    """Return the copies that put the bytes of rows at offset `at` of memory; bytes outside it are skipped."""
     if at >= 0 and at + rows.nbytes <= len(memory):
         return rows.copies(memory[at:])
     copies = []

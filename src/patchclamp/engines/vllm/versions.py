@@ -1,9 +1,8 @@
-"""Whether another vLLM, of which only the source is there, has the seams that patchclamp enters.
+"""Checks the seams of another vLLM from its source alone, in a folder or a wheel.
 
-The source of any vLLM, in a folder or a wheel, read as syntax trees: nothing of it is imported or run.
-
-A name is looked up as Python would: in its module, through imports, in the bases of a class, and among the attributes
-that a class' methods set.  What is only imported for type checkers counts as absent.
+The source is read as syntax trees; nothing is imported or run. A name is looked up as in Python: in its module, through
+imports, in the bases of a class, and among the attributes that a class's methods set. Names that are imported only for
+type checkers count as absent.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Definition(NamedTuple):
-    """What a name stands for: the module whose code defines it, and the code."""
+    """The definition of a name: the module whose code defines it, and the code."""
 
     module: str
     node: ast.AST
 
 
 class Source:
-    """The modules of a vLLM. `texts`: their code, by paths such as `vllm/v1/request.py`."""
+    """The modules of a vLLM. `texts`: their code, by path, such as `vllm/v1/request.py`."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._path = {_module_name(path): path for path in texts}
@@ -41,7 +40,7 @@ class Source:
 
     @property
     def version(self) -> str:
-        """The version that the build wrote down, or `unknown`, as in a checkout that was never built."""
+        """The version written by the build; `unknown` in a checkout that was never built."""
         written = re.search(r"^__version__\b.*= *['\"]([^'\"]+)", self._texts.get("vllm/_version.py", ""), re.M)
         return written[1] if written else "unknown"
 
@@ -53,7 +52,7 @@ class Source:
         return Definition(name, self._trees[name])
 
     def member(self, owner: Definition, word: str) -> Definition | None:
-        """What `owner.word` is, of a module or a class; None if it is not there, or lies outside of vLLM."""
+        """Return the definition of `owner.word`, for a module or class; None if absent or outside vLLM."""
         return self._member(owner, word, set())
 
     def _member(self, owner: Definition, word: str, seen: set[tuple[str, str]]) -> Definition | None:
@@ -79,7 +78,7 @@ class Source:
         return next((Definition(owner.module, node) for node in _stores(owner.node, word)), None)
 
     def _bound(self, module: str, node: ast.AST, word: str, seen: set[tuple[str, str]]) -> Definition | None:
-        """What a statement of a module binds `word` to."""
+        """Return the definition that a module's statement binds to `word`."""
         if isinstance(node, ast.ImportFrom):
             source = self.module(self._imported_from(module, node))
             name = next((alias.name for alias in node.names if (alias.asname or alias.name) == word), word)
@@ -87,12 +86,12 @@ class Source:
         if isinstance(node, ast.Import):
             name = next(alias.name for alias in node.names if (alias.asname or alias.name.split(".")[0]) == word)
             return self.module(name)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):  # another name of something
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):  # an alias
             return self._member(Definition(module, self._trees[module]), node.value.id, seen)
         return Definition(module, node)
 
     def _imported_from(self, module: str, node: ast.ImportFrom) -> str:
-        """The full name of the module that a statement imports from."""
+        """Return the full name of the module that a statement imports from."""
         if not node.level:
             return node.module or ""
         package = module.split(".")
@@ -100,7 +99,7 @@ class Source:
         return ".".join([*package[: len(package) - up], *([node.module] if node.module else [])])
 
     def _of_expression(self, module: str, node: ast.expr) -> Definition | None:
-        """The definition that a base class such as `Base`, `module.Base` or `Base[T]` names."""
+        """Return the definition of a base class written as `Base`, `module.Base` or `Base[T]`."""
         if isinstance(node, ast.Subscript):
             return self._of_expression(module, node.value)
         if isinstance(node, ast.Attribute):
@@ -110,23 +109,23 @@ class Source:
         return self.member(here, node.id) if here and isinstance(node, ast.Name) else None
 
     def sets(self, definition: Definition, word: str) -> bool:
-        """Whether a function sets an attribute, such as one of the class that it decorates."""
+        """True if a function sets an attribute, for example on the class that it decorates."""
         return isinstance(definition.node, FUNCTIONS) and any(_stores(definition.node, word))
 
     def takes(self, definition: Definition) -> list[str] | None:
-        """The names of a function's parameters; None of what is no function."""
+        """Return the names of a function's parameters; None for anything else."""
         if not isinstance(definition.node, FUNCTIONS):
             return None
         arguments = definition.node.args
         return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
     def names(self, owner: Definition) -> list[str]:
-        """The classes, functions and methods that a module or a class defines itself."""
+        """Return the classes, functions and methods that a module or class defines itself."""
         statements = _statements(owner.node)
         return [node.name for node in statements if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
 
     def defining(self, word: str) -> list[str]:
-        """The modules that define a class, a function or a variable of a name."""
+        """Return the modules that define a class, function or variable called `word`."""
         mentions = re.compile(rf"^ *(?:(?:async )?def |class )?{word}\b", re.M)
         texts = ((name, self._texts[path]) for name, path in self._path.items())
         candidates = [name for name, text in texts if word in text and mentions.search(text)]
@@ -139,15 +138,13 @@ class Source:
         ]
 
     def called(self, last: str) -> list[str]:
-        """The modules with a last name."""
+        """Return the modules whose last name component is `last`."""
         return [name for name in self._path if name.rpartition(".")[2] == last]
 
 
 def read_source(path: Path) -> Source:
-    """The source in a wheel, a checkout, or the folder of an installed vLLM.
-
-    Raises: `EngineError` if there is no vLLM at that path.
-    """
+    """Read the source in a wheel, a checkout, or the folder of an installed vLLM. Raises `EngineError` if there is no
+    vLLM at that path."""
     if path.is_file() and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as wheel:
             files = [name for name in wheel.namelist() if name.startswith("vllm/") and name.endswith(".py")]
@@ -175,7 +172,7 @@ def _parse(text: str, path: str) -> ast.Module:
 
 
 def _statements(owner: ast.AST) -> Iterator[ast.stmt]:
-    """The statements that run when a module or a class is made, also those within `if`, `try` and `with`."""
+    """Yield the statements that run when a module or class is created, including those in `if`, `try` and `with`."""
     for node in ast.iter_child_nodes(owner):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from _statements(ast.Module(node.orelse, []))
@@ -188,7 +185,7 @@ def _statements(owner: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _bindings(owner: ast.AST, word: str) -> Iterator[ast.stmt]:
-    """The statements of a module or a class that may bind a word. A module's `__getattr__` binds the words in it."""
+    """Yield the statements of a module or class that may bind a word. A `__getattr__` binds the strings in it."""
     return (node for node in _statements(owner) if _binds(node, word))
 
 
@@ -211,23 +208,23 @@ def _binds(node: ast.stmt, word: str) -> bool:
 
 
 def _abstract(node: ast.AST) -> bool:
-    """Whether code is an abstract method, which says nothing of the class that should have it."""
+    """True if code is an abstract method, which does not prove that a class implements it."""
     return isinstance(node, FUNCTIONS) and any("abstract" in ast.unparse(mark) for mark in node.decorator_list)
 
 
 def _stores(owner: ast.AST, word: str) -> Iterator[ast.Attribute]:
-    """Where the code of a class or a function sets an attribute of a name."""
+    """Yield the places where a class or function sets an attribute called `word`."""
     for node in ast.walk(owner):
         if isinstance(node, ast.Attribute) and node.attr == word and isinstance(node.ctx, ast.Store):
             yield node
 
 
 class SeamStatus(msgspec.Struct, frozen=True):
-    """What became of a seam.
+    """The status of a seam in a vLLM.
 
-    place: where it is expected, `module:Class.attribute`
-    status: "there"; "moved": its name is elsewhere, or it lacks a parameter or an attribute that is used; "gone"
-    detail: where it is now, or what it lacks
+    place: the expected place, `module:Class.attribute`
+    status: "there"; "moved": its name is elsewhere, or it lacks a parameter or attribute that is used; "gone"
+    detail: the new place, or the missing parts
     """
 
     name: str
@@ -251,16 +248,14 @@ class SourceReport(msgspec.Struct, frozen=True):
 
 
 def examine_source(path: Path) -> SourceReport:
-    """Looks every seam up in the source of a vLLM: a wheel, a checkout, or an installed folder.
-
-    Raises: `EngineError` if no vLLM is there.
-    """
+    """Look up every seam in the source of a vLLM: a wheel, a checkout, or an installed folder. Raises `EngineError` if
+    there is no vLLM at that path."""
     source = read_source(path)
     return SourceReport(str(path), source.version, tuple(look_up(seam, source) for seam in SEAMS.values()))
 
 
 def look_up(seam: Seam, source: Source) -> SeamStatus:
-    """What became of one seam."""
+    """Look up one seam."""
     module_name, _, path = seam.place.partition(":")
     owner = source.module(module_name)
     if owner is None:
@@ -276,7 +271,7 @@ def look_up(seam: Seam, source: Source) -> SeamStatus:
 
 
 def _lack(seam: Seam, source: Source, found: Definition) -> str:
-    """What is used of a seam and not there, in words."""
+    """Describe the parts of a seam that are used and missing; "" if there are none."""
     if seam.signature:
         if not isinstance(found.node, FUNCTIONS):
             return "it is no function"
@@ -293,7 +288,7 @@ def _lack(seam: Seam, source: Source, found: Definition) -> str:
 
 
 def _elsewhere(seam: Seam, source: Source, why: str) -> SeamStatus:
-    """The status of a seam that is not at its place: moved if its module or name is in other modules, else gone."""
+    """Return the status of a seam that is not at its place: moved if other modules have its name, else gone."""
     module_name, _, path = seam.place.partition(":")
     outer, _, last = path.partition(".")
     if not path:
@@ -305,7 +300,7 @@ def _elsewhere(seam: Seam, source: Source, why: str) -> SeamStatus:
 
 
 def _has(source: Source, module_name: str, outer: str, last: str) -> bool:
-    """Whether a module's class `outer` has an attribute `last`; any has ""."""
+    """True if a module's class `outer` has an attribute `last`; with `last` "", if `outer` exists."""
     module = source.module(module_name)
     owner = source.member(module, outer) if module else None
     return owner is not None and (not last or source.member(owner, last) is not None)

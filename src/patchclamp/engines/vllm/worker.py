@@ -1,8 +1,7 @@
-"""In vLLM's worker: the runtime beside a model runner, and the answers to the front end's calls.
+"""Code in vLLM's worker: the runtime beside a model runner (`Attached`), and the front end's calls (`do_…`).
 
-Rows of runs that one worker captured and another reads: moved just before the program that reads them is installed.
-
-Every worker installs the same programs in the same order, so each knows from the program alone who sends what to whom.
+`Exchange` moves rows that one worker captured to another that reads them, just before the reading program is installed.
+Every worker installs the same programs in the same order, so senders and receivers follow from the program alone.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from patchclamp.store.host_memory import default_pinned_bytes
 
 
 class Exchange:
-    """The rows that cross between the workers of one engine. `group`: vLLM's, of all of them.
+    """Moves rows between the workers of one engine. `group`: vLLM's group of all of them.
 
-    has_tap, keeps, shard [workers, P]: whether a worker has the tap of a point, whether it keeps captures there, and
-    which shard it has
+    _has_tap, _keeps, _shard [workers, P]: if a worker has the tap of a point, if it keeps captures there, and its shard
     """
 
     def __init__(self, runtime: Runtime, group: Any) -> None:
@@ -56,17 +54,15 @@ class Exchange:
         self._moved: dict[str, dict[str, torch.Tensor] | MissingSource] = {}  # by request, until it is installed
 
     def move(self, request: str, bound: BoundProgram) -> None:
-        """Moves the rows that a request's program reads; called on every worker, before any waits for another."""
+        """Move the rows that a request's program reads; called on every worker, before any waits for another."""
         try:
             self._moved[request] = self._move(bound)
         except Exception as error:
             self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
-        """The rows [n, W] of other workers that a request's program reads here, by bank key.
-
-        Raises `MissingSource` if their sender did not have them.
-        """
+        """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
+        `MissingSource` if the sender did not have them."""
         moved = self._moved.pop(request)
         if isinstance(moved, MissingSource):
             raise moved
@@ -93,14 +89,14 @@ class Exchange:
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
-        """What a run captured here; None where that cannot be had: its reader waits for an answer all the same."""
+        """Return a run's captures here; None if missing, or on any error, because the reader waits for a message."""
         try:
             return self._runtime.fetch(run, point)[1].cpu() if self._runtime.captured_here(run, point) else None
         except Exception:
             return None
 
     def _crossings(self, bound: BoundProgram) -> list[tuple[str, int]]:
-        """Each key of a run's rows with each worker that reads it, in an order that is the same everywhere."""
+        """Return each key of a run's rows with each worker that reads it, in the same order on every worker."""
         pairs: dict[tuple[str, int], None] = {}
         for op in bound.ops:
             for key, point in op.reads():
@@ -109,7 +105,7 @@ class Exchange:
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
-        """The worker that keeps the shard of a point's rows which `reader` has, or would have; itself if it does."""
+        """Find a worker that keeps the reader's shard of a point's rows, preferably the reader; None without one."""
         sharded = self._runtime.sites.shard_count(point) > 1
         has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:
@@ -121,19 +117,19 @@ class Exchange:
 
 
 def attach(worker: Any) -> None:
-    """Taps a worker's model and hooks its runner. What does so is kept as `worker.patchclamp`."""
+    """Tap a worker's model and hook its runner. The result is `worker.patchclamp`."""
     config = configuration.enabled(worker.vllm_config)
     assert config is not None
     configuration.check(worker.vllm_config)
     runner, kind = compat.runner_of(worker)
     backend.share(runner.get_model(), worker.vllm_config)
-    with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
+    with torch.inference_mode(False):  # tensors created here are written both in steps and in calls
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)
 
 
 def admission_of(vllm_config: Any) -> Admission:
-    """The admission of an engine core whose workers have these limits."""
+    """Create the admission of an engine core, with its workers' limits."""
     config = configuration.enabled(vllm_config)
     assert config is not None
     limits = msgspec.convert(config["limits"], Limits)
@@ -143,14 +139,14 @@ def admission_of(vllm_config: Any) -> Admission:
 
 
 def too_deep(level: int) -> EngineError | None:
-    """The error of a level at which an engine may not sleep: beyond the first, vLLM drops the weights."""
+    """Return the error for sleep levels above 1, at which vLLM discards the weights; else None."""
     if level <= 1:
         return None
     return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
 
 
 def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
-    """Carries out a call of the front end; returns (result, None) or (None, packed error): data, in any process."""
+    """Execute a call of the front end; return (result, None) or (None, packed error), which can cross processes."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
         return None, pack(
@@ -163,23 +159,23 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
 
 
 class Attached:
-    """The runtime of one worker, fed from its runner's steps."""
+    """The runtime of one worker, driven by its runner's steps."""
 
     def __init__(self, worker: Any, runner: Any, kind: str, limits: Limits) -> None:
         sites = site_map(worker.vllm_config)
         self.kind = kind
         rank, first, last = compat.worker_rank()
         self.runtime = Runtime(sites, limits, worker.device, rank)
-        self._settled: set[str] = set()  # requests whose programs were asked about when they ended
+        self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
         self._uniform = configuration.is_uniform(worker.vllm_config)
-        self._steps = [0, 0]  # that computed tokens by code without taps, and with taps
+        self._steps = [0, 0]  # with tokens: run by code without taps, and with taps
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
-        self._requests: list[str] = []  # of the step that was planned last
+        self._requests: list[str] = []  # of the last planned step
         self._most_ahead = compat.most_ahead(runner)
-        self._begins: dict[str, int] = {}  # by request of a step with programs, its first position, if that is so
+        self._begins: dict[str, int] = {}  # with `_most_ahead`: first positions, checked on the device
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
         self._runner = runner
@@ -229,12 +225,12 @@ class Attached:
         return at_work(self.runtime, self._compiled)
 
     def at_rest(self) -> Any:
-        """The context of an idle step. Taps do nothing there; where compiled code has taps, they take a short way."""
+        """Return the context of an idle step. Taps do nothing there; taps in compiled code return early."""
         return at_work(None, self._compiled) if self._uniform else nullcontext()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While a graph is being recorded, every tap launches."""
+        """Make every tap launch its kernel, while a graph is recorded."""
         self.runtime.step.recording = True
         try:
             with at_work(self.runtime):
@@ -245,21 +241,21 @@ class Attached:
     # -- around a step
 
     def ahead(self, scheduler_output: Any) -> None:
-        """With several workers: moves the rows that new programs read of other runs. It must be done before a pipeline
-        stage waits for the stage before it."""
+        """Move the rows of other runs that new programs read, with several workers. This must happen before a pipeline
+        stage waits for the previous one."""
         orders = compat.orders(scheduler_output)
         for admitted in () if orders is None else orders.admit:
             self._exchange.move(admitted.request, decode(admitted.program).bound)
 
     def before(self, scheduler_output: Any) -> tuple[bool, bool]:
-        """Takes in the requests that came and ended; returns (active, whether the captures fit beside a graph)."""
+        """Process arrived and ended requests; return (active, True if a graph may be used)."""
         active, fits = self._take_in(scheduler_output)
         _, tokens = compat.scheduled(scheduler_output)
         self._steps[active or self._uniform] += tokens > 0
         return active, fits
 
     def _take_in(self, scheduler_output: Any) -> tuple[bool, bool]:
-        """What `before` returns, which is often known from the step before."""
+        """Compute the result of `before`, which often follows from the previous step."""
         self.runtime.plan = None
         self._awaits_logits = False
         ordered = compat.orders(scheduler_output) is not None
@@ -280,13 +276,13 @@ class Attached:
         return answer
 
     def _give_up(self, scheduler_output: Any, error: Exception) -> tuple[tuple[bool, bool], int]:
-        """The step runs without its programs, and each of their runs gets the error."""
+        """Let the step run without its programs, and fail each of their runs with the error."""
         self._active = False
         self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
         return (False, True), 0
 
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
-        """What `before` returns, for any step, and for how many more steps it holds if they go on alike."""
+        """Compute the result of `before`, and for how many more steps it holds if the same requests continue."""
         self._preemptions += compat.preempted(scheduler_output)
         finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
         self._free(finished)
@@ -302,8 +298,8 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """Each request of a step and the first position it computes; or one that is too late, where no program acts at
-        the earliest that it can be."""
+        """Return each request of a step and the first position it computes. If steps are scheduled ahead, the position
+        is checked on the device only if a program acts at the earliest possible one; otherwise it may be too high."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -312,7 +308,7 @@ class Attached:
         return list(self._begins.items())
 
     def _free(self, requests: Collection[str]) -> None:
-        """Frees ended requests. A step of one that was aborted may be under way; its failure must be counted."""
+        """Free ended requests. An aborted request may have a step in flight; its failure must be counted."""
         aborted = [request for request in requests if request not in self._settled and self.runtime.has(request)]
         if aborted:
             if self.runtime.device.type == "cuda":
@@ -322,10 +318,10 @@ class Attached:
         self._settled.difference_update(requests)
 
     def _carry_out(self, orders: Orders, finished: Collection[str]) -> None:
-        """Releases runs and installs programs. A program that cannot be installed fails its run.
+        """Release runs and install programs. A program that cannot be installed fails its run.
 
-        A program whose request was aborted before its first step is installed too, and freed at once: later programs
-        read the rows that it brought into the bank.
+        A program whose request was aborted before its first step is also installed, and freed at once: later programs
+        read the rows that it loads into the bank.
         """
         self._sender.take_back(orders.release)
         self.runtime.release(orders.release)
@@ -334,19 +330,19 @@ class Attached:
         for admitted in orders.admit:
             bound, receipt = decode(admitted.program).bound, receipt_of(admitted.program)
             arrivals.append(Arrival(admitted.request, bound, admitted.placement, receipt))
-            if admitted.request in finished:  # what comes after it may have its place
+            if admitted.request in finished:  # later arrivals may reuse its placement
                 self._install(arrivals, vectors)
                 self._free([admitted.request])
-                if bound.run in orders.release:  # which did nothing yet: the run was not here
+                if bound.run in orders.release:  # the release above came before the run was installed
                     self.runtime.release([bound.run])
                 arrivals = []
         self._install(arrivals, vectors)
-        self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
+        self.runtime.table.captures.layout()  # computed here rather than while rows are planned
 
     def _install(self, arrivals: list[Arrival], vectors: dict[str, torch.Tensor]) -> None:
         try:
             errors = self.runtime.install_all(arrivals, vectors)
-        except Exception as error:  # none may run unedited
+        except Exception as error:  # no program may run unedited
             errors = {arrival.request: error for arrival in arrivals}
         for arrival in arrivals if errors else ():
             if arrival.request in errors:
@@ -355,21 +351,21 @@ class Attached:
     def planned(
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, samples: np.ndarray | None
     ) -> None:
-        """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
+        """Plan a step with programs. The arrays are the runner's own, and change with its next step."""
         self._requests = requests
         if self._most_ahead:
             position = np.array([self._begins[request] for request in requests])
         try:
             self.runtime.begin_step(requests, row, position, count, self._total, samples)
         except Exception as error:
-            if self._graphs is not None:  # a graph with taps may be about to run, with the last step's plan
+            if self._graphs is not None:  # a graph with taps may run next, with the last step's plan
                 raise
             self.runtime.fail_step(requests, error)
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
-        """vLLM has computed logits. The first after a step are those that it samples from; later ones grade prompts."""
-        if not self._warm and logits is not None:  # while the engine starts
+        """Apply the logits tap. Only a step's first logits are sampled from; later ones grade prompts."""
+        if not self._warm and logits is not None:  # during engine start
             self._warm = True
             with self.recording():
                 self.runtime.apply(self._logits, logits, None)
@@ -386,15 +382,15 @@ class Attached:
     # -- calls
 
     def do_examine(self) -> dict[str, Any]:
-        """The status, with fusions and memory."""
+        """Return the status, with fusions and memory."""
         memory = {"vectors (bank)": self.runtime.bank.data.nbytes, **self.runtime.step.memory}
         if self._graphs is not None:
             memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
         return {**self.do_status(), "fusions": self._fusions, "memory": memory}
 
     def do_started(self, remote: bool) -> None:
-        """Captures are to be mapped by the front end if that is `remote`. Raises `EngineError` if guarantee 1 would not
-        hold."""
+        """Open captures to be mapped by the front end, if it is `remote`. Raises `EngineError` if idle steps would run
+        code with taps despite stock numerics."""
         if remote:
             self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
@@ -408,7 +404,7 @@ class Attached:
         steps = {"steps_with_taps": with_taps, "steps_without_taps": without_taps}
         own = {"runner": self.kind, "loans": self._sender.loans, "preemptions": self._preemptions}
         status = {**own, **steps, **self.runtime.status()}
-        if not self.runtime.keeps:  # the worker that keeps captures counts failures, too
+        if not self.runtime.keeps:  # failures are counted only on workers that keep captures
             status["failures"] = 0
         if self._graphs is not None:
             watched = {} if self._graphs.watch is None else {"replays_checked": self._graphs.watch.compared}
@@ -417,42 +413,41 @@ class Attached:
         return status
 
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
-        """Takes what a run's program runs; only where the front end is in this process."""
+        """Hold the functions of a run's `Apply` ops; only with the front end in this process."""
         self.runtime.hold_code(run, code)
 
     def do_unfit(self, adapter: int) -> list[str]:
-        """What does not fit the model in a loaded adapter, which is given by its number."""
+        """Return the problems of a loaded adapter, given by its number, that does not fit the model."""
         return lora.unfit(self._runner, adapter)
 
     def do_settle(self, requests: list[str], ended: list[str]) -> dict[str, tuple[str, Packed | None]]:
-        """The receipt and the error of each request's program. `ended`: the requests that have no further step."""
+        """Return the receipt and error of each request's program. `ended`: the requests without further steps."""
         self.runtime.collect_failures()
         self._settled.update(ended)
         return {request: self.runtime.outcome(request) for request in requests}
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
-        """(positions, rows) of those that are kept here, by their number in `wanted`; for a receiver in another process
-        what `shared.Sender.hand` gives."""
+        """Return (positions, rows) of captures kept here, by index in `wanted`; for a receiver, via `Sender.hand`."""
         stored = self._stored(wanted)
         if receiver:
             return self._sender.hand(stored, *receiver)
         return dict(zip(stored, tensors_of(list(stored.values())), strict=True))
 
     def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
-        """As `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""
+        """Like `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""
         return shared.described(self._stored(wanted))
 
     def do_fetch_windows(self, windows: list[Window], *receiver: Any) -> dict[str, Any]:
-        """As `do_fetch`, of some of the rows."""
+        """Like `do_fetch` for a receiver, for a window of the rows."""
         stored = self._stored([(run, point, op) for run, point, op, _, _ in windows])
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
 
     def _stored(self, wanted: list[Wanted]) -> dict[int, StoredRows]:
-        """Where the rows lie that are kept here, by their number in `wanted`."""
+        """Find the captures that are kept here, by index in `wanted`."""
         runtime = self.runtime
         here = [i for i, (_, point, _) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
         return dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))
 
     def do_close(self) -> None:
-        """Stops the threads that bring captures to the host. Whoever holds captures can read them still."""
+        """Stop the threads that copy captures to the host. Existing captures stay readable."""
         self.runtime.step.close()

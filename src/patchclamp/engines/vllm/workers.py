@@ -1,9 +1,7 @@
-"""What the front end asks of an engine's workers, between steps: what they captured, and how they are.
+"""Calls from the front end to an engine's workers, between steps: for captures, status and LoRA adapters.
 
-The LoRA adapters of an engine: loaded between steps, and kept while a run uses them.
-
-vLLM alone would read an adapter in the step that first needs it, where a bad one ends the engine, and would drop the
-least recently used one even while a run uses it.
+Adapters are loaded between steps, and kept while a run uses them. vLLM by itself would read an adapter in the step that
+first needs it, where a bad one ends the engine, and would evict the least recently used one even while a run uses it.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from patchclamp.engines.vllm.compat import lora
 from patchclamp.engines.vllm.compat.core import notice_death
 from patchclamp.errors import CapacityError, EngineError, ModelError, unpack
 
-Shard = TypeVar("Shard")  # what one worker has of some rows
+Shard = TypeVar("Shard")  # one worker's part of some rows
 
 
 class Workers:
-    """An engine's workers, asked on its thread; all at once, in one call each time."""
+    """An engine's workers. Call them on the engine's thread; each call goes to all of them."""
 
     def __init__(self, engine: Any, remote: bool) -> None:
         self._engine = engine
@@ -32,7 +30,7 @@ class Workers:
         self.all("started", remote)
 
     def all(self, verb: str, *args: Any) -> list[Any]:
-        """Every worker's result; raises the first error."""
+        """Return every worker's result; raise the first error."""
         answers = self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))
         errors = [error for _, error in answers if error is not None]
         if errors:
@@ -40,11 +38,11 @@ class Workers:
         return [result for result, _ in answers]
 
     def one(self, verb: str, *args: Any) -> Any:
-        """The first worker's result that is one."""
+        """Return the first result that is not None."""
         return next((result for result in self.all(verb, *args) if result is not None), None)
 
     def status(self, verb: str = "status") -> dict[str, Any]:
-        """The workers' counts, as those of one."""
+        """Return the workers' counts, merged as those of one worker."""
         statuses = self.all(verb)
         summed: dict[str, Any] = {
             name: sum(status[name] for status in statuses) for name in ("captured_bytes", "failures")
@@ -57,7 +55,7 @@ class Workers:
 
 
 def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
-    """What the workers have, in order of their ranks, of each of `count` that were wanted: shards are put together."""
+    """Join the workers' shards, in rank order, of each of the `count` wanted captures."""
     import torch
 
     shards: list[list[Captured]] = [[] for _ in range(count)]
@@ -72,20 +70,19 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
-    """Those of some workers' shards that have rows: what was projected is with the one that has all columns. If none
-    has any, the first."""
+    """Return the shards with rows, or else the first. Projected rows are only on the worker with all columns."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
 
 
 class _Loaded(msgspec.Struct):
-    """An adapter as vLLM knows it, and the runs that use it."""
+    """vLLM's request for an adapter, and the runs that use it."""
 
     request: Any
     runs: set[str]
 
 
 class Adapters:
-    """The adapters of one engine with `config`, vLLM's own for them (None: it runs none)."""
+    """The adapters of one engine. `config`: vLLM's LoRA configuration, or None if LoRA is off."""
 
     def __init__(self, engine: Any, workers: Workers, config: Any) -> None:
         self._engine, self._workers, self._config = engine, workers, config
@@ -94,7 +91,7 @@ class Adapters:
         self._numbers = itertools.count(1)
 
     def check(self, adapter: Adapter) -> None:
-        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         if self._config is None:
             raise EngineError(
                 "this engine runs no LoRA adapters: start it with pc.LM(..., enable_lora=True), and max_loras for how "
@@ -107,7 +104,7 @@ class Adapters:
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """How many requests, from the first on, have room for their adapters beside those in use."""
+        """Count the leading requests whose adapters fit beside those in use."""
         used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
@@ -117,10 +114,8 @@ class Adapters:
         return len(requests)
 
     def take(self, request: Request) -> Any:
-        """Loads a request's adapter, keeps it until `give`, and returns vLLM's request for it; None without one.
-
-        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model.
-        """
+        """Load a request's adapter, keep it until `give`, and return vLLM's request for it; None without an adapter.
+        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model."""
         adapter = request.adapter
         if adapter is None:
             return None
@@ -132,7 +127,7 @@ class Adapters:
         return loaded.request
 
     def give(self, request: Request) -> None:
-        """A request no longer needs its adapter."""
+        """Return the adapter of an ended request."""
         loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
         if loaded is not None:
             loaded.runs.discard(request.run)
@@ -150,7 +145,7 @@ class Adapters:
             self._engine.add_lora(lora_request)
             unfit = sorted(set(itertools.chain(*self._workers.all("unfit", number))))
         except Exception as error:
-            with suppress(Exception):  # of one that was not loaded
+            with suppress(Exception):  # it may not be loaded
                 self._engine.remove_lora(number)
             raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
         if unfit:

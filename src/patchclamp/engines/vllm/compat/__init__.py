@@ -1,12 +1,13 @@
-"""Everything private of vLLM that patchclamp relies on; nothing outside this room names any of it.
+"""The private parts of vLLM that patchclamp relies on; only this package uses them.
 
-seams           everything of vLLM that is entered, read or set here, and the versions it was found in
-configuration   what vLLM's configuration says, and which configurations are refused
+seams           every part of vLLM that is wrapped, read or set here, with the versions it was checked on
+configuration   facts from vLLM's configuration, and the configurations that are refused
 backend         vLLM's Transformers backend, and the classes it decorates
-runner          the model runners, the worker and the prefix cache
+blueprint       a trace of vLLM's own class of a model
+core            admission in the engine core, and verdicts in the output processor
+front           requests and engine cores of an `AsyncLLM`
+runner          the model runners, the worker, the prefix cache, and the tap on attention's output
 graphs          the idle and the active variant of compiled code and CUDA graphs
-attention       the tap on attention's result
+images          prompts with images
 lora            adapters
-seeds           seeded requests on the CPU
-addresses       what CUDA graphs read, checked at every replay where that is asked for
 """

@@ -1,8 +1,7 @@
-"""vLLM's Transformers backend: which engines use it, and how others can still use the classes that it decorates.
+"""vLLM's Transformers backend: detects its use, and keeps the classes that it decorates usable by others.
 
-The backend makes a model of Transformers' own class, and decorates that class for `torch.compile` for the rest of the
-process.  Without `share`, models of that class that were made before do not run any more, and none can be made outside
-an engine.
+The backend builds a model of Transformers' own class, and decorates that class for `torch.compile` for the rest of the
+process. Without `share`, existing models of that class stop working, and none can be created outside an engine.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from patchclamp.engines.vllm.compat.seams import forwards, require
 
 
 def used(vllm_config: Any) -> bool:
-    """Whether an engine's model is run by the Transformers backend."""
+    """True if the Transformers backend runs an engine's model."""
     _, name = require("backend")
     return bool(getattr(vllm_config.model_config, name)())
 
 
 def nested(vllm_config: Any) -> bool:
-    """Whether the decoder is a part of an engine's model, beside a tower for images or sound."""
+    """True if the decoder is one part of an engine's model, beside a tower for images or sound."""
     return vllm_config.model_config.hf_config is not vllm_config.model_config.hf_text_config
 
 
 @contextmanager
 def outside(vllm_config: Any) -> Iterator[None]:
-    """A context in which models of decorated classes are made as if there were no compiler."""
+    """Create models of decorated classes without compilation inside the context."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(_uncompiled(vllm_config)):
@@ -36,7 +35,7 @@ def outside(vllm_config: Any) -> Iterator[None]:
 
 
 def share(model: Any, vllm_config: Any) -> None:
-    """Lets others in this process use the classes of an engine's model as if they were not decorated."""
+    """Make the classes of an engine's model usable in this process as if they were not decorated."""
     decorator = getattr(*require("decorated"))
     for decorated in {type(module) for module in model.modules()}:
         transformers_own = decorator in decorated.__bases__ and not decorated.__module__.startswith("vllm.")
@@ -46,7 +45,7 @@ def share(model: Any, vllm_config: Any) -> None:
 
 
 def _made_anywhere(init: Any, uncompiled: Any) -> Any:
-    """A decorated class's `__init__` that outside an engine takes the configuration `uncompiled`."""
+    """Wrap a decorated class's `__init__` to use the configuration `uncompiled` outside an engine."""
     from vllm.config import get_current_vllm_config_or_none
 
     @forwards(init)
@@ -57,7 +56,7 @@ def _made_anywhere(init: Any, uncompiled: Any) -> Any:
 
 
 def _uncompiled(vllm_config: Any) -> Any:
-    """The same configuration, but without a compiler and the engine's layers."""
+    """Copy a configuration, without compilation and without the engine's layers."""
     from vllm.config import CompilationMode
 
     uncompiled = copy.copy(vllm_config)

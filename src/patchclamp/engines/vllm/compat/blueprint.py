@@ -1,10 +1,10 @@
-"""What vLLM's own class of a model looks like: one run of it on tensors without data, in a process of its own.
+"""Traces vLLM's own class of a model: one run on tensors without data, in a separate process.
 
     python -m patchclamp.engines.vllm.compat.blueprint < pickled VllmConfig > JSON of `Answer`
 
-The class asks for process groups, for a configuration and for the sizes of a step, which are global in vLLM, so nobody
-else's process is used for it. Weights are not read: large tensors are on the meta device from the start, small ones
-follow once the model is made.
+The class needs process groups, a configuration and the sizes of a step, which are global in vLLM; hence the separate
+process. Weights are not read: large tensors are on the meta device from the start, small ones move there once the model
+is created.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from patchclamp.errors import Packed, pack
 from patchclamp.sites import Sizes, sizes_of
 from patchclamp.sites.untabled import NotFound, Places, Record, T, places, record_of, refuse
 
-LARGE = 1 << 12  # numbers of a tensor that is made without data
+LARGE = 1 << 12  # numbers in a tensor; larger ones are created without data
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 
 
 class Answer(msgspec.Struct):
-    """What was found, or the error."""
+    """The places found, or the error."""
 
     places: Places | None = None
     error: Packed | None = None
 
 
 def main() -> None:
-    """Answers on what was standard output; what vLLM prints goes to standard error."""
+    """Write the answer to the original standard output; redirect vLLM's own output to standard error."""
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         from transformers.dynamic_module_utils import init_hf_modules
         from vllm.plugins import load_general_plugins
 
-        init_hf_modules()  # a config may be of a class that came with its checkpoint
-        load_general_plugins()  # which may register model classes
+        init_hf_modules()  # the config's class may come from the checkpoint
+        load_general_plugins()  # they may register model classes
         answer = Answer(found(pickle.load(sys.stdin.buffer)))
     except Exception as error:
         answer = Answer(error=pack(error))
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def found(vllm_config: Any) -> Places:
-    """What a run of vLLM's class tells. Raises `ModelError` if it cannot be run, or has no stream."""
+    """Find the places in a run of vLLM's class. Raises `ModelError` if it cannot be run, or has no stream."""
     model_config = vllm_config.model_config
     sizes = sizes_of(model_config.hf_text_config, model_config.get_vocab_size())
     model: Any = None
@@ -72,7 +72,7 @@ def found(vllm_config: Any) -> Places:
 
 
 def _plain(vllm_config: Any) -> Any:
-    """The configuration of the same model on one worker, with every op in plain PyTorch, and weights as they are."""
+    """Return the configuration of the same model on one worker, unquantized, with every op in plain PyTorch."""
     from vllm.config import CompilationMode
 
     plain = copy.copy(vllm_config)
@@ -89,7 +89,7 @@ def _plain(vllm_config: Any) -> Any:
 
 @contextlib.contextmanager
 def _alone(plain: Any) -> Any:
-    """A process group of one, and the configuration as vLLM's current one."""
+    """Set up a process group of one, and make the configuration vLLM's current one."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -101,7 +101,7 @@ def _alone(plain: Any) -> Any:
 
 
 class _Large(TorchFunctionMode):
-    """Makes large tensors on the meta device. Small ones may be read while a model is made."""
+    """Creates large tensors on the meta device. Small ones may be read while a model is created."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -113,7 +113,7 @@ class _Large(TorchFunctionMode):
 
 
 def _without_data(plain: Any) -> Any:
-    """vLLM's own class of a model, on the meta device."""
+    """Create a model of vLLM's own class on the meta device."""
     owner, name = require("make a model")
     with _Large():
         model = getattr(owner, name)(plain)
@@ -123,12 +123,12 @@ def _without_data(plain: Any) -> Any:
             if torch.is_tensor(value):  # neither a parameter nor a buffer
                 setattr(linear, key, value.to("meta"))
         if hasattr(linear, "quant_method") and hasattr(linear, "weight"):
-            linear.cpu_linear = torch.nn.functional.linear  # which a CPU chooses once weights are loaded
+            linear.cpu_linear = torch.nn.functional.linear  # on a CPU, vLLM sets it after loading weights
     return model
 
 
 def _run(model: Any, plain: Any, sizes: Sizes) -> Record:
-    """The record of a step of T tokens without attention's metadata, as when vLLM measures memory."""
+    """Record a step of T tokens without attention metadata, as in vLLM's memory profiling."""
     from vllm.forward_context import set_forward_context
 
     torch.is_autocast_enabled = lambda *arguments: False  # the meta device has no autocast

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says: whether an engine is ours, what its model is, and why it would be refused."""
+"""vLLM's configuration: our part of it, facts of the model, and the configurations that are refused."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, an
 
 
 def enabled(vllm_config: Any) -> dict[str, Any] | None:
-    """Our part of `additional_config`, or None for an engine that is not ours."""
+    """Return our part of `additional_config`; None for an engine without patchclamp."""
     extra = getattr(vllm_config, "additional_config", None)
     ours = extra.get(KEY) if isinstance(extra, dict) else None
     return ours if isinstance(ours, dict) else None
 
 
 def is_uniform(vllm_config: Any) -> bool:
-    """Whether an engine is ours and every step of it runs the same code, with taps."""
+    """True if an engine uses patchclamp and all its steps run the same code, with taps."""
     ours = enabled(vllm_config)
     return ours is not None and ours["numerics"] == "uniform"
 
 
 def engine_id(vllm_config: Any) -> int:
-    """The same number for every configuration of one engine: the decoder within a model that also reads images is made
-    with a copy, and what is compiled of it has that copy. Copies share the compiler's configuration."""
+    """Return the same number for every copy of one engine's configuration. vLLM creates and compiles the decoder of a
+    model that also reads images with a copy; copies share the compiler's configuration."""
     return id(vllm_config.compilation_config)
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config`, with what a server allows its callers beside its items: vLLM hashes the items alone. The
-    configuration itself takes no attributes: vLLM could not make the one of a part of the model of it."""
+    """An `additional_config` with a server's limits as an attribute, because vLLM hashes the items. The configuration
+    itself cannot have the attribute: vLLM could not derive the configuration of a part of the model from it."""
 
     serving: ServeLimits
 
 
 def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
-    """Keeps what a server allows its callers beside our part of `additional_config`, and takes it out of that part,
-    which is returned. The engine arguments that it was made of are left as they are."""
+    """Move a server's limits out of our part of `additional_config`, to be read by `serving`; return that part. The
+    original engine arguments are not modified."""
     extra = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
     vllm_config.additional_config = _Additional({**extra, KEY: ours})
@@ -53,19 +53,19 @@ def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
 
 
 def serving(vllm_config: Any) -> ServeLimits:
-    """What the server of a configuration of ours allows its callers."""
+    """Return the server's limits of a configuration with patchclamp."""
     return vllm_config.additional_config.serving
 
 
 @contextmanager
 def surroundings(separate: bool) -> Iterator[None]:
-    """The environment variables with which an engine is made; put back afterwards.
+    """Set the environment variables for creating an engine; restore them afterwards.
 
-    `separate`: the engine core, and a lone worker, get a process of their own.
+    `separate`: run the engine core, and a single worker, in a separate process.
 
-    vLLM saves code that was compiled ahead of time as the traced graph, from which both variants are compiled again,
-    and not as one piece, which would be one variant.  On a CPU it saves nothing, because it could not load it; that
-    variable stays set, because compiled models read it in every step.
+    vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are compiled again; one
+    artifact would hold one variant. On a CPU it saves nothing, because it could not load it; that variable stays set,
+    because compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
@@ -79,12 +79,12 @@ def surroundings(separate: bool) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables, and has vLLM see them; put back afterwards."""
+    """Set environment variables, visible to vLLM; restore them afterwards."""
     from vllm import envs
 
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    envs.disable_envs_cache()  # vLLM remembers the values of an engine that was made before
+    envs.disable_envs_cache()  # vLLM caches the values of an earlier engine
     try:
         yield
     finally:
@@ -99,8 +99,8 @@ ONE_VARIANT = f"patchclamp does not run with {MEGA}=1: it saves one variant of t
 
 
 def save_graphs(vllm_config: Any) -> None:
-    """Has vLLM save code that was compiled ahead of time as the traced graph, as `surroundings` does, in a process that
-    starts an engine by itself. Raises `EngineError` where its user has asked for something else."""
+    """Make vLLM save ahead-of-time compiled code as the traced graph, as `surroundings` does, in a process that starts
+    an engine by itself. Raises `EngineError` if the user has set the opposite."""
     from vllm import envs
 
     if getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE" and getattr(envs, MEGA, False):
@@ -110,9 +110,9 @@ def save_graphs(vllm_config: Any) -> None:
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
-    """On a CPU, limits the cache to a quarter of the free memory; vLLM would take most of it.
+    """Limit a CPU's cache to a quarter of the free memory and 4 GiB; vLLM would take most of it.
 
-    A caller's own size is left alone, and so is a GPU.
+    It does not change a size set by the caller, or anything on a GPU.
     """
     from vllm.platforms import current_platform
 
@@ -122,7 +122,7 @@ def spare_memory(arguments: dict[str, Any]) -> None:
 
 
 def choose_dtype(arguments: dict[str, Any]) -> None:
-    """On a CPU, has a small model run in fp32, unless its user chose a dtype or a quantisation."""
+    """Run a small model in fp32 on a CPU, unless the user chose a dtype or a quantisation."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not {"dtype", "quantization"} & set(arguments):
@@ -132,9 +132,9 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> Any:
-    """What vLLM chooses the largest batch for: on a GPU for `vllm.LLM`; on a CPU for no use in particular.
+    """Return the usage from which vLLM chooses the largest batch: on a GPU as for `vllm.LLM`, on a CPU unknown.
 
-    Starting takes a step of the largest size, which is slow on a CPU.
+    The start runs a step of the largest size, which is slow on a CPU.
     """
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -143,7 +143,7 @@ def usage() -> Any:
 
 
 def shut_down(engine: Any, alone: bool) -> None:
-    """Frees an engine. With other engines alive in this process, what vLLM shares among them is left."""
+    """Shut down an engine. With other engines in this process, keep the state that vLLM shares among them."""
     if alone:
         engine.engine_core.shutdown()
         return
@@ -152,10 +152,8 @@ def shut_down(engine: Any, alone: bool) -> None:
 
 
 def share_groups(vllm_config: Any) -> None:
-    """Makes a group for a model with experts in a process whose first model had none: vLLM makes it for the first only.
-
-    For a worker in this process; others have processes of their own.
-    """
+    """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first.
+    This is for a worker in this process only."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -175,7 +173,7 @@ def share_groups(vllm_config: Any) -> None:
 
 @contextmanager
 def _disabled(seam: str) -> Iterator[None]:
-    """A context in which a module's function does nothing."""
+    """Replace a module's function by a no-op inside the context."""
     owner, name = require(seam)
     before = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: None)
@@ -186,7 +184,7 @@ def _disabled(seam: str) -> Iterator[None]:
 
 
 def model_facts(vllm_config: Any) -> dict[str, Any]:
-    """Architectures and sizes of an engine's model."""
+    """Return the architectures and sizes of an engine's model."""
     model_config = vllm_config.model_config
     config = model_config.hf_text_config
     return {
@@ -205,18 +203,18 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def images_see_ahead(vllm_config: Any) -> bool:
-    """Whether the tokens of an image attend to those after them in it, as Gemma 3's do. On a CPU they do not, whatever
-    the configuration says."""
+    """True if an image's tokens attend to later tokens of the image, as in Gemma 3. On a CPU they do not, regardless of
+    the configuration."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 
 def settings(vllm_config: Any) -> str:
-    """What decides which code runs the model: vLLM's own hash of its configuration, and the checkpoint's revision."""
+    """Return vLLM's own hash of its configuration, and the checkpoint's revision: they identify the code that runs."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
 
 
 def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
-    """Which sizes of step vLLM records no CUDA graphs for, in words; None if it does for all, or records none."""
+    """Describe the step sizes without CUDA graphs; None if vLLM records graphs for all of them, or none at all."""
     recorded = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     missing = [size for size in sizes if size not in recorded]
     if not missing or not recorded:
@@ -225,7 +223,7 @@ def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
 
 
 def chosen(vllm_config: Any) -> dict[str, Any]:
-    """What an engine was configured to do, by vLLM's own names."""
+    """Return an engine's settings for the report, under vLLM's own names."""
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     compilation_config, scheduler_config = vllm_config.compilation_config, vllm_config.scheduler_config
     parallel_config = vllm_config.parallel_config
@@ -250,7 +248,7 @@ def chosen(vllm_config: Any) -> dict[str, Any]:
 
 
 def check(vllm_config: Any) -> None:
-    """Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold."""
+    """Raise `EngineError`, with names and reasons, for a configuration that would break a guarantee."""
     reasons = refused(vllm_config)
     if reasons:
         raise EngineError(
@@ -259,7 +257,7 @@ def check(vllm_config: Any) -> None:
 
 
 def refused(vllm_config: Any) -> dict[str, str]:
-    """The settings of a configuration that would make a guarantee false, by name, and why.
+    """Return the settings of a configuration that would break a guarantee, each with its reason.
 
     An option that a version does not have counts as off.
     """
@@ -316,12 +314,12 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
-DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding that were tried
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # tested methods of speculative decoding
 GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
-PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # over several workers
-ADAPTED_DRAFTERS = ("ngram", "draft_model")  # beside adapters
+PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # with several workers
+ADAPTED_DRAFTERS = ("ngram", "draft_model")  # with adapters
 
-# options of speculative decoding that were not tried, and what they are where nobody asks for them
+# untested options of speculative decoding, with their defaults
 UNTRIED_DRAFTS = {
     "parallel_drafting": False, "use_heterogeneous_vocab": False, "disable_padded_drafter_batch": False,
     "use_local_argmax_reduction": False, "num_speculative_tokens_per_batch_size": None, "draft_sample_method": "greedy",
@@ -329,7 +327,7 @@ UNTRIED_DRAFTS = {
 
 
 def needs_steps_apart(vllm_config: Any) -> bool:
-    """Whether the runner tells nobody where a step begins before the drafts of the last one are checked."""
+    """True if steps are scheduled ahead of draft verification by a runner that does not expose their true positions."""
     scheduler_config = vllm_config.scheduler_config
     return (
         vllm_config.speculative_config is not None
@@ -339,12 +337,12 @@ def needs_steps_apart(vllm_config: Any) -> bool:
 
 
 def _drafts(arguments: dict[str, Any]) -> bool:
-    """Whether engine arguments ask for speculative decoding. A checkpoint that brings its drafter asks by itself."""
+    """True if engine arguments enable speculative decoding. A checkpoint with its own drafter enables it by itself."""
     return any(arguments.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
 
 
 def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments with which vLLM counts each request's drafted tokens, where it drafts any."""
+    """Return engine arguments with which vLLM counts each request's drafted tokens, if it drafts any."""
     from vllm.engine.arg_utils import EngineArgs
 
     option = "per_request_spec_decode_metrics"
@@ -353,7 +351,7 @@ def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _release() -> tuple[int, ...]:
-    """vLLM's major and minor version."""
+    """Return vLLM's major and minor version."""
     return tuple(int(part) for part in version().split(".")[:2])
 
 
@@ -362,8 +360,8 @@ def _on_v2(vllm_config: Any) -> bool:
 
 
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
-    """Of speculative decoding, what was not tried. Steps tell which of their rows are drafted, and where they begin if
-    the one before has been checked by then."""
+    """Return the (name, condition, reason) of unsupported kinds of speculative decoding. Programs need to know a step's
+    drafted rows, and its first position, which is known once the last step's drafts are checked."""
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
     if speculative_config is None:
         return []
@@ -406,7 +404,7 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
 
 
 def _above(config: Any, name: str, limit: int = 1) -> bool:
-    """Whether an option is above a limit. One that a version does not have is 0."""
+    """True if an option is above a limit. An option that a version does not have counts as 0."""
     return (getattr(config, name, None) or 0) > limit
 
 

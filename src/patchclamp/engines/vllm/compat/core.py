@@ -1,6 +1,6 @@
-"""The engine core and the output processor: where requests are admitted, and where what their programs came to is told.
+"""The engine core, which admits requests, and the output processor, which receives the verdicts on their programs.
 
-Everything here is put around one core's own objects, and does nothing for requests without programs.
+Everything here wraps one core's own objects, and does not affect requests without programs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
-PROVED_AT_ONCE = 128  # generated tokens of a request, at least, after which the workers are asked about it again
+PROVED_AT_ONCE = 128  # minimum number of generated tokens between two proof requests to the workers
 Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
 
 
 class _Making(threading.local):
-    """The admission of the core that is making a request on this thread."""
+    """The admission of the core that is creating a request on this thread."""
 
     admission: Admission | None = None
 
@@ -36,9 +36,9 @@ _making = _Making()
 
 
 def on_core(make: Callable[[Any], Admission]) -> None:
-    """Gives every engine core of ours an admission, `make(vllm_config)`.
+    """Give every engine core with patchclamp an admission, `make(vllm_config)`.
 
-    A core loads plugins while it is being made, so it is met when the first request or call reaches it.
+    A core loads plugins during its own construction, so the admission is attached at the first request or call.
     """
     owner, name = require("core requests")
     for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished", "cached", "freed", "reset"):
@@ -74,7 +74,7 @@ _meeting = threading.Lock()
 
 
 def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
-    """What admits the programs of an engine core; put around it at its first use, by whichever thread."""
+    """Return the admission wrapper of an engine core; the first call, on any thread, attaches it."""
     admitting = getattr(core, "patchclamp", None)
     if admitting is not None:
         return admitting
@@ -86,11 +86,8 @@ def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
 
 
 def program_of(request: Any, carried: bytes) -> RequestProgram | None:
-    """A request's program; decoded once, when the request is made and its blocks get their keys. None in engines that
-    are not ours.
-
-    Raises `msgspec.DecodeError` for bytes that are no program.
-    """
+    """Return a request's program, decoded once, when the request is created and its blocks get their keys; None in
+    engines without patchclamp. Raises `msgspec.DecodeError` for bytes that are not a program."""
     program = getattr(request, "patchclamp", None)
     if program is None and _making.admission is not None:
         program = request.patchclamp = RequestProgram(_making.admission, carried, images.spans_of(request))
@@ -98,8 +95,8 @@ def program_of(request: Any, carried: bytes) -> RequestProgram | None:
 
 
 def draft_counts(completion: Any) -> tuple[int, int] | None:
-    """Tokens that were drafted for a completion, and that were accepted, where vLLM counts them."""
-    counts = getattr(completion, "spec_decode_metrics", None)  # 0.26 counts none
+    """Return a completion's drafted and accepted token counts; None if vLLM does not count them."""
+    counts = getattr(completion, "spec_decode_metrics", None)
     if counts is None:
         return None
     return counts.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
@@ -108,7 +105,7 @@ def draft_counts(completion: Any) -> tuple[int, int] | None:
 class _Proof(NamedTuple):
     """A request whose edited tokens may enter the prefix cache after a verdict.
 
-    tokens: the number of tokens that were computed when the workers were asked
+    tokens: the number of tokens computed when the workers were asked
     held: True if the request has ended, and its blocks are freed after the verdict
     """
 
@@ -132,7 +129,7 @@ class _Admitting:
     def __init__(self, core: Any, admission: Admission) -> None:
         self._core, self.admission, self._scheduler = core, admission, core.scheduler
         self._words = LastWords()
-        self._ended: dict[str, RequestProgram] = {}  # that ended since their last output was told
+        self._ended: dict[str, RequestProgram] = {}  # ended since the last step's outputs
         self._withheld: collections.deque[_Withheld] = collections.deque()
         scheduler = self._scheduler
         self._add, self._schedule = scheduler.add_request, scheduler.schedule
@@ -168,12 +165,12 @@ class _Admitting:
     def since(self, number: int) -> tuple[int, list[bytes]]:
         return self._words.since(number)
 
-    # -- a request comes
+    # -- a request arrives
 
     def add(self, request: Any) -> None:
-        """A request reaches the scheduler, if its program has room; nothing raises here: that would end the core."""
+        """Add a request to the scheduler if its program has room. It never raises: that would end the core."""
         data = carried(request.sampling_params)
-        if request.request_id in self._scheduler.requests:  # more of an input that is streamed
+        if request.request_id in self._scheduler.requests:  # the next part of a streamed input
             if data is not None:
                 self.admission.errors[request.request_id] = pack(_streamed())
             self._add(request)
@@ -192,7 +189,7 @@ class _Admitting:
                 images.check_request(request, program.prompt_tokens, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
             if request.resumable:
-                request.streaming_queue = collections.deque()  # more of it may come before it is told its error
+                request.streaming_queue = collections.deque()  # more input may arrive before its error is returned
                 raise _streamed()
         except PatchclampError as error:
             self.admission.refuse(request, program, error)
@@ -202,16 +199,16 @@ class _Admitting:
             if self.admission.arrive(request, program, self._priority(request)):
                 self._add(request)
                 return
-        self._scheduler.requests[request.request_id] = request  # there it can be aborted, and ends with its error
+        self._scheduler.requests[request.request_id] = request  # so that it can be aborted or end with its error
 
     def _priority(self, request: Any) -> tuple[float, ...]:
         by_priority = self._scheduler.policy.value == "priority"
         return (request.priority, request.arrival_time) if by_priority else ()
 
     def cache_proved(self, request: Any, num_computed_tokens: int) -> None:
-        """Add a request's full blocks to the prefix cache, but no edited ones before its program is proved up to there.
+        """Add a request's full blocks to the prefix cache, but edited ones only up to the proved position.
 
-        So no run that fails leaves an edited block to another, and no run can read one before the failure is known.
+        So no other run can read an edited block of a run that has failed, or may still turn out to have failed.
         """
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None:
@@ -219,8 +216,7 @@ class _Admitting:
         self._cache_blocks(request, num_computed_tokens)
 
     def free_blocks(self, request: Any) -> None:
-        """Free the blocks of a request that has ended or was preempted; of one that has ended with tokens to prove,
-        after its verdict."""
+        """Free the blocks of an ended or preempted request; if an ended one has tokens to prove, after its verdict."""
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None and not request.is_finished():
             program.forget_proof()
@@ -230,13 +226,13 @@ class _Admitting:
             self._held[request.request_id] = request
 
     def _can_prove(self, request: Any, program: RequestProgram) -> bool:
-        """True if tokens that the request has computed may enter the prefix cache after a verdict."""
+        """True if the request has computed tokens that may enter the prefix cache after a verdict."""
         tokens = request.num_tokens - 1  # the last token was sampled, not computed
         return self._may_cache and program.proved < tokens <= request.num_computed_tokens
 
     def reset_cache(self) -> bool:
-        """Empty the prefix cache, which vLLM refuses while a request has blocks: those that are held for a verdict are
-        freed first, and never enter it."""
+        """Empty the prefix cache. vLLM refuses that while a request has blocks, so those held for a verdict are freed
+        first, and never enter the cache."""
         for withheld in self._withheld:
             for proof in withheld.proofs:
                 if proof.held:
@@ -246,14 +242,14 @@ class _Admitting:
 
     @staticmethod
     def _key_blocks(request: Any) -> None:
-        """Makes the keys of a request's blocks anew."""
+        """Recompute the keys of a request's blocks."""
         request.block_hashes.clear()
         request.update_block_hashes()
 
     # -- a step
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The scheduler's next step, with the orders of admission on it."""
+        """Schedule the next step, with admission's orders attached."""
         if self.admission.unscheduled:
             for request in self.admission.admit_waiting():
                 del self._scheduler.requests[request.request_id]
@@ -265,7 +261,7 @@ class _Admitting:
         return output
 
     def leave(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """A request is finished or aborted."""
+        """Free a finished or aborted request."""
         program = getattr(request, "patchclamp", None)
         if program is not None:
             if program.placement is not None:
@@ -274,21 +270,21 @@ class _Admitting:
         return self._free(request, *args, **kwargs)
 
     def unfinished(self) -> int:
-        """Requests under way, those that wait for admission with them; of a paused scheduler what stock says."""
+        """Count unfinished requests, including those waiting for admission unless the scheduler is paused."""
         paused = getattr(self._scheduler, "_pause_state", None)
         waiting = 0 if paused is not None and paused.name != "UNPAUSED" else self.admission.unscheduled
         return self._unfinished() + waiting
 
     def finished(self) -> bool:
-        """Whether a step is needed though no request is under way."""
+        """True if a step is needed, even if no request is active."""
         return self._finished() or self.pending()
 
     def pending(self) -> bool:
-        """Whether workers have something to do, or to say."""
+        """True if workers have orders or verdicts pending."""
         return self.admission.has_orders or bool(self._withheld)
 
     def end_step(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """The outputs of a step, with the verdicts on their programs."""
+        """Return the outputs of a step, with the verdicts on their programs."""
         self._is_updating = True
         try:
             outputs = self._update(scheduler_output, model_runner_output)
@@ -298,10 +294,10 @@ class _Admitting:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
             self._tell(outputs)
-        for request in self._held.values():  # without an output, and so without a verdict
+        for request in self._held.values():  # they had no output, so no verdict will come
             self._free_blocks(request)
         self._held.clear()
-        late: list[tuple[int, Any]] = []  # withheld until now, in order; they go before the outputs of this step
+        late: list[tuple[int, Any]] = []  # withheld until now, in order; inserted before this step's outputs
         while self._withheld and self._withheld[0].verdicts.done():
             withheld = self._withheld.popleft()
             self._attach(withheld.verdicts.result(), withheld.entries, withheld.proofs)
@@ -325,7 +321,7 @@ class _Admitting:
         self.admission.errors.clear()
 
     def _outputs(self, outputs: dict[int, Any], client: int) -> list[Any]:
-        """The outputs of a client, in a list of their own, so that more can be added."""
+        """Return the list of a client's outputs, to which more can be added."""
         from vllm.v1.engine import EngineCoreOutputs
 
         if client not in outputs:
@@ -333,9 +329,8 @@ class _Admitting:
         return outputs[client].outputs
 
     def _tell(self, outputs: dict[int, Any]) -> None:
-        """Asks the workers for verdicts on the programs of requests that have ended, of those that the front end
-        may end by itself, at a stop text, and of those with edited tokens to prove: after the prompt, and from time to
-        time after that."""
+        """Request verdicts from the workers on programs of requests that have ended, that the front end may end at a
+        stop text, or that have edited tokens to prove: after the prompt, and then every `PROVED_AT_ONCE` tokens."""
         judged: list[tuple[int, Any, RequestProgram]] = []
         proofs: dict[str, _Proof] = {}
         for client, part in outputs.items():
@@ -374,7 +369,7 @@ class _Admitting:
         self._withheld.append(_Withheld(verdicts, judged, list(proofs.values())))
 
     def _say_drafts(self, output: Any) -> None:
-        """Puts what was counted of drafted tokens on an output that may be a request's last; 0.26 counts none."""
+        """Attach the counts of drafted tokens to an output that may be a request's last."""
         request = self._scheduler.requests[output.request_id]
         counts = getattr(request, "spec_decode_metrics", None)
         if counts is not None:
@@ -387,7 +382,7 @@ class _Admitting:
     def _attach(
         self, answers: Sequence[Any], judged: list[tuple[int, Any, RequestProgram]], proofs: list[_Proof]
     ) -> None:
-        """Puts verdicts on outputs, and what they prove into the prefix cache."""
+        """Attach verdicts to outputs, and add proved blocks to the prefix cache."""
         errors = [error for _, error in answers if error is not None]
         by_worker: list[dict[str, Any]] = [] if errors else [verdicts for verdicts, _ in answers]
 
@@ -402,7 +397,7 @@ class _Admitting:
             verdict = verdict_on(request.request_id)
             if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
                 program.proved = max(program.proved, tokens)
-            # at once: a layer with a sliding window gives up its first blocks in the next step
+            # now, because a layer with a sliding window frees its first blocks in the next step
             if program.proved >= tokens and (held or self._scheduler.requests.get(request.request_id) is request):
                 self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
             if held:
@@ -410,10 +405,10 @@ class _Admitting:
 
 
 def _check_beside_drafts(vllm_config: Any, request: Any, program: RequestProgram) -> None:
-    """Raises `ProgramError` for what does not go with speculative decoding.
+    """Raise `ProgramError` for a request that does not work with speculative decoding.
 
-    vLLM 0.32's CPU build loses the temperatures of drafted rows (`expand_kernel` writes into a copy), so that what is
-    sampled there, by stock vLLM too, does not have the model's distribution.
+    vLLM 0.32's CPU build loses the temperatures of drafted rows (`expand_kernel` writes into a copy), so tokens sampled
+    there, also by stock vLLM, do not have the model's distribution.
     """
     speculative_config = vllm_config.speculative_config
     if speculative_config is None:
@@ -437,7 +432,7 @@ def _streamed() -> ProgramError:
 
 
 def _joined(verdicts: list[tuple[str, Any]]) -> Verdict:
-    """What all workers say of a program: the first error, and a receipt if all have the same."""
+    """Combine the workers' verdicts on a program: the first error, and the receipt if all agree."""
     receipts = {receipt for receipt, _ in verdicts}
     return Verdict(receipts.pop() if len(receipts) == 1 else "", next((e for _, e in verdicts if e is not None), None))
 
@@ -446,7 +441,7 @@ def _joined(verdicts: list[tuple[str, Any]]) -> Verdict:
 
 
 def on_outputs() -> None:
-    """Takes what is told of programs from the outputs that reach a front end, before vLLM sees it."""
+    """Remove verdicts and requested log-probabilities from the outputs in a front end, before vLLM processes them."""
     owner, name = require("processed")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -458,8 +453,8 @@ def on_outputs() -> None:
         tables = tables_of(processor)
         for output in engine_core_outputs:
             if output.kv_transfer_params is None and (not tables or output.new_logprobs is None):
-                continue  # nearly all of them: a token of a request that asks nothing of us
-            state = processor.request_states.get(output.request_id)  # None: it was aborted, and nobody asks
+                continue  # the usual case: a token of a request without a program
+            state = processor.request_states.get(output.request_id)  # None: aborted
             name = output.request_id
             if state is not None and state.queue is not None:  # an `AsyncLLM`'s: `front` takes the verdict
                 name = state.external_req_id
@@ -468,7 +463,7 @@ def on_outputs() -> None:
                     verdicts[output.request_id] = read_verdict(output.kv_transfer_params[KEY])
                 output.kv_transfer_params = None
             if output.new_logprobs is not None and name in tables:
-                lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
+                lists, output.new_logprobs = output.new_logprobs, None  # vLLM would build dictionaries from them
                 tables[name].append((np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)))
         processed = stock(processor, engine_core_outputs, *args, **kwargs)
         for request, verdict in verdicts.items():
@@ -481,25 +476,24 @@ def on_outputs() -> None:
 
 
 def read_verdict(told: Sequence[Any]) -> Verdict:
-    """A verdict as it travels with an output."""
+    """Decode a verdict from an output."""
     receipt, error, waited_s = told
     return Verdict(receipt, tuple(error) if error is not None else None, waited_s)
 
 
 def verdicts_of(processor: Any) -> dict[str, Verdict]:
-    """What was told of the programs of a front end's ended requests, by the engine's own names of them; whoever answers
-    for a request takes its verdict out."""
+    """The verdicts on a front end's ended requests, by vLLM's names of them; each is removed when it is used."""
     return processor.__dict__.setdefault("patchclamp_verdicts", {})
 
 
 def tables_of(processor: Any) -> dict[str, list[Table]]:
-    """The log-probabilities of a front end's requests, by the engine's own names of them (an `AsyncLLM`'s: by the names
-    they were given), for those that are put here before their first output; vLLM sees none of theirs."""
+    """Return the log-probabilities of requests that were registered here before their first output; vLLM does not
+    process these. The keys are the engine's own names, or for an `AsyncLLM` the names given by the caller."""
     return processor.__dict__.setdefault("patchclamp_tables", {})
 
 
 def decoded(processor: Any, prompt: list[int], params: Any, ids: list[int], stopped: bool) -> str:
-    """The text that vLLM makes of generated ids; `stopped`: by the last of them."""
+    """Decode generated ids with vLLM's detokenizer. `stopped`: True if the last id stopped the request."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     request = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
@@ -509,11 +503,8 @@ def decoded(processor: Any, prompt: list[int], params: Any, ids: list[int], stop
 
 
 def tell_core(engine: Any, method: str, *args: Any) -> None:
-    """Calls a method of an `LLMEngine`'s core. The call arrives before the requests that are added afterwards, and
-    nobody waits for an answer.
-
-    Raises `EngineError` if an earlier call failed.
-    """
+    """Call a method of an `LLMEngine`'s core without waiting. The call arrives before requests added afterwards. Raises
+    `EngineError` if an earlier call failed."""
     client = engine.engine_core
     core = getattr(client, "engine_core", None)
     if hasattr(core, "scheduler"):
@@ -533,8 +524,7 @@ def tell_core(engine: Any, method: str, *args: Any) -> None:
 
 
 def notice_death(engine: Any) -> None:
-    """Has whoever waits for the engine core of another process learn that it was killed: vLLM ends the thread that
-    listens to it, and says nothing."""
+    """Fail pending calls when a core's process is killed: vLLM then only ends its output thread, without an error."""
     client = engine.engine_core
     if not hasattr(client, "output_queue_thread"):
         return
@@ -552,14 +542,13 @@ def notice_death(engine: Any) -> None:
 
 
 def is_pending(engine: Any) -> bool:
-    """Whether the core of this process must be stepped though no request is under way; one that runs beside steps by
-    itself."""
+    """True if a core in this process must be stepped although no request is active; others step by themselves."""
     core: Any = getattr(engine.engine_core, "engine_core", None)
     return hasattr(core, "scheduler") and core.patchclamp_pending()
 
 
 def ask_core(engine: Any, method: str) -> Any:
-    """What a method of an `LLMEngine`'s core returns."""
+    """Call a method of an `LLMEngine`'s core and return its result."""
     client = engine.engine_core
     core = getattr(client, "engine_core", None)
     return getattr(core, method)() if hasattr(core, "scheduler") else client.call_utility(method)

@@ -1,8 +1,4 @@
-"""The front end of a server: where requests with programs enter an `AsyncLLM`, and how its engine cores are called.
-
-Requests go to vLLM. It checks and completes the parameters of each, a good part of what a request costs; of requests
-with the same settings it does so once, and the others take what it made.
-"""
+"""Front ends: submits requests to an `LLMEngine`, wraps `AsyncLLM.generate`, and calls a server's engine cores."""
 
 from __future__ import annotations
 
@@ -23,25 +19,29 @@ from patchclamp.kernels import switches
 
 
 class Submitter:
-    """Adds the requests of one `LLMEngine`."""
+    """Adds the requests of one `LLMEngine`.
+
+    vLLM checks and completes the parameters of each request, a good part of its cost. Consecutive requests with the
+    same settings share the result.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._alike: tuple[Any, Any] = None, None  # settings and adapter of what was processed last
+        self._alike: tuple[Any, Any] = None, None  # settings and adapter of the last processed request
         self._processed: Any = None
 
     def add(self, run: str, prompt: dict[str, Any], params: Any, adapter: Any, settings: object) -> str:
-        """Adds a request, and returns what vLLM calls it. Raises what vLLM raises.
+        """Add a request, and return vLLM's name of it. Raises vLLM's errors.
 
-        prompt: as vLLM takes it; of token ids alone, they must have been checked (`LM` does)
-        settings: what its parameters were made of, but for what stands in `extra_args`: the same object each time
+        prompt: in vLLM's format; plain token ids must have been checked (`LM` does)
+        settings: the source of its parameters, without `extra_args`; compared by identity
         """
         engine = self._engine
         alike = prompt.keys() == {"prompt_token_ids"} and params.n == 1 and params.max_tokens is not None
         if not alike or not switches.enabled("alike_requests"):
             return engine.add_request(run, prompt, params, lora_request=adapter) or run
         if self._processed is None or self._alike[0] is not settings or self._alike[1] is not adapter:
-            self._processed = None  # what raises is not kept
+            self._processed = None  # drop it first: processing may raise
             tasks = engine.get_supported_tasks()
             asked = engine.input_processor.process_inputs(run, prompt, params, tasks, lora_request=adapter)
             self._processed, self._alike = _copy(asked), (settings, adapter)
@@ -65,7 +65,7 @@ Generate = Callable[..., AsyncIterator[Any]]
 
 
 def on_config(complete: Callable[[Any], None]) -> None:
-    """Has `complete(vllm_config)` look at every configuration of ours that engine arguments are made into."""
+    """Call `complete(vllm_config)` on every configuration with patchclamp that is created from engine arguments."""
     owner, name = require("engine arguments")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -77,9 +77,9 @@ def on_config(complete: Callable[[Any], None]) -> None:
         config = stock(engine_args, *args, **kwargs)
         if enabled(config) is None:
             return config
-        if engine_args.async_scheduling is None and needs_steps_apart(config):  # as vLLM has it by default
+        if engine_args.async_scheduling is None and needs_steps_apart(config):  # on by vLLM's default
             engine_args.async_scheduling = False
-            engine_args.speculative_config = drafts  # which vLLM has completed in place
+            engine_args.speculative_config = drafts  # vLLM has modified the original in place
             config = stock(engine_args, *args, **kwargs)
         complete(config)
         return config
@@ -89,8 +89,8 @@ def on_config(complete: Callable[[Any], None]) -> None:
 
 
 def on_generate(edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool]) -> None:
-    """Has `edited(client, stock, prompt, params, request_id, **others)` generate in place of an `AsyncLLM` of ours for
-    requests whose `extra_args` have a word that `is_ours`. Other requests go straight to vLLM's own `generate`."""
+    """Route requests with a key in `extra_args` that `is_ours`, on an `AsyncLLM` with patchclamp, to
+    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`."""
     owner, name = require("generate")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -108,34 +108,34 @@ def on_generate(edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[st
 
 
 def stock_generate(client: Any) -> Generate:
-    """vLLM's own `generate` of a client."""
+    """Return a client's unwrapped `generate`."""
     owner, name = require("generate")
     method = getattr(owner, name)
     return functools.partial(getattr(method, "patchclamp", method), client)
 
 
 def core_count(client: Any) -> int:
-    """How many engine cores serve a client: data-parallel replicas of the model."""
+    """Return the number of a client's engine cores: data-parallel replicas of the model."""
     cores = client.engine_core
     return len(cores.core_engines)
 
 
 def process_count(client: Any) -> int:
-    """How many API processes the server has."""
+    """Return the number of the server's API processes."""
     cores = client.engine_core
     return cores.client_count
 
 
 def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
-    """Calls a method of every engine core, or of number `only`, on the loop's thread. The call arrives before what is
-    sent afterwards; the futures have what comes back."""
+    """Call a method of every engine core, or of core `only`, on the loop's thread. The call arrives before anything
+    sent afterwards; the futures receive the results."""
     from vllm.v1.engine import EngineCoreRequestType
 
     cores, answers = client.engine_core, []
     for engine in cores.core_engines if only is None else [cores.core_engines[only]]:
         number = uuid.uuid1().int >> 64
         cores.utility_results[number] = answer = asyncio.get_running_loop().create_future()
-        # sent here and now: what it returns waits for nothing but a full socket
+        # sent immediately: the awaitable that it returns matters only if the socket is full
         try:
             cores._send_input(EngineCoreRequestType.UTILITY, (cores.client_index, number, method, args), engine)
         except Exception as error:
@@ -148,7 +148,7 @@ def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) ->
 
 
 def fail_all(client: Any) -> None:
-    """Have every request and call under way raise that the engine has ended."""
+    """Make every pending request and call raise that the engine has ended."""
     cores, output_processor = client.engine_core, client.output_processor
     output_processor.propagate_error(client.dead_error)
     for answer in list(cores.utility_results.values()):
@@ -158,16 +158,16 @@ def fail_all(client: Any) -> None:
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # nobody may wait for it: asyncio would log that it was never retrieved
+        answer.exception()  # retrieve it: asyncio logs exceptions of futures that are never awaited
 
 
 def tables_of_client(client: Any) -> dict[str, list[Any]]:
-    """`tables_of` the client's output processor."""
+    """Return `tables_of` the client's output processor."""
     return tables_of(client.output_processor)
 
 
 def http_error(message: str, status: int) -> Exception:
-    """An error that vLLM's own routes answer with a status, or with 400 where a version lacks such errors."""
+    """Return an error that vLLM's own routes map to `status`, or to 400 if this version lacks such errors."""
     exceptions, _ = require("errors")
     if not hasattr(exceptions, "GracefulHTTPError"):
         return ValueError(message)
@@ -175,7 +175,7 @@ def http_error(message: str, status: int) -> Exception:
 
 
 def verdict_in(output: Any) -> Verdict | None:
-    """Takes the verdict on a request's program out of an output; None without one."""
+    """Remove and return the verdict on a request's program from an output; None without one."""
     params = output.kv_transfer_params
     if not isinstance(params, dict) or KEY not in params:
         return None

@@ -1,12 +1,11 @@
-"""The two variants of vLLM's compiled code and of its CUDA graphs, and which of them a step runs.
+"""The two variants of vLLM's compiled code and CUDA graphs, and the choice between them in each step.
 
-The active variant has our taps.  With stock numerics the idle one is stock's own: no op of ours was ever in it.  With
-uniform numerics the code is one and has taps, and an idle graph is one of its graphs whose taps launched nothing.
+The active variant has our taps. With stock numerics the idle variant is stock's own and never contained our op. With
+uniform numerics there is one code, with taps, and an idle graph is a graph of it whose taps launched nothing.
 
-The addresses that vLLM's CUDA graphs read: at every replay compared with those at recording, where that is asked.
-
-A wrapper is called with what its graph reads (piecewise graphs, and full ones of a V1 runner).  A V2 runner's manager
-replays full graphs without arguments: they read what the step built for attention just before.
+`Watch`, if enabled, compares the addresses that CUDA graphs read at every replay with those at recording. Piecewise
+graphs, and full ones of a V1 runner, are called with their inputs. A V2 runner's manager replays full graphs without
+arguments: they read the inputs that the step has just built for attention.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from patchclamp.runtime.taps import apart_from_layers, without_taps
 
 
 class Watch:
-    """Watches one engine's graphs; `buffers()` are patchclamp's own, by name."""
+    """Checks the addresses in one engine's graphs. `buffers()`: patchclamp's own buffers, by name."""
 
     def __init__(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._buffers = buffers
-        self._call_addresses: dict[str, int] | None = None  # of what the wrapper at work was called with
-        self._built: dict[str, Any] = {}  # what a V2 runner built for the step
+        self._call_addresses: dict[str, int] | None = None  # of the arguments of the running wrapper
+        self._built: dict[str, Any] = {}  # the step's inputs, as built by a V2 runner
         self.compared = 0  # replays compared
 
     def current_addresses(self) -> dict[str, int]:
-        """The addresses of all that the present graph reads, by path."""
+        """Return the addresses of everything that the current graph reads, by path."""
         return self._addresses(self._built) if self._call_addresses is None else self._call_addresses
 
     def _addresses(self, values: Mapping[str, Any]) -> dict[str, int]:
@@ -55,12 +54,12 @@ class Watch:
             compare(recorded, filled, name)
 
     def watch_wrappers(self, vllm_config: Any) -> None:
-        """Watches the wrappers of an engine: their arguments, and for full graphs what the forward context carries."""
+        """Watch an engine's wrappers: their arguments, and for full graphs the forward context's attention inputs."""
         _on_call()
         _watches[engine_id(vllm_config)] = (vllm_config, self)
 
     def run_wrapper(self, stock: Any, wrapper: Any, context: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a wrapper that is called for its graph, after it has compared what the graph reads."""
+        """Compare the addresses that a wrapper's graph reads, then run the wrapper."""
         read: dict[str, Any] = {"args": dict(zip(argument_names(wrapper.runnable, len(args)), args, strict=True))}
         read["kwargs"] = kwargs
         if wrapper.runtime_mode.name == "FULL":
@@ -76,10 +75,10 @@ class Watch:
             self._call_addresses = None
 
     def watch_inputs(self, runner: Any) -> None:
-        """Watches what a V2 runner builds for a step, and what it fills in place."""
+        """Watch the inputs that a V2 runner builds for a step or fills in place."""
         state = runner.model_state
         prepare = state.prepare_attn
-        model_inputs: dict[str, Any] = {}  # what a model takes beside ids and positions, or instead of them
+        model_inputs: dict[str, Any] = {}  # inputs beside or instead of ids and positions
 
         def keeping(inner: Any) -> Any:
             @forwards(inner)
@@ -110,7 +109,7 @@ class Watch:
         state.prepare_attn = prepare_attn
 
     def watch_replays(self, manager: Any) -> None:
-        """Watches the full graphs of a V2 runner's manager."""
+        """Watch the full graphs of a V2 runner's manager."""
         run = manager.run_fullgraph
         if hasattr(run, "patchclamp"):
             return
@@ -124,11 +123,11 @@ class Watch:
         manager.run_fullgraph = run_fullgraph
 
 
-_watches: dict[int, tuple[Any, Watch]] = {}  # by the id of a configuration, which is kept alive beside
+_watches: dict[int, tuple[Any, Watch]] = {}  # by `engine_id` of a configuration, which is kept alive with it
 
 
 def argument_names(runnable: Any, count: int) -> list[int | str]:
-    """The names of a callable's first `count` arguments: its traced graph's inputs, or its parameters; else numbers."""
+    """Name a callable's first `count` arguments: by its traced graph's inputs or its parameters, else by number."""
     graph = getattr(runnable, "graph", None)  # of a piece of a compiled model
     if isinstance(graph, torch.fx.GraphModule):
         names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -163,17 +162,17 @@ def _on_call() -> None:
 logger = logging.getLogger("patchclamp")
 
 
-_Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1: of full ones too) and their graphs
+_Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1: also of full ones) and their graphs
 
 
 class Graphs:
     """A runner's CUDA graphs, each recorded twice: with the op launching nothing (idle) and its kernel (active).
 
-    sizes        tokens of the steps that are recorded active (None: all that vLLM records)
+    sizes        tokens of the steps recorded active (None: all that vLLM records)
     recording    a context in which taps are recorded
     tapped       makes a graph that was recorded with taps replayable
-    forget       drops the taps of graphs that were not finished
-    watch        checks the addresses that graphs read, where that is asked for
+    forget       drops the taps of unfinished graphs
+    watch        checks the addresses that graphs read, if enabled
     """
 
     def __init__(
@@ -182,30 +181,30 @@ class Graphs:
     ) -> None:  # fmt: skip
         self._sizes, self.recording, self._tapped, self._forget = sizes, recording, tapped, forget
         self.watch = watch
-        self._manager: Any = None  # of a V2 runner, which keeps full graphs
+        self._manager: Any = None  # a V2 runner's manager, which keeps full graphs
         self._config: Any = None
         self._stores: dict[bool, tuple[dict[Any, Any], _Entries]] = {}
         self._active = False
         self._recorded: set[tuple[Any, int]] = set()
         self._idle = 0
-        self.share = 1.0  # of the sizes that vLLM records, those that are recorded with taps too
-        self.problem = ""  # why there are no active graphs, if there should be
-        self.bytes = {"without": 0, "with": 0}  # of device memory that graphs without taps and with taps took
+        self.share = 1.0  # the fraction of vLLM's sizes that are also recorded with taps
+        self.problem = ""  # the reason why active graphs are missing
+        self.bytes = {"without": 0, "with": 0}  # device memory of graphs without taps and with taps
 
     @property
     def idle(self) -> int:
-        """Sizes of step that vLLM records."""
+        """The number of step sizes that vLLM records."""
         return self._idle
 
     @property
     def active(self) -> int:
-        """Sizes of step recorded with taps."""
+        """The number of step sizes recorded with taps."""
         return len({tokens for _, tokens in self._recorded})
 
     def record(self, manager: Any, capture: Callable[[], None], profile: bool) -> None:
-        """Records both variants of every graph of a V2 runner's manager, and leaves the idle one in place.
+        """Record both variants of every graph of a V2 runner's manager, and leave the idle one in place.
 
-        A profile records the idle variant alone.  Where memory runs out, active steps run without graphs.
+        A profile run records only the idle variant. If memory runs out, active steps run without graphs.
         """
         self._stores, self._recorded, self._active = {}, set(), False
         self.bytes = dict.fromkeys(self.bytes, 0)
@@ -233,7 +232,7 @@ class Graphs:
         self._record_active(store, capture_wanted, keys, pieces)
 
     def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
-        """Records both variants of the graphs of one mode of a V1 runner, and leaves the idle one in place."""
+        """Record both variants of the graphs of one mode of a V1 runner, and leave the idle one in place."""
         with _graphs_of(_Watched, self.watch), self._counting_bytes("without"):
             pieces = _recorded_in(lambda: capture(sizes))
         self._config = vllm_config
@@ -247,10 +246,10 @@ class Graphs:
         self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], keys: set[tuple[Any, int]],
         pieces: list[tuple[Any, Any]],
     ) -> None:  # fmt: skip
-        """Records graphs with taps, of some (mode, tokens), into a store, and puts the idle ones back. `pieces`: the
-        wrappers that have idle graphs, and of what.
+        """Record graphs with taps for the (mode, tokens) in `keys` into a store, and put the idle ones back. `pieces`:
+        the wrappers with idle graphs, and each graph's descriptor.
 
-        Where the device has no room for them, there are none.
+        If device memory runs out, none are kept. Raises `EngineError` then with tensor parallelism.
         """
         self._put(store)
         try:
@@ -271,7 +270,7 @@ class Graphs:
         except RuntimeError as error:
             if not _no_room(error):
                 raise
-            if self._config.parallel_config.tensor_parallel_size > 1:  # other workers may have had room
+            if self._config.parallel_config.tensor_parallel_size > 1:  # other workers may have succeeded
                 raise EngineError(
                     "the GPU had no room for graphs with taps, which every tensor-parallel worker needs: lower "
                     "gpu_memory_utilization, or name fewer sizes in active_sizes"
@@ -287,7 +286,7 @@ class Graphs:
 
     @contextmanager
     def _counting_bytes(self, kind: str) -> Iterator[None]:
-        """Adds the device memory that is taken within to what graphs "with" or "without" taps take."""
+        """Add the device memory allocated inside the context to the bytes of graphs "with" or "without" taps."""
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         yield
@@ -298,21 +297,21 @@ class Graphs:
         return self._sizes is None or desc.num_tokens in self._sizes
 
     def count(self, sizes: list[Any]) -> None:
-        """Counts the sizes that vLLM will record."""
+        """Count the sizes that vLLM will record."""
         self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
         self._idle = len({desc.num_tokens for desc in sizes}) or self._idle
 
     def has(self, mode: Any, tokens: int) -> bool:
-        """Whether a step dispatched to a graph of this mode and size can run active."""
+        """True if a step dispatched to a graph of this mode and size can run active."""
         return (mode, tokens) in self._recorded
 
     def estimate_bytes(self, idle_bytes: int) -> int:
-        """Device memory of both variants of the graphs, of the idle variant's."""
+        """Estimate the device memory of both variants of the graphs from that of the idle one."""
         copies = MAX_NODES * NODE_BYTES if idle_bytes and self.share else 0
         return int(idle_bytes * (1 + self.share)) + copies
 
     def use(self, active: bool) -> None:
-        """Has the runner replay one variant."""
+        """Make the runner replay one variant."""
         if active == self._active or active not in self._stores:
             return
         self._put(self._stores[active])
@@ -336,7 +335,7 @@ class Graphs:
 
 
 def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
-    """Has vLLM record graphs; the wrappers that then have some more, each with what it is of."""
+    """Make vLLM record graphs; return the (wrapper, descriptor) of each new one."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     def recorded() -> list[tuple[Any, Any]]:
@@ -351,12 +350,11 @@ def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
 def _check_recorded(
     store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]], one_code: bool
 ) -> None:
-    """Raises `EngineError` where steps of one of the (mode, tokens) would replay an idle graph though they are edited.
-    Where vLLM records nothing, steps run the compiled code, which has taps.
+    """Raise `EngineError` if an edited step of one of the (mode, tokens) in `keys` would replay an idle graph.
 
-    Every wrapper that has an idle graph must be among those whose graphs are exchanged. Where both variants run
-    `one_code`, each of these has a graph with taps, too; else the code with taps has wrappers of its own, within one of
-    the whole model.
+    Every wrapper with an idle graph must be among those whose graphs are exchanged. If both variants run `one_code`,
+    each of these must have a graph with taps, too; otherwise the code with taps has its own wrappers, within one of the
+    whole model. Sizes that vLLM does not record need no check: their steps run the compiled code, which has taps.
     """
     tapped = {
         id(wrapper): {(wrapper.runtime_mode, desc) for desc, entry in entries.items() if entry.cudagraph is not None}
@@ -372,7 +370,7 @@ def _check_recorded(
 
 
 def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
-    """The same for the whole graphs of a V2 runner's manager."""
+    """Like `_check_recorded`, for the full graphs of a V2 runner's manager."""
     for desc in wanted:
         if desc not in graphs:
             raise _without_graph(desc.cg_mode, desc.num_tokens)
@@ -386,7 +384,7 @@ def _without_graph(mode: Any, tokens: int) -> EngineError:
 
 
 def _no_room(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed on, says that memory ran out: a broken capture hides the first one."""
+    """True if an error or one of its causes is out of memory: a broken capture hides the original error."""
     while error is not None:
         if any(word in str(error).lower() for word in ("out of memory", "alloc_failed")):
             return True
@@ -395,7 +393,7 @@ def _no_room(error: BaseException | None) -> bool:
 
 
 class _Watched(torch.cuda.CUDAGraph):
-    """A graph that keeps, where that is asked for, the addresses of what it was recorded with."""
+    """A graph that keeps the addresses of its inputs at recording, if a watch is enabled."""
 
     addresses: dict[str, int] | None = None
     watch: Watch | None = None
@@ -407,7 +405,7 @@ class _Watched(torch.cuda.CUDAGraph):
 
 
 class _WithNodes(_Watched):
-    """A graph whose nodes can still be looked at once it is recorded."""
+    """A graph whose nodes can be inspected after recording."""
 
     def __new__(cls, keep_graph: bool = True) -> Any:
         return super().__new__(cls, True)
@@ -418,7 +416,7 @@ class _WithNodes(_Watched):
 
 @contextmanager
 def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
-    """Graphs recorded within are of a kind; of stock's own where that is enough."""
+    """Record graphs of a kind inside the context, or stock's own if those suffice."""
     stock = torch.cuda.CUDAGraph
     if kind is not _Watched or watch is not None:
         torch.cuda.CUDAGraph = kind  # type: ignore[misc, assignment]
@@ -430,7 +428,7 @@ def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
 
 
 def record_variants(runner: Any, graphs: Graphs) -> None:
-    """Has a V2 runner record both variants of its graphs, whenever it records any, and count the memory of both."""
+    """Make a V2 runner record both variants of its graphs, and count the memory of both."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
@@ -438,9 +436,9 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
     @forwards(capture_model)
     def capture(*args: Any, **kwargs: Any) -> Any:
         manager = runner.cudagraph_manager
-        stock, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
+        stock, profile = manager.capture, bool(kwargs.get("profile_only"))
         manager.capture = lambda *a, **k: graphs.record(manager, lambda: stock(*a, **k), profile)
-        set_cudagraph_capturing_enabled(True)  # an engine with a V1 runner forbids it, to all that come after it
+        set_cudagraph_capturing_enabled(True)  # an earlier engine with a V1 runner disables it in the process
         try:
             return capture_model(*args, **kwargs)
         finally:
@@ -455,7 +453,7 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
 
 
 def record_variants_v1(runner: Any, graphs: Graphs) -> None:
-    """The same for a V1 runner, which records one mode after the other and whose dispatcher chooses the graph."""
+    """Like `record_variants`, for a V1 runner. It records one mode at a time, and its dispatcher chooses the graph."""
     record, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
     dispatcher = runner.cudagraph_dispatcher
     stock, list_descs = dispatcher.dispatch, dispatcher.get_capture_descs
@@ -474,7 +472,7 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     @forwards(list_descs)
     def get_capture_descs() -> Any:
         modes = list_descs()
-        if modes:  # there are none before they are first needed, and after they were measured
+        if modes:  # empty before the first use, and after profiling
             graphs.count([desc for _, descs in modes for desc in descs])
         return modes
 
@@ -482,7 +480,7 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         mode, desc = stock(*args, **kwargs)
         if _step.usable is not None and mode.name != "NONE" and not _step.usable(mode, desc.num_tokens):
-            mode = type(mode).NONE  # with the padding of the graph
+            mode = type(mode).NONE  # keeps the graph's padding
         return mode, desc
 
     if graphs.watch is not None:
@@ -492,7 +490,7 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
 
 
 class _Step(threading.local):
-    """The variant that the step on this thread runs, and which graphs it may use (None: any)."""
+    """The variant that the step on this thread runs, and a test for the graphs it may use (None: any)."""
 
     active = False
     usable: Callable[[Any, int], bool] | None = None
@@ -504,8 +502,8 @@ _step = _Step()
 class compiled_variant:
     """A context in which compiled models run their active or their idle variant.
 
-    A step whose graph is not `usable` runs without one, with the padding that its graph would have, so that its
-    kernels see the same shapes.
+    A step whose graph is not `usable` runs without one, with the graph's padding, so that its kernels see the same
+    shapes.
     """
 
     __slots__ = ("_active", "_before", "_usable")
@@ -522,7 +520,7 @@ class compiled_variant:
 
 
 def on_compile() -> None:
-    """Has vLLM's compiler compile a model of ours twice: as traced (active), and with our op's nodes erased (idle).
+    """Make vLLM compile an engine's model twice: as traced (active), and with our op's nodes erased (idle).
 
     The idle variant is stock's own code: no fusion is lost and no bit differs. With uniform numerics the model is
     compiled once, as traced.
@@ -555,7 +553,7 @@ def on_compile() -> None:
         def call_variant(*args: Any) -> Any:
             return call_active(*args, *points) if _step.active else call_idle(*args)
 
-        active.optimized_call = call_variant  # vLLM saves the traced graph, which comes by here when it is loaded
+        active.optimized_call = call_variant  # vLLM saves the traced graph, and loading it runs this function again
         return active
 
     compile_variants.patchclamp = True  # type: ignore[attr-defined]
@@ -563,23 +561,22 @@ def on_compile() -> None:
 
 
 def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
-    """`apart_from_layers`; where that is switched off or fails, the graph as it was traced."""
+    """Apply `apart_from_layers`; if that is switched off or fails, return the graph as traced."""
     if switches.enabled("equal_layers"):
         try:
             return apart_from_layers(graph, example_inputs)
-        except Exception as error:  # of another PyTorch
+        except Exception as error:  # another PyTorch version may differ
             switches.give_up("equal_layers", error)
     return graph, example_inputs, []
 
 
 def compiled_ahead(vllm_config: Any) -> bool:
-    """Whether everything is compiled while the engine starts, without guards, and nothing within a step."""
+    """True if everything is compiled at engine start, without guards, and nothing during a step."""
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
 def lacks_idle_variant(vllm_config: Any) -> bool:
-    """Whether an engine's model was compiled elsewhere than in `on_compile`, and idle steps would run code with taps
-    though its numerics are stock's."""
+    """True if a model was compiled outside `on_compile`, so idle steps have taps despite stock numerics."""
     compiled = engine_id(vllm_config) in _compiled
     return _mode(vllm_config) == "VLLM_COMPILE" and not compiled and not is_uniform(vllm_config)
 
@@ -589,12 +586,12 @@ def _mode(vllm_config: Any) -> str | None:
 
 
 _IDLE = "_patchclamp_idle"
-_compiled: set[int] = set()  # engines of which a model was compiled in both variants
+_compiled: set[int] = set()  # engines with a model compiled in `on_compile`
 _fusions: dict[int, dict[str, list[int]]] = {}  # by engine
 
 
 def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
-    """A new engine's counts: how often each pass matches in the idle variant, and in the active one."""
+    """Reset and return a new engine's counts of each pass's matches in the idle variant and in the active one."""
     counts = _fusions[engine_id(vllm_config)] = {}
     _compiled.discard(engine_id(vllm_config))
     return counts
@@ -602,9 +599,9 @@ def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
 
 @contextmanager
 def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
-    """Counts what vLLM's fusion passes match within, for the idle variant (0) or the active one (1).
+    """Count the matches of vLLM's fusion passes inside the context, for the idle variant (0) or the active one (1).
 
-    Where compiled code is cached they match nothing.
+    With cached compiled code there are no matches.
     """
     from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 
@@ -619,7 +616,7 @@ def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
 
 
 def on_dispatch() -> None:
-    """Lets V2 steps run without a graph where `compiled_variant` says that theirs may not be used."""
+    """Make V2 steps run without a graph if theirs is not usable in the current `compiled_variant`."""
     owner, name = require("v2 dispatch")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):

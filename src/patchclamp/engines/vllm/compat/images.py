@@ -1,4 +1,4 @@
-"""Prompts with images: how vLLM makes them ready to run, and where in them each image is read."""
+"""Prompts with images: rendering with vLLM's processors, and the positions of each image."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.errors import ProgramError
 
 Span = tuple[int, int]  # positions first … end−1
-UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images were not tried
+UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images are not tested
 
 
 def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt with images, ready to be added to an `LLMEngine`.
+    """Render a prompt with images for an `LLMEngine`.
 
-    Of what it makes of an image for every request of a server, vLLM sends a core what that lacks, and relies on it
-    from then on. A prompt that is made ready here may never be sent: so nothing goes through that cache.
+    It bypasses vLLM's cache of processed images, which assumes that the engine core has received every image in it. A
+    prompt rendered here may never be sent.
     """
     require_all("images")
     check_model(engine.vllm_config)
@@ -25,7 +25,7 @@ def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_chat(engine: Any, messages: list[Any]) -> dict[str, Any]:
-    """The same for a chat with images in its messages, ready for the assistant's turn."""
+    """Like `render`, for a chat with images in its messages, ready for the assistant's turn."""
     require_all("images")
     check_model(engine.vllm_config)
     from vllm.renderers import ChatParams
@@ -39,8 +39,7 @@ def render_chat(engine: Any, messages: list[Any]) -> dict[str, Any]:
 
 
 def images_in(inputs: Mapping[str, Any]) -> list[list[int]]:
-    """Of each image of a prompt that was made ready, the positions of its tokens. Raises `ProgramError` for a prompt
-    with sound or films in it."""
+    """Return the token positions of each image in a rendered prompt. Raises `ProgramError` for audio or video."""
     placeholders = inputs.get("mm_placeholders") or {}
     check_modalities(placeholders)
     ordered = sorted(placeholders.get("image", ()), key=lambda place: place.offset)
@@ -48,7 +47,7 @@ def images_in(inputs: Mapping[str, Any]) -> list[list[int]]:
 
 
 def check_modalities(modalities: Iterable[str]) -> None:
-    """Raises `ProgramError` where something else than images is in a prompt."""
+    """Raise `ProgramError` if a prompt contains modalities other than images."""
     others = sorted(set(modalities) - {"image"})
     if others:
         raise ProgramError(
@@ -57,15 +56,15 @@ def check_modalities(modalities: Iterable[str]) -> None:
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raises `ProgramError` for a model whose images were not tried."""
+    """Raise `ProgramError` for a model whose images are not tested."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
         raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
 
 
 def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
-    """Raises `ProgramError` for a request in an engine core whose program, bound to a prompt of so many tokens, was
-    bound before its images were in their places, or that has other than images in it, or images of an untried model."""
+    """Raise `ProgramError` for a request in an engine core with other modalities than images, on an untested model, or
+    with a program that was bound to a prompt of another length, before its images were expanded."""
     check_model(vllm_config)
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
@@ -76,7 +75,7 @@ def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
 
 
 def spans_of(request: Any) -> tuple[Span, ...]:
-    """Where the images of a request in an engine core lie, with the marks within them."""
+    """Return the spans of a request's images in an engine core, including separator tokens within them."""
     if not request.mm_features:
         return ()
     places = [feature.mm_position for feature in request.mm_features]
@@ -84,7 +83,7 @@ def spans_of(request: Any) -> tuple[Span, ...]:
 
 
 def forget(client: Any, inputs: Mapping[str, Any]) -> None:
-    """Has an `AsyncLLM` send the images of a prompt again next time: this one is refused, and is not sent."""
+    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt is refused and not sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None
     if sent is not None:

@@ -1,8 +1,8 @@
-"""LoRA adapters in vLLM: their requests, whether one fits its model, and a slot of zeros for requests without one.
+"""LoRA adapters in vLLM: their requests, a check that one fits its model, and a zero slot for requests without one.
 
 vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and the slot of a row without an adapter is
-−1: in a batch with adapters such rows get the adapter of the last slot (vLLM #48421).  Here one slot is added, which no
-adapter is given and which stays zero.
+−1: in a batch with adapters such rows get the adapter of the last slot (vLLM #48421). So `prepare` adds a last slot
+that no adapter uses and that stays zero.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from patchclamp.errors import EngineError
 
 
 def request(name: str, number: int, folder: str) -> Any:
-    """vLLM's request for an adapter; blocks of the prefix cache are keyed by its name and folder."""
+    """Return vLLM's request for an adapter; blocks of the prefix cache are keyed by its name and folder."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder)
 
 
 def prepare(runner: Any) -> None:
-    """Readies a runner's model for requests with adapters and without. Raises `SeamMoved`, and `EngineError` for layers
-    of experts on a CPU."""
+    """Prepare a runner's model for adapters. Raises `SeamMoved`, and `EngineError` for layers of experts on a CPU."""
     require_all("lora")
     require_on("lora runner", runner)
     require_on("lora worker", runner.lora_manager)
@@ -45,12 +44,12 @@ def prepare(runner: Any) -> None:
 
 
 def _has_experts(module: Any) -> bool:
-    """Whether there is a matrix for each expert."""
+    """True if there is one matrix per expert."""
     return isinstance(module.lora_a_stacked, list)
 
 
 def _is_table(module: Any) -> bool:
-    """Whether an adapter's first matrix is looked up by token id, as the embedding's is."""
+    """True if an adapter's first matrix is indexed by token id, as for the embedding."""
     return hasattr(module, "lora_a_stacked_2d")
 
 
@@ -61,7 +60,7 @@ def _with_zeros(stacked: Any) -> Any:
 
 
 def unfit(runner: Any, number: int) -> list[str]:
-    """What of a loaded adapter has no place in the model, or another size there; vLLM would leave it out, or cut it."""
+    """Describe the parts of a loaded adapter that the model lacks or has in another size. vLLM skips or cuts them."""
     adapters = runner.lora_manager._adapter_manager
     weights = adapters.get_adapter(number).loras
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
@@ -77,7 +76,7 @@ def unfit(runner: Any, number: int) -> list[str]:
 
 
 def _model_widths(module: Any) -> list[Any]:
-    """How wide an adapter's matrices are that fit a module: of tensor-parallel workers, all together."""
+    """Return the widths of an adapter's matrices that fit a module, summed over tensor-parallel workers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     into = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1)]
@@ -91,11 +90,11 @@ def _model_widths(module: Any) -> list[Any]:
         return [*into, *(workers * width for width in out)]
     q, k, v = (workers * width for width in (layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size,
                                              layer.num_kv_heads * layer.v_head_size))  # fmt: skip
-    q, k, v = q, k // layer.num_kv_head_replicas, v // layer.num_kv_head_replicas  # several workers may have one head
+    q, k, v = q, k // layer.num_kv_head_replicas, v // layer.num_kv_head_replicas  # several workers may share a head
     return [*into, *((q, k, v) if len(out) == 3 else (q + k + v,))]
 
 
 def _widths(matrices: Any, axis: int) -> Iterator[int | None]:
-    """The size along an axis of one matrix, or of one a slice (None: there is none)."""
+    """Yield the size along an axis of one matrix, or of one per slice (None for a missing one)."""
     for matrix in matrices if isinstance(matrices, (list, tuple)) else [matrices]:
         yield None if matrix is None else matrix.shape[axis]

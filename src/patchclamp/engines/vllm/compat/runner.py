@@ -1,14 +1,4 @@
-"""The model runners, the worker and the prefix cache: where steps begin, are planned and end.
-
-Seeded requests on the CPU whose prompts are computed in chunks.
-
-vLLM draws a token for every chunk of a prompt, and takes that back by the offset of the request's generator.  A CPU's
-generator has no offset, and the error would end the engine.
-
-The tap on attention's result, in the Python of vLLM's attention op, which no compiler sees.
-
-A tap further on, in the model, would be on a view of the op's output, and Inductor would copy it there and back.
-"""
+"""Hooks on vLLM's model runners, worker, attention layers and prefix cache, and readers of the scheduler's output."""
 
 from __future__ import annotations
 
@@ -35,7 +25,7 @@ from patchclamp.errors import SeamMoved
 
 
 class _Rewound(torch.Generator):
-    """A generator that returns to its state at the beginning of the step, whatever offset is set."""
+    """A generator whose `set_offset` returns it to its state at the beginning of the step."""
 
     def keep(self) -> None:
         self._at_step = self.get_state()
@@ -48,7 +38,11 @@ class _Rewound(torch.Generator):
 
 
 def rewind(runner: Any) -> None:
-    """Has a V1 runner on a CPU give such requests generators that can be rewound; they draw the same numbers."""
+    """Make a V1 runner on a CPU use generators that can be rewound, for seeded requests with chunked prompts.
+
+    vLLM samples a token for every chunk of a prompt, and undoes that through the offset of the request's generator. A
+    CPU generator has no offset, and the error would end the engine. The new generators draw the same numbers.
+    """
     prepare = runner._prepare_inputs
 
     @forwards(prepare)
@@ -66,9 +60,12 @@ def rewind(runner: Any) -> None:
 
 
 def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
-    """Gives every result of an attention layer, [T, H, E] or [T, H · E], to a tap that may change it in place.
+    """Call a tap on every output of an attention layer, [T, H, E] or [T, H · E], which it may change in place.
 
-    Raises `SeamMoved` where the layer's implementation takes no output to write to.
+    This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would be
+    on a view of the op's output, and Inductor would copy it back and forth.
+
+    Raises `SeamMoved` if the layer's implementation has no `output` argument.
     """
     require_on("attention layer", layer)
     require_on("attention implementation", layer.impl)
@@ -86,13 +83,13 @@ def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
     layer.impl.forward = forward
 
 
-STEPS_UNDER_WAY = 2  # at most, of one worker, where steps are scheduled ahead
+STEPS_UNDER_WAY = 2  # the maximum per worker, if steps are scheduled ahead
 
 # -- the worker
 
 
 def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
-    """Calls `attach(worker)` after a worker of ours has loaded its model, and `call(worker, verb, …)` for our RPCs."""
+    """Call `attach(worker)` once a worker with patchclamp has its model, and `call(worker, verb, …)` for our RPCs."""
     owner, name = require("load")
     wrapper_base = getattr(owner, name)
     if getattr(wrapper_base, "patchclamp_rpc", None) is not None:
@@ -112,10 +109,8 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
 
 
 def runner_of(worker: Any) -> tuple[Any, str]:
-    """A worker's model runner and its kind, "v1" or "v2".
-
-    Raises `SeamMoved` for another kind, and where a seam that this kind needs is not there.
-    """
+    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, and if a seam
+    that this kind needs is missing."""
     runner = worker.model_runner
     kinds = {"vllm.v1.worker.gpu.model_runner": "v2", "vllm.v1.worker.gpu_model_runner": "v1"}
     kind = next((kinds[base.__module__] for base in type(runner).__mro__ if base.__module__ in kinds), None)
@@ -138,15 +133,12 @@ def runner_of(worker: Any) -> tuple[Any, str]:
 
 
 def count_memory(runner: Any, size: int) -> None:
-    """Counts `size` bytes of device memory with the model's.
-
-    vLLM 0.26 leaves room for them in that way; 0.32 measures them itself, and only reports this.
-    """
+    """Count `size` bytes of device memory with the model's, for vLLM's report; vLLM measures the actual use itself."""
     runner.model_memory_usage += size
 
 
 def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
-    """Has a worker sleep only at levels for which there is no `refusal`."""
+    """Make a worker's `sleep` raise `refusal(level)`, if that is an error."""
     stock = worker.sleep
 
     @forwards(stock)
@@ -160,7 +152,7 @@ def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
 
 
 def on_execute(worker: Any, ahead: Callable[[Any], None]) -> None:
-    """Calls `ahead(scheduler_output)` as soon as a step reaches a worker, which may then wait for another's tensors."""
+    """Call `ahead(scheduler_output)` when a step reaches a worker, before it may wait for another worker's tensors."""
     execute = worker.execute_model
 
     @forwards(execute)
@@ -172,16 +164,16 @@ def on_execute(worker: Any, ahead: Callable[[Any], None]) -> None:
 
 
 class Hooks(msgspec.Struct):
-    """What a worker does around a step.
+    """A worker's callbacks around a step.
 
-    before     called with the scheduler's output; returns whether the step is active (a program acts in it), and
-               whether a graph may be used
-    planned    called in active steps with the requests, and the first row, first position and count of each; and
-               with speculative decoding, for how many of its last rows logits are computed
-    logits     called with what the model computed
+    before     called with the scheduler's output; returns (active, usable): True if a program acts in the step, and
+               True if a graph may be used
+    planned    called in active steps with the requests, and the first row, first position and count of each; with
+               speculative decoding also the number of last rows with logits
+    logits     called with the model's logits
     after      called after active steps
-    at_work    makes a context in which taps act
-    at_rest    makes a context for steps that are not active
+    at_work    returns a context in which taps act
+    at_rest    returns a context for steps that are not active
     """
 
     before: Callable[[Any], tuple[bool, bool]]
@@ -193,7 +185,7 @@ class Hooks(msgspec.Struct):
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
-    """Puts hooks around a runner's steps, on this instance alone; `graphs` will be its CUDA graphs."""
+    """Wrap a runner's steps with hooks, on this instance only. `graphs`: its CUDA graphs."""
     net = runner.get_model()
     compute = net.compute_logits
 
@@ -219,7 +211,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         record_variants_v1(runner, graphs)
         _profile_variants(runner, graphs)
 
-    active = False  # the step at hand
+    active = False  # of the current step
     drafts = runner.vllm_config.speculative_config is not None
 
     @forwards(execute)
@@ -237,7 +229,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
         if graphs is not None and drafts:
-            graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs after this
+            graphs.use(active=False)  # the draft model, whose graphs are among these, runs after this
         return result
 
     @forwards(prepare)
@@ -256,8 +248,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
 
 
 def _samples(scheduler_output: Any, requests: list[str]) -> np.ndarray | None:
-    """For how many rows of each request a step computes logits: its newest token's and the drafted ones'. None: for
-    one of each."""
+    """Return each request's number of rows with logits: its newest token and the drafted ones. None: one each."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -267,7 +258,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
 
     record_variants(runner, graphs)
     on_dispatch()
-    active = False  # the step at hand
+    active = False  # of the current step
     drafts = runner.vllm_config.speculative_config is not None
 
     @forwards(execute)
@@ -289,7 +280,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
             with hooks.at_work(), compiled_variant(active=True, usable=graphs.has if fits else _no_graph):
                 return execute(scheduler_output, *args, **kwargs)
         except BaseException:
-            active = False  # `sample_tokens` may be called all the same
+            active = False  # `sample_tokens` may still be called
             raise
 
     @forwards(prepare)
@@ -306,7 +297,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     @forwards(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         if active and drafts:
-            graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs in there
+            graphs.use(active=False)  # the draft model, whose graphs are among these, runs in `sample`
         result = sample(*args, **kwargs)
         if active:
             hooks.after()
@@ -316,13 +307,12 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
 
 
 def _no_graph(mode: Any, tokens: int) -> bool:
-    """That no recorded graph may be used."""
+    """Reject every recorded graph."""
     return False
 
 
 def _profile_variants(runner: Any, graphs: Graphs) -> None:
-    """Has a V1 runner compile, tune and measure the active variant like the idle one. Its other dummy steps are idle,
-    whatever the last step was."""
+    """Make a V1 runner compile, tune and measure both variants. Its other dummy steps are always idle."""
     dummy = runner._dummy_run
 
     @forwards(dummy)
@@ -337,9 +327,8 @@ def _profile_variants(runner: Any, graphs: Graphs) -> None:
 
 
 def worker_rank() -> tuple[int, bool, bool]:
-    """This worker's tensor-parallel rank, whether it is the first of its stage, and whether its stage makes logits.
-
-    All workers of a stage see the same rows.
+    """Return this worker's tensor-parallel rank, True if it is the first of its stage, and True if its stage computes
+    logits. All workers of a stage see the same rows.
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -348,14 +337,14 @@ def worker_rank() -> tuple[int, bool, bool]:
 
 
 def all_workers() -> Any:
-    """vLLM's group of all workers of an engine."""
+    """Return vLLM's group of all workers of an engine."""
     from vllm.distributed.parallel_state import get_world_group
 
     return get_world_group()
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
-    """Most rows of a step, most of which logits are computed, and the tensor of every row's position."""
+    """Return the maximum numbers of rows and of rows with logits in a step, and the tensor of the rows' positions."""
     speculative_config = runner.vllm_config.speculative_config
     samples = 1 + (0 if speculative_config is None else speculative_config.num_speculative_tokens)
     positions = runner.input_buffers.positions if kind == "v2" else runner.positions
@@ -363,17 +352,17 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
 
 
 def token_ids(runner: Any, kind: str) -> Any:
-    """The tensor of every row's token id, which the runner fills before every step."""
+    """Return the tensor of every row's token id, which the runner fills before every step."""
     return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
 
 
 def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
-    """Tokens of each request of a step, and of all."""
+    """Return the number of tokens of each request of a step, and the total."""
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
 def going_on(scheduler_output: Any) -> list[str] | None:
-    """The requests of a step, if it computes one token of each and none came, came back or left; else None."""
+    """Return a step's requests if it computes one token of each, and none arrived, resumed or left; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
         return None
@@ -382,13 +371,13 @@ def going_on(scheduler_output: Any) -> list[str] | None:
 
 
 def same_requests(scheduler_output: Any) -> bool:
-    """Whether no request came for the first time, finished, or was preempted."""
+    """True if no request is new, finished, or preempted."""
     new, finished_ids = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
     return not (new or finished_ids or preempted(scheduler_output))
 
 
 def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
-    """Each request of a step and the first position it computes."""
+    """Yield each request of a step and the first position it computes."""
     running = scheduler_output.scheduled_cached_reqs
     yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
     for new in scheduler_output.scheduled_new_reqs:
@@ -396,8 +385,8 @@ def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
 
 
 def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
-    """Each request of a step and the first position it computes, where the scheduler does not know it yet: it says what
-    it is if all drafts of the last step are right. Waits until the device has checked them."""
+    """Return each request of a step and the first position it computes, read from the device after it has checked the
+    drafts of the last step. The scheduler's positions assume that all drafts are accepted."""
     import torch
 
     states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
@@ -410,8 +399,8 @@ def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
 
 
 def most_ahead(runner: Any) -> int:
-    """By how many tokens the scheduler may take a request to be further than it is, because steps are scheduled before
-    it is known how many drafts of the last one were right."""
+    """Return the maximum number of tokens by which the scheduler's position of a request may be too high, because steps
+    are scheduled before the last one's drafts are checked."""
     speculative_config, scheduler_config = runner.vllm_config.speculative_config, runner.vllm_config.scheduler_config
     if speculative_config is None or not getattr(scheduler_config, "async_scheduling", False):
         return 0
@@ -419,7 +408,7 @@ def most_ahead(runner: Any) -> int:
 
 
 def orders(scheduler_output: Any) -> Any:
-    """What admission has for the workers to do before this step, or None."""
+    """Return admission's orders to the workers for this step, or None."""
     return getattr(scheduler_output, "patchclamp", None)
 
 
@@ -428,19 +417,19 @@ def finished(scheduler_output: Any) -> set[str]:
 
 
 def preempted(scheduler_output: Any) -> int:
-    """How many requests this step preempted."""
+    """Return the number of requests that this step preempted."""
     return len(getattr(scheduler_output, "preempted_req_ids", None) or ())
 
 
 def carried(params: Any) -> bytes | None:
-    """The program in a request's sampling parameters."""
+    """Return the encoded program in a request's sampling parameters, or None."""
     extra = getattr(params, "extra_args", None)
     program = extra.get(KEY) if extra else None
     return program if isinstance(program, bytes) else None
 
 
 def has_foreign(params: Any) -> bool:
-    """Whether something else stands where a request's program would."""
+    """True if a request has something other than a program under our key."""
     extra = getattr(params, "extra_args", None)
     return bool(extra) and extra.get(KEY) is not None and carried(params) is None
 
@@ -449,7 +438,7 @@ def has_foreign(params: Any) -> bool:
 
 
 def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
-    """Adds `content(request, program, start, end)` to the key of a block of tokens start … end−1."""
+    """Add `content(request, program, start, end)` to the key of a block of tokens start … end−1."""
     owner, name = require("block keys")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -469,7 +458,7 @@ def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
 
 
 def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
-    """Replaces a function in the modules that imported it by name, too."""
+    """Replace a function, also in the modules that import it by name."""
     for module_name in ("kv_cache_utils", "block_pool"):
         module = importlib.import_module(f"vllm.v1.core.{module_name}")
         if getattr(module, name, None) is stock:
@@ -477,7 +466,7 @@ def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
 
 
 def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
-    """Has the prefix cache serve at most the first `lowest(request, program)` tokens of a request."""
+    """Limit prefix cache hits to the first `lowest(request, program)` tokens of a request."""
     owner, name = require("cache search")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):

@@ -1,6 +1,6 @@
-"""The seams: everything of stock vLLM that this room enters, reads or sets, and the versions it was found in.
+"""The seams: every part of stock vLLM that this package wraps, reads or sets, with the versions it was checked on.
 
-A seam that is not where it is expected raises `SeamMoved` while an engine of ours starts, and never later.
+A seam that is not where it is expected raises `SeamMoved` when an engine with patchclamp starts, and never later.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Seam(msgspec.Struct, frozen=True):
-    """A function, a class or a module of vLLM's.
+    """A function, class or module of vLLM.
 
-    name        a first word "v1" or "v2" says which runner needs it, "lora" that engines with adapters do, "images"
-                that prompts with images do, "openai" that a server's routes do
+    name        the first word is the part that needs it: the "v1" or "v2" runner, "lora" for adapters, "images" for
+                prompts with images, "openai" for a server's routes; any other: all engines
     place       `module:Class.attribute`, or `module`
-    why         what it is needed for
-    takes       parameters that a function which is only called must have
-    signature   every parameter of a function that is wrapped, in each form that some supported version has: names,
-                kinds and defaults, as in its `def` without annotations
-    has         attributes that objects of a class, or a module, must have, separated by spaces; `name?` is read only
-                where a version has it, `name~` exists later than the model is loaded, or not on every device
-    called      what code of this room calls such an object
+    why         its purpose
+    takes       required parameters of a function that is only called
+    signature   all parameters of a wrapped function, in each form of a supported version: names, kinds and defaults, as
+                in its `def` without annotations
+    has         required attributes of a module or of a class's objects, separated by spaces; `name?` is read only if a
+                version has it; `name~` is set after the model is loaded, or not on every device
+    called      variable names of such an object in this package
     checked     the versions where all of this was found
     """
 
@@ -48,13 +48,13 @@ class Seam(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """The part that needs it: "v1", "v2", "lora", "images" or "openai", or "" for all engines."""
+        """The part that needs it: "v1", "v2", "lora", "images" or "openai"; "" for all engines."""
         first = self.name.partition(" ")[0]
         return first if first in ("v1", "v2", "lora", "images", "openai") else ""
 
     @property
     def checked_on(self) -> str:
-        """Where it was checked, in words."""
+        """A description of the versions it was checked on."""
         return f"checked on {' and '.join(self.checked)}"
 
 
@@ -165,7 +165,7 @@ SEAMS: dict[str, Seam] = {
         Seam("graph mode", "vllm.config:CUDAGraphMode", "choose no graph", has="NONE",
              called="mode cg_mode cudagraph_mode runtime_mode type"),
         Seam("breakable graphs", "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", "refuse them"),
-        # what the scheduler tells
+        # the scheduler's output
         Seam("step", _CORE + "sched.output:SchedulerOutput", "follow requests", called="scheduler_output",
              has="finished_req_ids num_scheduled_tokens preempted_req_ids? scheduled_cached_reqs scheduled_new_reqs "
              "scheduled_spec_decode_tokens total_num_scheduled_tokens"),
@@ -398,17 +398,15 @@ def version() -> str:
 
 
 def require_all(part: str) -> None:
-    """Raises `SeamMoved` for a seam of a part ("" for what all engines need) that is not there."""
+    """Raise `SeamMoved` for a missing seam of a part; "" for the seams that all engines need."""
     for seam in SEAMS.values():
         if seam.part == part:
             require(seam.name)
 
 
 def require(name: str) -> tuple[Any, str]:
-    """The owner and the last name of a seam's place.
-
-    Raises `SeamMoved` if that, a parameter that it must take, or an attribute that it must have is not there.
-    """
+    """Return the owner and the last name of a seam's place. Raises `SeamMoved` if it, a required parameter, or a
+    required attribute is missing."""
     seam = SEAMS[name]
     module_name, _, path = seam.place.partition(":")
     *outer, last = path.split(".")
@@ -435,8 +433,7 @@ def require(name: str) -> tuple[Any, str]:
 
 
 def require_alike(name: str, function: Any) -> None:
-    """Raise `SeamMoved` if a function on vLLM's app, wherever it is defined, has other parameters than its seam, or if
-    there is none."""
+    """Raise `SeamMoved` if a function on vLLM's app, in whatever module, is missing or has other parameters."""
     seam = SEAMS[name]
     if function is None:
         raise _moved(seam, "it is not on the server's app")
@@ -445,7 +442,7 @@ def require_alike(name: str, function: Any) -> None:
 
 
 def require_on(name: str, instance: object) -> None:
-    """Raises `SeamMoved` if an object of a seam's class, once the model is loaded, lacks an attribute of it."""
+    """Raise `SeamMoved` if an object of a seam's class lacks a required attribute after the model is loaded."""
     seam = SEAMS[name]
     absent = [word for word in seam.has.split() if word[-1] not in "?~" and not hasattr(instance, word)]
     if absent:
@@ -453,7 +450,7 @@ def require_on(name: str, instance: object) -> None:
 
 
 def _set_attributes(entered: Any) -> Iterator[str]:
-    """Names of attributes that a class annotates, or that its methods, or a function, set."""
+    """Yield the names of attributes that a class annotates or its methods set, or that a function sets."""
     if inspect.isfunction(function := inspect.unwrap(getattr(entered, "__func__", entered))):
         yield from _stored(function.__code__)
     for kind in entered.__mro__ if isinstance(entered, type) else ():
@@ -464,18 +461,18 @@ def _set_attributes(entered: Any) -> Iterator[str]:
 
 
 def _stored(code: CodeType) -> Iterator[str]:
-    """Names of the attributes that a piece of code sets."""
+    """Yield the names of the attributes that a piece of code sets."""
     yield from (step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _stored(inner)
 
 
-Parameters = dict[str, str]  # by name, each as it is written: `timeout=None`, `*rest`, `headless` behind a `*`
+Parameters = dict[str, str]  # by name, as `written`: `timeout=None`, `*rest`, `headless (keyword only)`
 
 
 def written(parameters: Iterable[inspect.Parameter]) -> Parameters:
-    """The parameters of a function as a `def` has them, without annotations."""
+    """Return the parameters of a function as in its `def`, without annotations."""
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     ends = {inspect.Parameter.KEYWORD_ONLY: " (keyword only)", inspect.Parameter.POSITIONAL_ONLY: " (positional only)"}
     return {
@@ -488,7 +485,7 @@ def written(parameters: Iterable[inspect.Parameter]) -> Parameters:
 
 
 def parameters_of(arguments: ast.arguments) -> Parameters:
-    """The same of a function's source."""
+    """Like `written`, from a function's source."""
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
     found = {
@@ -509,8 +506,7 @@ def _as_written(name: str, default: ast.expr | None) -> str:
 
 
 def changed_parameters(seam: Seam, found: Parameters) -> str:
-    """How a function's parameters, their order, kinds and defaults differ from every form that a seam declares; ""
-    where they are one of these."""
+    """Describe how a function's parameters differ from all forms that a seam declares; "" if they match one."""
     differences = []
     for form in seam.signature:
         definition = ast.parse(f"def _({form}): ...").body[0]
@@ -532,8 +528,8 @@ def changed_parameters(seam: Seam, found: Parameters) -> str:
 def forwards(stock: Any) -> Callable[[F], F]:
     """Mark a function as the wrapper of vLLM's `stock`, as `functools.wraps` does.
 
-    Raises `SeamMoved` if a caller of `stock` could not call the wrapper in the same way: it names the first of the
-    parameters of `stock`, in their order and with their defaults, and either all of them or passes the rest on.
+    Raises `SeamMoved` if a caller of `stock` could not call the wrapper in the same way. The wrapper must name the
+    first parameters of `stock`, in order and with their defaults, and either name the rest, too, or pass it on.
     """
     theirs = list(inspect.signature(stock).parameters.values())
 
@@ -542,7 +538,7 @@ def forwards(stock: Any) -> Callable[[F], F]:
         kinds = {each.kind for each in parameters}
         named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         names = [each.name for each in theirs]
-        is_method = names[:1] == ["self"]  # whose wrappers may name the object
+        is_method = names[:1] == ["self"]  # the wrapper may use another name for `self`
         rest = theirs[len(named) :]
         passed_on = inspect.Parameter.VAR_KEYWORD in kinds and (
             inspect.Parameter.VAR_POSITIONAL in kinds or all(each.kind is each.KEYWORD_ONLY for each in rest)
