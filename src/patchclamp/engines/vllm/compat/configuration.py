@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from patchclamp.engines.preflight import default_dtype
-from patchclamp.engines.vllm.compat.seams import require, version
+from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
 from patchclamp.store.free_memory import available_bytes
@@ -350,11 +350,6 @@ def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     return {option: "summary", **arguments} if counts else arguments
 
 
-def _release() -> tuple[int, ...]:
-    """Return vLLM's major and minor version."""
-    return tuple(int(part) for part in version().split(".")[:2])
-
-
 def _on_v2(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
@@ -373,8 +368,6 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
         (f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner",
          on_gpu and method in DRAFTERS and method not in GPU_V1_DRAFTERS and not _on_v2(vllm_config),
          f"{no}there {', '.join(GPU_V1_DRAFTERS)} were tried, and more with VLLM_USE_V2_MODEL_RUNNER=1"),
-        (f"speculative decoding by {method!r} (speculative_config) on a GPU with vLLM {version()}",
-         on_gpu and method in DRAFTERS[1:] and _release() < (0, 32), no + "it was tried with 0.32"),
         ("MTP by several modules, or Gemma 4's (speculative_config)",
          any(getattr(speculative_config, kind, bool)() for kind in ("use_multi_module_mtp", "use_gemma4_mtp")),
          no + "it was not tried"),
