@@ -152,8 +152,7 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _keep_products(h, to, at, record, bank, columns, inside, width, products, dtype):
-    """Store a row's products with each row of a matrix, summed in fp32, to the step's captures. Stores are masked,
-    since branches would need more registers."""
+    """Capture a row's products with a matrix, summed in fp32. Stores are masked: branches would need more registers."""
     h, matrix = tl.where(inside, h, 0.0), bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
     for number in range(products.to(tl.int32)):
         product = tl.sum(h * tl.load(matrix + number * width + columns, mask=inside, other=0.0), axis=0)
@@ -399,7 +398,7 @@ def site(
 
     `kept` [bytes] receives the captured rows. Its first byte has offset `kept_begin` in the tables' numbering, a
     multiple of 16 (negative if that numbering starts later in `kept`). With code among the records, only the records
-    between call `phase` and the next call are applied.
+    after the first `phase` calls and before the next call are applied.
     """
     width, coded = hidden_RW.shape[1], phase is not None
     other_row = (hidden_RW if residual_RW is None else residual_RW).stride(0)

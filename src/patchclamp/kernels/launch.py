@@ -19,8 +19,7 @@ LAUNCHERS = (
 
 
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """Return `launch(programs, *args)` for a kernel that was launched before: it launches on the current stream, with
-    the arguments `same`, `args`, `constants`."""
+    """`launch(programs, *args)` of a kernel launched before, on the current stream with `same`, `args`, `constants`."""
 
     def plain(programs: int, *args: Any) -> None:
         kernel[programs, 1, 1](*same, *args, *constants)

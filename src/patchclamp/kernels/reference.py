@@ -91,8 +91,7 @@ def linear(h_W: np.ndarray, v_W: np.ndarray, h_scale: np.float32, v_scale: np.fl
 
 
 def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
-    """(1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even if the other
-    term is NaN."""
+    """(1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even with NaN."""
     mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
     return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
 

@@ -1,7 +1,7 @@
 """The language: sites, tokens, ops, values and programs; frozen, hashable, with text forms. No torch."""
 
 from patchclamp.language import ops
-from patchclamp.language.ops import *  # noqa: F403  `ops.__all__` lists the ops
+from patchclamp.language.ops import *  # noqa: F403  whose `__all__` names the ops
 from patchclamp.language.ops import Op, SiteOp
 from patchclamp.language.program import Program
 from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site

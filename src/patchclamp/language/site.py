@@ -61,7 +61,7 @@ _MIXER, _MLP = ("attn_out", "mixer_out"), ("mlp_out",)
 _HEADS = ("z", *_MIXER)
 _BLOCKS, _ATTN = "blocks.{l}.", "blocks.{l}.attn."
 
-SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
+SITES: dict[str, SiteSpec] = {  # in order of computation
     spec.name: spec
     for spec in (
         SiteSpec("embed", "[T, D]", "what the token embedding puts into the stream, scaled where the model scales it",
@@ -308,8 +308,7 @@ class At(msgspec.Struct, frozen=True):
 
 
 def parse_edited_site(text: Site | str) -> Site:
-    """Parse a site that will be edited. Raises `UnsupportedSite` for a TransformerLens name if an edit there affects
-    other readers of the tensor than an edit of our site does."""
+    """Parse a site for an edit. Raises `UnsupportedSite` for a TransformerLens name whose edits reach other readers."""
     site = parse_site(text)
     if isinstance(text, str) and (reason := edited_elsewhere(text.strip())):
         raise UnsupportedSite(reason)

@@ -173,8 +173,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
 
 
 def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
-    """Convert tensors and arrays within nested lists by `as_array`. Raises `TypeError` for text, bytes, booleans and
-    dates, which NumPy would convert."""
+    """Convert arrays in nested lists. Raises `TypeError` for text, bytes, booleans and dates (NumPy converts them)."""
     return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
 
 

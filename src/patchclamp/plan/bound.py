@@ -156,8 +156,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
     def at(self, chosen: np.ndarray) -> BoundOp:
-        """Restrict the op to the `chosen` points, bool [P]. An op without points becomes a no-op instead of being
-        removed, so that op numbers stay the same."""
+        """Restrict the op to the `chosen` points, bool [P]; without any it becomes a no-op, so that op numbers stay."""
         if chosen.all():
             return self
         index = [i for i, point in enumerate(self.points) if chosen[point]]
@@ -186,8 +185,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
-        """The captured positions of each point, ascending, for a run that generates `max_tokens`. Points with the same
-        ranges share one array."""
+        """The positions captured up to `max_tokens`, ascending, by point. Points with equal ranges share one array."""
         ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
         for op in self.ops:
             for point in op.points if op.kind == CAPTURE else ():

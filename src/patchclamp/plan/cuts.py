@@ -44,8 +44,7 @@ class Asked(NamedTuple):
 
 
 def first_layers(sites: SiteMap) -> list[int]:
-    """By point, the first layer that an op there makes it necessary to compute: the point's own layer, 0 for the
-    embedding, and L (no layer) for points after the last layer."""
+    """By point, the first layer to compute for an op there: its own, 0 for the embedding, L (none) after the layers."""
     outside = {"embed": 0}
     return [outside.get(p.kind, sites.layers) if p.layer is None else p.layer for p in sites.points]
 

@@ -62,8 +62,7 @@ def stored_rows(bound: BoundProgram, key: str) -> int:
 
 
 def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
-    """The bytes that a bound program captures, in fp32, at the first `computed` positions; None: at all positions of a
-    run that generates `max_tokens`."""
+    """The fp32 bytes that a program captures in the first `computed` positions; None: in all, up to `max_tokens`."""
     rows = {
         id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
         for positions in bound.captured.values()  # points share them

@@ -218,8 +218,7 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """The number of further steps in which no range is entered or left. `position` [C]: the request's position, −1 if
-    it is not in the step."""
+    """The further steps in which no range is entered or left. `position` [C]: its request's, −1 if not in the step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER
@@ -234,8 +233,7 @@ def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, i
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` numbers at multiples of their width, so that the buffer can be viewed as rows; returns
-    offsets and total size."""
+    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and size."""
     base, size = np.zeros(len(sizes), np.int64), 0
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)

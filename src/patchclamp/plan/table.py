@@ -337,8 +337,7 @@ def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tup
 
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
-    """A key shared by programs whose records can be made together: they differ only in numbers (vectors, scales,
-    positions, points)."""
+    """The key of programs whose records can be made together: vectors, scales, positions and points may differ."""
     return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
 
 
@@ -362,8 +361,7 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 
 
 def _records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
-    """The records of the ops at the same index of N programs of one shape, [N, ·], one for every range at every point,
-    and the point of each record."""
+    """The records of one op of N programs of one shape, [N, ·], for every range at every point, and their points."""
     first, flat = ops[0], itertools.chain.from_iterable
     ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
     points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
@@ -543,8 +541,7 @@ class ProgramTable:
         return changed
 
     def _add_captures(self, slots: np.ndarray, places: np.ndarray, records: np.ndarray, counts: np.ndarray) -> None:
-        """Add the captures among records [N, R] that were installed at `places`; all requests in one call if they
-        differ only in positions."""
+        """Add the captures among installed records [N, R]; all in one call if requests differ only in positions."""
         captures = records["kind"] == CAPTURE
         if not captures.any():
             return

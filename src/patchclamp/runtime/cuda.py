@@ -293,8 +293,7 @@ class Drain:
         return self.ring, begin, self._block, begin - self._unsent
 
     def _clear_ahead(self, size: int) -> None:
-        """Make the compute stream wait until at least `size` bytes from the head on, or those of one copy, may be
-        written."""
+        """Make the compute stream wait until at least `size` bytes, or those of one copy, are writable at the head."""
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
@@ -360,8 +359,7 @@ class Drain:
         return data, 0, block, 0
 
     def _copy(self, source: torch.Tensor, block: HostBlock) -> torch.cuda.Event:
-        """Queue a copy to pinned memory, which becomes the block's, after the compute stream's work so far. Returns the
-        event after the copy."""
+        """Queue a copy to pinned memory for the block, after the compute stream's work; returns the event after it."""
         size = source.numel()
         filled = self._slab_for(size)
         slab, data = filled.slab, filled.data
@@ -496,8 +494,7 @@ class CudaStep:
         self._begin = begin
 
     def _bytes_upfront(self, plan: StepPlan) -> int:
-        """The bytes of captures that are allocated when a step begins: all; if that is too much, all but the sampled
-        rows, which come last; otherwise none."""
+        """The bytes of captures allocated when a step begins: all if they fit, else all but sampled rows, else none."""
         if plan.size <= self.max_graph_bytes or not plan.layout.any_sampled:
             return plan.size if plan.size <= self.max_graph_bytes else 0
         size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())

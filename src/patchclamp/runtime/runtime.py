@@ -121,8 +121,7 @@ def columns_in(key: str) -> tuple[str, int | None, int | None]:
 
 
 class ResidentRows:
-    """The rows of inline vectors and of runs in a bank. `captured` returns the local captures [T, W] of each (run,
-    point)."""
+    """Rows of inline vectors and of runs in a bank. `captured` returns the local captures [T, W] by (run, point)."""
 
     def __init__(
         self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
@@ -196,8 +195,7 @@ class ResidentRows:
         return self._captured([source])[0] if found is None else found
 
     def write(self) -> None:
-        """Write the rows that have a place but are not in the bank yet, in order, adjacent rows in one copy. If that
-        fails, all of them count as missing."""
+        """Write the pending rows, in order, adjacent rows in one copy. If that fails, all of them count as missing."""
         unwritten, self._unwritten, self._found = self._unwritten, {}, {}
         try:
             self._write(list(unwritten.values()))
@@ -459,8 +457,7 @@ class Runtime:
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """True if code of one of the requests may still run, so that no graph is used. `positions`: the requests with
-        their next positions."""
+        """True if code may still run, so that no graph is used. `positions`: the requests with their next positions."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
@@ -582,8 +579,7 @@ class Runtime:
 
     @functools.cached_property
     def _bytes_of_token(self) -> list[list[int]]:
-        """The aligned bytes that a capture keeps per token, by dtype and point. Sampled rows count as 0, since graphs
-        never write them."""
+        """Aligned bytes per token of a capture, by dtype and point; 0 for sampled rows (never written by graphs)."""
         items = [4 if self.step.unit is NUMBERS else int(item) for item in ITEM_BYTES]
         rows = [-(-item * self.widths // ALIGNED) * ALIGNED for item in items]
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
@@ -691,7 +687,7 @@ class Runtime:
             return
         try:
             width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
-            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
+            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # common case
                 self._carry_out(point, hidden, residual)
             else:
                 self._apply_viewed(point, hidden, residual, view, width)
@@ -729,8 +725,7 @@ class Runtime:
             self.fail(bad, not_finite(self.sites.label(point)))
 
     def _apply_to_copy(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
-        """Apply at a point whose rows are not a strided part of its tensor: edit a copy, and write the changed numbers
-        back."""
+        """Apply at a point whose rows are not a strided part of its tensor: edit a copy, and write changes back."""
         part = hidden
         if view.heads:
             by_head = hidden.view(-1, view.heads, view.tensor_width // view.heads)

@@ -38,8 +38,7 @@ def apart_from_layers(
 def without_taps(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]] | None:
-    """A copy of a traced graph without our op and our inputs, as in stock vLLM, and its example inputs. None if it has
-    no nodes of our op."""
+    """A copy of a traced graph without our op and inputs, and its example inputs. None if it has no nodes of our op."""
     graph = copy.deepcopy(graph)
     taps = _taps(graph)
     for node in taps:

@@ -85,8 +85,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of a row: columns first … end − 1. If several workers have the same shard, one of them `keeps` its
-    captures."""
+    """Shard `number` of a row: columns first … end − 1. Among workers with the same shard, one `keeps` its captures."""
 
     number: int
     first: int
@@ -170,8 +169,7 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """The rank of a point in the order of computation. All points of a layer share one depth, except the stream
-        before it."""
+        """A point's rank in the order of computation. Points of a layer share one, except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
@@ -202,8 +200,7 @@ class SiteMap:
         return self.sizes.parts(SITES[name].width) if SITES[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
-        """Resolve a site to site refs, by layer. Raises `UnsupportedSite` for a site, layer or index that this model
-        does not have."""
+        """The refs of a site, by layer. Raises `UnsupportedSite` if the model lacks the site, a layer or an index."""
         self._check_has(site.name)
         if not SITES[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]

@@ -419,7 +419,7 @@ def _added(flow: Flow, part: str) -> Spot:
 
 
 def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
-    """The outermost module of a layer that returns a term before anything reads it."""
+    """The outermost module of a layer that returns a term before it is read."""
     inside = f"{flow.layers}.{layer}."
     for call, item in flow.record.returned.get(term, ()):
         if call.path.startswith(inside) and flow.unread(term, call.end):

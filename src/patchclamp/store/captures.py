@@ -371,8 +371,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """The bytes begin … end−1 of a part [S, n], in order, as 2-D views: the end of a step, whole steps, the beginning
-    of a step."""
+    """Bytes begin … end−1 of a part [S, n], in order, as 2-D views: a step's end, whole steps, a step's beginning."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)
@@ -412,8 +411,7 @@ Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk and an entry of its table
 
 
 def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
-    """Join the rows of any number of entries. Of rows with the same position and op, the first or the last wins. Mixed
-    dtypes become fp32."""
+    """Join the rows of entries. For equal positions and ops, the first or last wins. Mixed dtypes become fp32."""
     of_entry = [
         StoredRows(chunk.positions(entry), chunk.parts(entry), _TORCH[entry.dtype], width) for chunk, entry in entries
     ]

@@ -13,8 +13,7 @@ CGROUPS = (  # the folder, the files of limit and usage, and the entries of `mem
 
 
 def available_bytes() -> int:
-    """The bytes that this process can still allocate: the machine's free memory, within the container's limit. The file
-    cache counts as free, since the kernel can reclaim it."""
+    """The bytes that this process can still allocate, within the container's limit; file cache is reclaimable."""
     import psutil
 
     free = psutil.virtual_memory().available

@@ -69,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """The file descriptors that open memory may use, two each: a quarter of the limit, raised to the hard limit."""
+    """The most file descriptors for open memory, two each: a quarter of the limit, after raising it to its maximum."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,8 +154,7 @@ class HostBlock:
 
 
 def default_pinned_bytes(workers: int) -> int:
-    """The bytes that each of `workers` workers of this machine may pin: a quarter of the free memory in total, and 4 to
-    32 GiB each."""
+    """The bytes that each of `workers` workers may pin: a quarter of the free memory in total, 4 to 32 GiB each."""
     return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 

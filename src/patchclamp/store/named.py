@@ -7,7 +7,7 @@ the sites of their rows (JSON: name to a list of site refs), the field `programs
 `Program.to_json`).
 
 A server's bank sends and receives one vector, or the means of one name, as such a file with one floating-point tensor,
-[D] or [n, D], of any name. The bytes are untrusted: the header is checked before anything is allocated.
+[D] or [n, D], of any name. The bytes are untrusted, and are checked before they are used.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def to_bytes(name: str, entry: Vector | Means) -> bytes:
 
 
 def from_bytes(data: bytes) -> Vector | Means:
-    """Parse a file with a vector or means. Raises `ProgramError`, and `ShapeError` for a tensor of another shape."""
+    """Parse a file with a vector or means. Raises `ProgramError`, and `ShapeError` for other shapes and dtypes."""
     name, tensor, metadata = _header(data)
     if len(tensor.shape) not in (1, 2) or min(tensor.shape) < 1:
         raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {tensor.shape}"[:400])
