@@ -1,1 +1,1 @@
-"""HOW: rows, records and a plan in, edited and captured rows out. `reference` is to be read, `fused` to be fast."""
+"""Kernels that apply records to rows: `reference` (plain), `fused` (vectorized torch, for the CPU), `cuda` (Triton)."""

@@ -1,4 +1,4 @@
-"""Code on rows: what `Apply` runs, called so that whatever it does is its own run's error."""
+"""Run the functions of `Apply` on rows, so that their exceptions become errors of their own run only."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _within = _Within()
 
 
 def check_outside() -> None:
-    """Raises `EngineError` on a thread that runs code: a call to the engine would wait for the step that runs it."""
+    """Raise `EngineError` on a thread that runs code: a call to the engine would deadlock on the step that runs it."""
     if _within.code:
         raise EngineError("called from within Apply, where it would wait for itself: have what it needs before the run")
 
 
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
-    """Runs code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of their dtype, on their device.
+    """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises: `RunError` for whatever the code raises, and for a result of another shape.
+    Raises `RunError` for any exception in the code, and for a result of another shape.
     """
     import torch
 
@@ -41,7 +41,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 arguments["positions"] = torch.tensor(position, dtype=torch.int64, device=rows.device)
             if "site" in code.arguments:
                 arguments["site"] = code.sites[point]
-            result = code.fn(rows.clone(), **arguments)  # an ordinary tensor of its own, to be kept or changed
+            result = code.fn(rows.clone(), **arguments)  # a normal tensor of its own, which `fn` may keep or modify
             if not isinstance(result, torch.Tensor):
                 raise TypeError(f"it must give a tensor {list(rows.shape)}, and gave {type(result).__name__}")
             if result.shape != rows.shape or result.layout != torch.strided:
@@ -58,5 +58,5 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
 def _text_of(error: BaseException) -> str:
     try:
         return f": {error}"
-    except BaseException:  # its __str__ is code, too
+    except BaseException:  # its __str__ is user code too
         return ""

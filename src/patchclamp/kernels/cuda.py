@@ -1,9 +1,9 @@
-"""The Triton kernel: one launch a point and step, however many ops and requests.
+"""The Triton kernel: one launch per point and step, for any number of ops and requests.
 
-Every program takes one row: it finds the row's slot, walks the slot's records at the point in order, and
-writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
-in `_walk`; a new view is other strides.  A row of logits, which is wide, goes in several passes; what an op needs of
-such a row as a whole, a sum over its columns, is computed before, op by op, and left in its record.
+Each program processes one row: it looks up the row's slot, walks the slot's records at the point in order, and writes
+the row back once if it is finite. Rows without records exit after three loads. A new op is a branch in `_walk`; a new
+view only changes strides. Rows of logits are wide and take several passes; sums over a whole row that an op needs are
+computed beforehand, op by op, and stored in its record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -21,7 +21,7 @@ from patchclamp.kernels import noise
 from patchclamp.kernels.launch import relauncher
 from patchclamp.plan import RECORD
 
-MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row taken at once; wider rows go in passes of the second
+MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per program; wider rows take passes of PASS_BLOCK
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), factor, columns
 WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"][1] // 4)  # type: ignore[index]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
@@ -34,38 +34,38 @@ UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
 @triton.jit
 def _look(address):
-    """A word of the tables; they stay in L2 while the model's weights stream through it."""
+    """Load a word of the tables, which should stay in L2 while the model's weights stream through it."""
     return tl.load(address, eviction_policy="evict_last")
 
 
 @triton.jit
 def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
-    """ε of columns first … first + BLOCK − 1, both multiples of 4: `noise.normals`."""
+    """`noise.normals`: ε of columns first … first + BLOCK − 1; both are multiples of 4."""
     group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, group, position.to(tl.uint32), site.to(tl.uint32), (group * 0).to(tl.uint32))
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])  # the four of a group side by side
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])  # interleaves the four words of a group
     m = (words >> 1).to(tl.int32)
-    # the leading one, without a bit after it that fp32 could round up to the next octave
+    # the leading one, without the next bit, which could make fp32 round up to the next octave
     octave = ((m & ~(m >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     octave = tl.where(m == 0, 0, octave)
     rest, fine = m - (1 << octave), tl.maximum(octave - PARTS, 0)
     part = tl.where(octave >= PARTS, rest >> fine, rest << tl.maximum(PARTS - octave, 0))
     at = quantiles + tl.where(m == 0, OCTAVES, octave) * BORDERS + tl.where(m == 0, 0, part)
     upper, lower = _look(at), _look(at + 1)
-    within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # of the part, in units of 2^-32
+    within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # the fraction of the part, in units of 2^-32
     magnitude = upper - tl.umulhi((upper - lower).to(tl.uint32), tl.where(m == 0, 0, within)).to(tl.int32)
     return tl.where((words & 1) == 1, -magnitude, magnitude).to(tl.float32) * UNIT
 
 
 @triton.jit
 def _dot(a, b, inside):
-    """What these columns add to the sum over a row that an op needs, in fp64."""
+    """The contribution of these columns to an op's sum over the row, in fp64."""
     return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
 def _factor(total, width, kind, x, y):
-    """By how much v or ε is added, from the sum over the row."""
+    """The factor of v or ε, from the sum over the row."""
     projection = total.to(tl.float32)
     clamped = tl.minimum(tl.maximum(projection, x), y) - projection
     size = tl.sqrt(tl.where(kind == PROJECT, 0.0, total) / width).to(tl.float32)
@@ -79,7 +79,7 @@ def _needs_a_sum(kind, step):
 
 @triton.jit
 def _matches(token, ids, count, x):
-    """Whether a token's id is, or, where x is 0, is not one of `count` ascending ones."""
+    """True if a token's id is among `count` ascending ids or, if x is 0, is not among them."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -90,7 +90,7 @@ def _matches(token, ids, count, x):
 
 @triton.jit
 def _record(records, number):
-    """A record's words: all at once, for loads that wait for each other cost most."""
+    """Load all words of a record at once, since dependent loads cost most."""
     record = records + number.to(tl.int64) * WORDS
     start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
     value = _look((record + 4).to(tl.pointer_type(tl.int64)))
@@ -101,7 +101,7 @@ def _record(records, number):
 
 @triton.jit
 def _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED: tl.constexpr):
-    """The columns of the vector that a record works with; nothing where it has none."""
+    """Load the columns of a record's vector; all masked if the record needs none."""
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
@@ -114,7 +114,7 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
 def _loaded(
     v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """The columns of a record's vector: `v` if it was loaded ahead, or loaded now."""
+    """The columns of a record's vector: `v` if it was prefetched, otherwise loaded now."""
     if AHEAD:
         return v
     else:
@@ -129,8 +129,8 @@ def _kept_row(
     kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Where the region of a captured row begins, and how many numbers of it come before the row. A step that advances
-    the planned one writes `stride` bytes further on for each step."""
+    """The address of a captured row's region, and the row's offset in it, in numbers. A step that advances the planned
+    one writes `stride` bytes further on per step."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if not SAMPLED:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
@@ -139,7 +139,7 @@ def _kept_row(
 
 @triton.jit
 def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
-    """Columns of a row, as they are, into the step's captures."""
+    """Store columns of a row to the step's captures."""
     if ALIGNED:
         to = tl.multiple_of(to, 16)
     if dtype == 0.0:
@@ -152,8 +152,7 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _keep_products(h, to, at, record, bank, columns, inside, width, products, dtype):
-    """A row's products with each row of a matrix, summed in fp32, into the step's captures. Stores are masked, for with
-    branches threads would hold more registers."""
+    """Capture a row's products with a matrix, summed in fp32. Stores are masked: branches would need more registers."""
     h, matrix = tl.where(inside, h, 0.0), bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
     for number in range(products.to(tl.int32)):
         product = tl.sum(h * tl.load(matrix + number * width + columns, mask=inside, other=0.0), axis=0)
@@ -169,7 +168,7 @@ def _capture(
     h, columns, inside, part, width, position, row, rank_of_row, record, start, range_index, region_index, dtype,
     products, base, offset, origin_of_row, stride, bank, kept, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Keeps columns of a row, or the row's products with a matrix for a part of it. Sampled rows are kept whole."""
+    """Capture columns of a row, or the products of a part of the row with a matrix. Sampled rows are captured whole."""
     size = width if SAMPLED else tl.where(products == 0.0, width, products.to(tl.int32))
     to, before = _kept_row(kept, row, position, start, range_index, region_index, size, rank_of_row, base, offset,
                            origin_of_row, stride, SAMPLED)  # fmt: skip
@@ -185,9 +184,9 @@ def _walk(
     origin_of_row, stride, bank, kept, quantiles,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a row, from `column` on, after its records, and whether any of them is an edit; `WHOLE`: they are all
-    of the row's. The next record, and its vector, are on their way while one is carried out."""
-    AHEAD: tl.constexpr = BLOCK <= 8192  # of wider rows a thread could not hold two vectors
+    """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: these
+    are all columns of the row. The next record and its vector are prefetched while one is applied."""
+    AHEAD: tl.constexpr = BLOCK <= 8192  # for wider rows, two vectors do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
     start, stop, kind, step, value, x, y, word = _record(records, begin)
     v, number = 0.0, begin
@@ -201,16 +200,16 @@ def _walk(
         if AHEAD:
             coming = tl.minimum(number + 1, end - 1)
             start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, word_2 = _record(records, coming)
-            stop_2 = tl.where(coming > number, stop_2, 0)  # there is none after the last
+            stop_2 = tl.where(coming > number, stop_2, 0)  # no record after the last
             v_2 = _vector(bank, columns, width, position, start_2, stop_2, kind_2, step_2, value_2, y_2, ALIGNED)
         if holds:
             low, high = word & 0xFFFF, tl.where(word == 0, width, (word >> 16) & 0xFFFF)
             changed = (columns >= low) & (columns < high)
-            if kind == CAPTURE:  # x is the dtype, step the range, value the region, y how many products there are
+            if kind == CAPTURE:  # x is the dtype, step the range, value the region, y the number of products
                 if KEEP:
                     _capture(h, columns, inside, changed, width, position, row, rank_of_row, record, start, step, value,
                              x, y, base, offset, origin_of_row, stride, bank, kept, SAMPLED, ALIGNED)  # fmt: skip
-            elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
+            elif kind == LINEAR:  # a factor of 0 omits its term, even if NaN
                 edited = 1
                 edit = tl.where(x == 0.0, 0.0, h * x)
                 if y != 0.0:
@@ -224,7 +223,7 @@ def _walk(
                 put = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
                 edit = tl.where(a == 1.0, put, (1.0 - a) * h + a * put)
                 h = tl.where(changed & (a != 0.0), edit, h)
-            elif kind == MATCH:  # where it does not, the next record is skipped
+            elif kind == MATCH:  # if it does not match, the next record is skipped
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
             elif kind == STORE:
                 tl.store(bank + value + (position - start).to(tl.int64) * width + columns, h, mask=inside & KEEP)
@@ -261,7 +260,7 @@ def _sums(
     origin_of_row, stride, bank, kept, quantiles,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """Leaves in each record what its op needs of the whole row, as it is when the op's turn comes."""
+    """Store in each record the factor from its op's sum over the whole row, as edited by the records before it."""
     record, matched = records + begin.to(tl.int64) * WORDS, 1
     for number in range(begin, end):
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
@@ -285,13 +284,13 @@ def _sums(
                 else:
                     total += _dot(h, h, inside)
             tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
-            tl.debug_barrier()  # the threads of this program read it
+            tl.debug_barrier()  # threads of this program read it next
         record += WORDS
 
 
 @triton.jit
 def _read(hidden, residual, columns, inside, PAIR: tl.constexpr):
-    """Columns of a row of the stream, in fp32."""
+    """Load columns of a row of the stream, in fp32."""
     h = tl.load(hidden + columns, mask=inside, other=0.0).to(tl.float32)
     if PAIR:
         h += tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)
@@ -300,7 +299,7 @@ def _read(hidden, residual, columns, inside, PAIR: tl.constexpr):
 
 @triton.jit
 def _write(hidden, residual, columns, inside, h, PAIR: tl.constexpr):
-    """Writes them back, as one tensor or as the pair that loses least."""
+    """Store columns of a row, as one tensor or as the pair with the smallest error."""
     if PAIR:
         rounded = h.to(residual.dtype.element_ty)
         tl.store(residual + columns, rounded, mask=inside)
@@ -316,7 +315,7 @@ def _finite(h, inside):
 
 @triton.jit
 def _between(records, begin, end, phase):
-    """Of records begin … end − 1 those after as many that run code as `phase` says, up to the next such."""
+    """The records among begin … end − 1 that follow the first `phase` code records, up to the next code record."""
     low, high, seen = begin, end, 0
     kind = records + begin.to(tl.int64) * WORDS + 2
     for number in range(begin, end):
@@ -342,14 +341,14 @@ def _site(
         row = _look(row_of_sample + out_row).to(tl.int64)
     slot = _look(slot_of_row + row)
     position = _look(position_of_row + row).to(tl.int32)
-    begin = _look(first + slot * (points + 1) + point)  # nobody, slot 0, has no records
+    begin = _look(first + slot * (points + 1) + point)  # slot 0 has no records
     end = _look(first + slot * (points + 1) + point + 1)
     if SAMPLED:
-        if PASSES > 1:  # records have room for the sums of one row of a request at a time
+        if PASSES > 1:  # records hold the sums of one row of a request at a time
             end = tl.where(_look(rank_of_sample + out_row) == turn, end, begin)
-        rank_of_row = rank_of_sample + (out_row - row)  # so that a row finds its rank among the sampled ones there
-    if EARLY:  # launched while the kernel before ends: the tables were there before it began, but nothing of the stream
-        tl.extra.cuda.gdc_wait()  # is read, and nobody leaves, before it is done
+        rank_of_row = rank_of_sample + (out_row - row)  # index `row` then reads the rank among sampled rows
+    if EARLY:  # launched while the previous kernel ends: the tables were written before that one began, but programs
+        tl.extra.cuda.gdc_wait()  # must not read the stream, or exit, before it has ended
     if CODE:
         begin, end = _between(records, begin, end, phase)
     if begin == end:
@@ -374,7 +373,7 @@ def _site(
     if finite == 0:
         failed = (_look(generation + slot).to(tl.int64) << 32) | point
         tl.store((bad + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), failed)
-    if (PASSES > 1) & (edited != 0) & (finite != 0):  # now that every column is known to be finite
+    if (PASSES > 1) & (edited != 0) & (finite != 0):  # write only after all columns were found finite
         for block in range(PASSES):
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < width
@@ -395,11 +394,11 @@ def site(
     sampled: bool,
     phase: int | None = None,
 ) -> None:
-    """Launches the kernel for a point over `tables` (`runtime.device.CudaTables`).
+    """Launch the kernel for a point over `tables` (`runtime.cuda.CudaTables`).
 
-    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, as the tables count
-    them (below 0 where they begin further on). Where there is code among the records, those are carried out that come
-    after `phase` calls of it and before the next.
+    `kept` [bytes] receives the captured rows. Its first byte has offset `kept_begin` in the tables' numbering, a
+    multiple of 16 (negative if that numbering starts later in `kept`). With code among the records, only the records
+    after the first `phase` calls and before the next call are applied.
     """
     width, coded = hidden_RW.shape[1], phase is not None
     other_row = (hidden_RW if residual_RW is None else residual_RW).stride(0)
@@ -412,11 +411,11 @@ def _launch(
     tables: Any, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool, coded: bool,
     numbers: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """One launch of the kernel, with the numbers that it is told."""
+    """Launch the kernel once with these scalar arguments."""
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), numbers[0], numbers[1]
-    # all that Triton specialises a kernel on; launched by it, a kernel costs the host less than half the time
+    # everything that Triton specializes a kernel on; a cached launch takes less than half the host time
     key = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
     launch = tables.ready.get(key)
@@ -426,26 +425,26 @@ def _launch(
     read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
     same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
     kernel = _site[rows,](*read, *same, hidden_RW, other, *numbers, **options)
-    if kernel is not None:  # Triton's interpreter has none
+    if kernel is not None:  # None in Triton's interpreter
         same, constants = (*(table.data_ptr() for table in read), *same), tuple(options[name] for name in CONSTANTS)
         tables.ready[key] = relauncher(kernel, same, constants, hidden_RW.device.index)
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
-    """How the kernel is launched for rows of so many columns: whole, but for sampled ones, which are wide and few, and
-    of which a launch takes one of each request, so that a record is a place to leave its sums in."""
+    """The launch options for rows of `width` columns. Rows are processed whole, except sampled rows, which are wide and
+    few: one launch takes one row per request, so that a record can hold its sums."""
     block = max(triton.next_power_of_2(width), 4)
     block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
         "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 32,
         "enable_fp_fusion": False,
-        # with which nothing spills, and 264 rows are worked on at once
+        # at 128 registers nothing spills, and 264 rows run concurrently
         "maxnreg": 128 if width <= block and block in (2048, 4096) else None,
     }  # fmt: skip
 
 
-# in the kernel's order
+# in the order of the kernel's parameters
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "rank_of_sample",
         "generation", "first", "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
@@ -453,7 +452,7 @@ CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 @functools.cache
 def _early() -> dict[str, bool]:
-    """Whether kernels may be launched before the ones before them end (programmatic dependent launch: Hopper on)."""
+    """Launch options for programmatic dependent launch (Hopper and later): start before the previous kernel ends."""
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     early = able and hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

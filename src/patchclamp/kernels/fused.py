@@ -1,9 +1,9 @@
-"""The kernel in vectorised torch, for the CPU: pass i carries out record i of every row, all rows at once.
+"""The kernel in vectorized torch, for the CPU: pass i applies record i of every row, all rows at once.
 
     R rows · A rows with records · W width of the point · K numbers in the step's capture buffer
 
-The stream of a fused model is the sum, in fp32, of two tensors, hidden and residual.  Writing s back as
-r' = round(s), h' = round(s − r') loses nothing that the pair could hold (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
+With fused norms, the stream is the fp32 sum of two tensors, hidden and residual. Writing s back as r' = round(s),
+h' = round(s − r') loses nothing that the pair could represent (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from patchclamp.plan.table import columns_of
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 Late = list[tuple[np.ndarray, torch.Tensor]]
-"""Slots [n], and whether each one's edits were finite, bool [n] on the device."""
+"""Slots [n], and True for each one whose edits were finite, bool [n] on the device."""
 
 
 def apply(
@@ -38,14 +38,14 @@ def apply(
     code: CodeRunner | None = None,
     late: Late | None = None,
 ) -> np.ndarray | None:
-    """Applies a point's records to the rows in place, writes captured rows to `kept_K`, and stored ones to `bank_B`.
+    """Apply a point's records to the rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
 
-    A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
-    other requests. Returns the slots of such rows; or None, with `late` for a tensor that is no pair: then it waits for
-    nothing, and adds to `late` what tells them.
+    A row whose edits are not finite in the tensor's dtype is left unchanged, since cached keys and values would spread
+    NaN to other requests. Returns the slots of such rows. With `late` and a single tensor it returns None, does not
+    synchronize, and appends to `late` instead.
     """
     first, last = table.first[rows.slot, point], table.first[rows.slot, point + 1]
     at = np.flatnonzero(last > first)
@@ -56,7 +56,7 @@ def apply(
     h_AW = join(hidden_RW, residual_RW, at_A)
     edited, broken, matched = np.zeros(len(at), bool), np.zeros(len(at), bool), np.ones(len(at), bool)
     for i in range(int((last - first).max())):
-        index = np.flatnonzero(first + i < last)  # of the rows that have a record more
+        index = np.flatnonzero(first + i < last)  # the rows that have an i-th record
         records = table.records[first[index] + i]
         acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index]
         matched[index] = True
@@ -91,7 +91,7 @@ def apply(
 def _write_finite(
     hidden_RW: torch.Tensor, at_A: torch.Tensor, h_AW: torch.Tensor, slot: np.ndarray, late: Late
 ) -> None:
-    """Writes the rows back that are finite."""
+    """Write the finite rows back without synchronizing, and append the result to `late`."""
     if len(slot) == 0:
         return
     new_AW = h_AW.to(hidden_RW.dtype)
@@ -107,7 +107,7 @@ def join(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.
 
 
 def split(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.Tensor, h_AW: torch.Tensor) -> None:
-    """Writes fp32 rows back, as one tensor or as the pair that loses least."""
+    """Write fp32 rows back, as one tensor or as the pair with the smallest error."""
     if len(at_A) == 0:
         return
     if residual_RW is not None:
@@ -126,7 +126,7 @@ def _keep(
     kept_K: torch.Tensor,
     bank_B: torch.Tensor,
 ) -> None:
-    """Puts the rows of captures, or their products, where the plan says."""
+    """Write captured rows, or their products, at the plan's offsets."""
     begin = plan.begin[plan.layout.range_of_number[records["step"]]]
     target, nth = plan.target(records["step"], records["value"]), position[index] - begin
     ways, way_A = records[:1], np.zeros(len(records), np.int64)
@@ -141,7 +141,7 @@ def _keep(
 
 
 def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torch.Tensor:
-    """The products of rows with those of a capture's matrix, [A, K]; summed in fp64, some rows at a time."""
+    """The products of rows with those of a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
     first, count, columns = int(record["other"]), int(record["y"]), columns_of(record)
     matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
     parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
@@ -151,7 +151,7 @@ def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torc
 def _run(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
 ) -> np.ndarray:
-    """Runs the code of each record on its rows; returns whether it succeeded."""
+    """Run the code of each record on its rows; returns True for the rows where it succeeded."""
     done = np.zeros(len(index), bool)
     for number, columns in np.unique(records[["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
@@ -166,7 +166,7 @@ def _run(
 def _edit(
     kind: int, h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
-    """Carries out edits of one kind, each on its record's columns; the op sees 0 in the others, which do not change."""
+    """Apply edits of one kind, each on its record's columns; the op reads 0 in the others, which do not change."""
     if not records["columns"].any():
         _EDITS[kind](h_AW, index, records, position, bank_B)
         return
@@ -182,7 +182,7 @@ def _edit(
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
-    """Whether each token meets its record's condition."""
+    """True for each token that meets its record's condition."""
     matches = np.zeros(len(records), bool)
     conditions, condition_A = np.unique(records[["value", "step", "x"]], return_inverse=True)
     for i, (ids, count, expected) in enumerate(conditions.tolist()):
@@ -244,8 +244,8 @@ def _noise(
     h_AW[index_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
 
 
-MAX_PRODUCT_ROWS = 1024  # rows that are widened to fp64 at once
-MAX_NOISE_ROWS = 256  # rows of noise made at once: it takes thirty times their memory
+MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
+MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
 _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
 
 
@@ -258,36 +258,36 @@ def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, tor
 def _values(
     h_AW: torch.Tensor, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor, read: np.ndarray | None = None
 ) -> torch.Tensor:
-    """The row of each record's value at its position, [A, W]; any row where `read` is False."""
+    """The row of each record's value at its position, [A, W]; an arbitrary row where `read` is False."""
     width = h_AW.shape[1]
     row = _value_rows(records, position, width)
     return _rows(bank_B, width).index_select(0, _on(h_AW, row if read is None else np.where(read, row, 0)))
 
 
 def _value_rows(records: np.ndarray, position: np.ndarray, width: int) -> np.ndarray:
-    """The row of the bank that each record's value has for its position."""
+    """The bank row of each record's value at its position."""
     return records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
 
 
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
-    """A flat tensor as rows of a width: blocks begin at multiples of their width (`plan.step`, `store.bank`)."""
+    """View a flat tensor as rows of a width; blocks start at multiples of their width (`plan.step`, `plan.room`)."""
     return flat[: len(flat) // width * width].view(-1, width)
 
 
 def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """An array as a tensor on the device of the rows."""
+    """Copy an array to the device of the rows."""
     return to_device(numbers, rows.device)
 
 
 def normals_of(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int, first: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """ε of rows, fp32 [A, W], each by its own seed, position and site, int64 [A], from column `first` [A] on, which is
-    a multiple of 4; `noise.normals`, vectorised."""
+    """Vectorized `noise.normals`: ε of rows, fp32 [A, W], each with its own seed, position and site, int64 [A], from
+    column `first` [A] on, a multiple of 4."""
     group = torch.zeros_like(seed) if first is None else first // 4
     words = _philox(seed, position, site, -(-width // 4), group).reshape(len(seed), -1)[:, :width]
     sign, m = words & 1, words >> 1
-    # the leading one, without a bit after it that fp32 could round up to the next octave
+    # the leading one, without the next bit, which could make fp32 round up to the next octave
     octave = ((m & ~(m >> 1)).float().view(torch.int32).long() >> 23) - 127
     octave = torch.where(m == 0, OCTAVES, octave)
     rest = torch.where(m == 0, 0, m - (1 << octave.clamp(max=OCTAVES - 1)))
@@ -303,7 +303,7 @@ def normals_of(
 def _philox(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, groups: int, first: torch.Tensor
 ) -> torch.Tensor:
-    """Words [A, groups, 4], in int64, whose products wrap and whose shifts keep the sign: hence the masks."""
+    """Words [A, groups, 4] in int64; the masks undo wrapped products and sign-extending shifts."""
     c0 = torch.arange(groups, device=seed.device) + first[:, None]
     c1, c2 = (word[:, None].expand(len(seed), groups) for word in (position, site))
     c3, k0, k1 = torch.zeros_like(c0), (seed & MASK)[:, None], ((seed >> 32) & MASK)[:, None]

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again, without the work of Triton's own launch, which doubles the host's time."""
+"""Relaunch a Triton kernel without the overhead of Triton's own launch, which doubles the host time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from patchclamp.kernels import switches
 
 PREFIX = ("gridX", "gridY", "gridZ", "stream", "function")
-# what Triton's launcher takes: 3.5 and 3.6, and from 3.7 (to 3.9) on. Metadata and hooks, here none, are the next four
-# in either; a profiler that hooks launches sees the first of a kernel alone
+# The launcher's parameters in Triton 3.5 and 3.6, and in 3.7 to 3.9. Metadata and hooks (None here) are the next four
+# positional arguments in both, so a profiler that hooks launches sees only the first launch of a kernel.
 LAUNCHERS = (
     (*PREFIX, "args"), (*PREFIX, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
 )  # fmt: skip
 
 
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """`launch(programs, *args)` of a kernel that was launched before: on the current stream, with the arguments
-    `same`, `args`, `constants`."""
+    """`launch(programs, *args)` of a kernel launched before, on the current stream with `same`, `args`, `constants`."""
 
     def plain(programs: int, *args: Any) -> None:
         kernel[programs, 1, 1](*same, *args, *constants)
@@ -29,16 +28,16 @@ def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], d
         run = kernel.run
         parameters = tuple(inspect.signature(type(run).__call__).parameters)[1:]
         function, metadata, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
-    except (AttributeError, TypeError, ValueError) as error:  # another Triton's
+    except (AttributeError, TypeError, ValueError) as error:  # another version of Triton
         switches.give_up("launcher", error)
         return plain
     if parameters not in LAUNCHERS or not switches.enabled("launcher"):
         return plain
 
-    def straight(programs: int, *args: Any, held: Any = kernel) -> None:  # a kernel that nobody holds is unloaded
+    def straight(programs: int, *args: Any, held: Any = kernel) -> None:  # `held` keeps the kernel loaded
         try:
             run(programs, 1, 1, stream(device), function, metadata, None, None, None, *same, *args, *constants)
-        except Exception as error:  # whatever another launcher raises
+        except Exception as error:  # other launchers may raise anything
             switches.give_up("launcher", error)
             plain(programs, *args)
 

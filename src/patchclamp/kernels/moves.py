@@ -1,4 +1,4 @@
-"""Kernels that move bytes as they are: a launch takes the host a fraction of what PyTorch's copies do."""
+"""Copy kernels: a launch takes a fraction of the host time of PyTorch's copies."""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 from patchclamp.kernels import switches
 from patchclamp.kernels.launch import relauncher
 
-CHUNK = 1024  # words that one program copies at most
-HEADER_WORDS = tl.constexpr(3)  # of a chunk: where in the tables it goes, where in staging it lies, its length
+CHUNK = 1024  # at most this many words per program
+HEADER_WORDS = tl.constexpr(3)  # of a chunk: its offset in the tables, its offset in staging, its length
 
 _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
@@ -23,7 +23,7 @@ _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 def _upload(staging, tables, BLOCK: tl.constexpr):
     staging, tables = staging.to(tl.pointer_type(tl.int32)), tables.to(tl.pointer_type(tl.int32))
     header, word = staging + HEADER_WORDS * tl.program_id(0), tl.arange(0, BLOCK)
-    # host memory, read over the bus past the caches, since the host writes it between launches
+    # ".cv" reads host memory past the caches, since the host writes it between launches
     to, at, count = (
         tl.load(header, cache_modifier=".cv"), tl.load(header + 1, cache_modifier=".cv"),
         tl.load(header + 2, cache_modifier=".cv"),
@@ -33,28 +33,28 @@ def _upload(staging, tables, BLOCK: tl.constexpr):
 
 
 def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """Copies `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
+    """Copy `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
 
-    staging: int32, begins with three words for each chunk: where in `tables` it goes, where in `staging` it lies, and
-        how many words it has, `CHUNK` at most. The caller keeps it unchanged until the device has read it
+    staging: int32, starts with three words per chunk: its offset in `tables`, its offset in `staging`, and its length
+        in words, at most `CHUNK`. The caller keeps it unchanged until the device has read it
     """
     if switches.enabled("pinned_upload"):
         try:
             _launch("upload", _upload, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
             return
-        except Exception as error:  # whatever Triton or the driver raises
+        except Exception as error:  # Triton and the driver may raise anything
             switches.give_up("pinned_upload", error)
     copy_chunks(staging, tables, chunks)
 
 
 def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """`upload` with one of torch's copies for each chunk."""
+    """The plain version of `upload`: one torch copy per chunk."""
     for to, at, count in staging[: 3 * chunks].view(-1, 3).tolist():
         tables[to : to + count].copy_(staging[at : at + count], non_blocking=True)
 
 
 def warm(device: torch.device) -> None:
-    """Compiles the kernel before the first step that needs it."""
+    """Compile the kernel before the first step that needs it."""
     words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
     upload(staging, words, 1)
     torch.cuda.synchronize(device)
@@ -65,8 +65,8 @@ def _launch(
 ) -> None:  # fmt: skip
     launch = _ready.get((name, device))
     if launch is not None:
-        launch(programs, *args)  # of the types that they had the first time: 64 bits for addresses, 32 for numbers
+        launch(programs, *args)  # types as in the first launch: 64 bits for addresses, 32 for numbers
         return
     launched = kernel[programs,](*args, constant)
-    if launched is not None:  # Triton's interpreter has none
+    if launched is not None:  # None in Triton's interpreter
         _ready[name, device] = relauncher(launched, (), (constant,), device)

@@ -1,10 +1,10 @@
-"""Normal numbers that are the same on every engine, device, batch and rank: counters in, integers out, rounded once.
+"""Normal random numbers that are identical on every engine, device, batch and rank: integer arithmetic, rounded once.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405) turns
-(seed, position, site, index) into 32 bits; their lowest is the sign, and the other 31, m, are looked up: ε is the
-half-normal's quantile at the tail (m + ½) / 2³¹, by the octave of m, linear within 2⁷ parts of it, in integers of 2⁻²⁷.
-Against the exact quantile ε is off by at most 4·10⁻⁶; the largest is 6.4.  Box and Muller's way would not do: libraries
-differ in the last bits of sine and logarithm.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405) maps
+(seed, position, site, index) to 32 bits. The lowest bit is the sign. The other 31 bits, m, index a table: ε is the
+half-normal quantile at the tail (m + ½) / 2³¹, by the octave of m, linear within 2⁷ parts of it, in integers of 2⁻²⁷.
+The error against the exact quantile is at most 4·10⁻⁶; the largest ε is 6.4. Box-Muller would not be reproducible,
+since libraries differ in the last bits of sine and logarithm.
 
     W numbers of a row
 """
@@ -16,14 +16,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-PARTS, FRACTION = 7, 27  # 2^PARTS parts an octave; the table is in units of 2^-FRACTION
-OCTAVES = 31  # of m from 1 on; m = 0 has a row of its own after them
+PARTS, FRACTION = 7, 27  # 2^PARTS parts per octave; the table is in units of 2^-FRACTION
+OCTAVES = 31  # octaves of m from 1 on; m = 0 has its own row after them
 MASK, MULTIPLIERS, STEPS = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 @functools.cache
 def quantiles() -> np.ndarray:
-    """The half-normal's quantiles at the borders of the parts, [OCTAVES + 1, 2^PARTS + 1] int32, falling."""
+    """The half-normal quantiles at the borders of the parts, [OCTAVES + 1, 2^PARTS + 1] int32, decreasing."""
     exact = np.vectorize(NormalDist().inv_cdf)
     table = np.zeros((OCTAVES + 1, (1 << PARTS) + 1), np.int32)
     for octave in range(OCTAVES):
@@ -34,7 +34,7 @@ def quantiles() -> np.ndarray:
 
 
 def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10: four words of 32 bits, in uint64, from a counter of four and a key of two."""
+    """Philox4x32-10: four 32-bit words, in uint64, from a counter of four words and a key of two."""
     mask, half = np.uint64(MASK), np.uint64(32)
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
     k0, k1 = key
@@ -47,7 +47,7 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 
 
 def normals(seed: int, position: int, site: int, width: int) -> np.ndarray:
-    """ε of a row, fp32 [W]; the plain version."""
+    """The noise ε of a row, fp32 [W]; the plain version."""
     group = np.arange(-(-width // 4), dtype=np.uint64)
     zero = np.zeros_like(group)
     words = philox((group, zero + np.uint64(position), zero + np.uint64(site), zero), (seed & MASK, seed >> 32))

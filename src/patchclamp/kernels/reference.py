@@ -1,4 +1,4 @@
-"""The plain kernel, to be read: one row at a time, one record at a time. Everything fast must equal it.
+"""The reference kernel, written to be read: one row and one record at a time. The fast kernels must equal it.
 
 R rows · W width of the point · B numbers in the bank · K numbers in the step's capture buffer
 """
@@ -26,8 +26,8 @@ def apply(
     token_R: np.ndarray | None = None,
     code: Callable[[int, np.ndarray, int, np.ndarray], np.ndarray | None] | None = None,
 ) -> np.ndarray:
-    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`, and stored ones to `bank_B`;
-    returns edited [R] bool.
+    """Apply a point's records to fp32 rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
+    Returns edited [R] bool.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
@@ -66,7 +66,7 @@ def apply(
 
 
 def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray) -> np.ndarray:
-    """The columns of a row that a record edits, after the edit."""
+    """The edited columns of a row, after one record's edit."""
     kind, columns, width = record["kind"], columns_of(record), len(h_W)
     if kind == NOISE:
         first = int(record["first_column"])
@@ -84,14 +84,14 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
 
 
 def linear(h_W: np.ndarray, v_W: np.ndarray, h_scale: np.float32, v_scale: np.float32) -> np.ndarray:
-    """h_scale·h + v_scale·v in fp32, each product and the sum rounded; a scale of 0 leaves its term out, NaN or not."""
+    """h_scale·h + v_scale·v in fp32, each product and the sum rounded; a scale of 0 omits its term, even if NaN."""
     scaled = ((h_scale, h_W), (v_scale, v_W))
     terms = [scale * term if scale != 1 else term for scale, term in scaled if scale != 0]
     return sum(terms[1:], terms[0]) if terms else np.zeros_like(h_W)
 
 
 def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
-    """(1 − a)·h + a·v in fp32, rounded as it goes; where a is 0 h alone, where it is 1 v alone, NaN or not."""
+    """(1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even with NaN."""
     mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
     return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
 
@@ -104,14 +104,14 @@ def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray
 
 
 def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32) -> np.ndarray:
-    """h with its projection on the unit vector v clamped to low … high; h itself where it lies there already."""
+    """Clamp h's projection on the unit vector v to low … high; h is unchanged if already within."""
     along = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
     move = np.minimum(np.maximum(along, low), high) - along
     return h_W + move * v_W if move != 0 else h_W
 
 
 def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:
-    """h + std·ε; `relative`: of the root mean square of h."""
+    """h + std·ε; if `relative`, std is multiplied by the root mean square of h."""
     if relative:
         std = std * np.float32(np.sqrt(np.mean(h_W.astype(np.float64) ** 2)))
     return h_W + std * e_W if std != 0 else h_W

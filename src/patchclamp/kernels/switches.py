@@ -1,4 +1,4 @@
-"""Off switches of what is fast and clever: each has a plain way beside it, taken when it is off and when it fails.
+"""Off switches for optimizations: each has a plain fallback, used if it is switched off or fails.
 
 PATCHCLAMP_DISABLE=op_class,cut_graphs patchclamp sweep ...
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger("patchclamp")
 
 
 def read(value: str) -> set[str]:
-    """The switches that an environment variable names. Raises `EngineError` for a name that there is not."""
+    """Parse the switches in an environment variable. Raises `EngineError` for an unknown name."""
     names = {name.strip() for name in value.split(",")} - {""}
     if not names <= SWITCHES.keys():
         unknown = ", ".join(sorted(names - SWITCHES.keys()))
@@ -36,12 +36,12 @@ disabled = read(os.environ.get(VARIABLE, ""))
 
 
 def enabled(name: str) -> bool:
-    """Whether the fast way is to be taken."""
+    """True if the optimization is on."""
     return name not in disabled
 
 
 def give_up(name: str, error: BaseException) -> None:
-    """The fast way failed: the plain one is taken from now on, in this process, and a warning says so once."""
+    """Switch a failed optimization off for the rest of the process, with one warning."""
     if name not in disabled:
         disabled.add(name)
         logger.warning("patchclamp: %s was switched off, for it failed (%s). It is slower, and as right.", name, error)

@@ -1,6 +1,6 @@
-"""Copies between host and device that leave neither waiting for the other.
+"""Asynchronous copies between host and device.
 
-PyTorch waits for all that a CUDA device has to do before it copies from ordinary host memory, or to it.
+PyTorch synchronizes with a CUDA device before it copies from or to pageable host memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """An array, or a tensor in ordinary host memory, as a tensor on a device; on the CPU it shares its memory."""
+    """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result shares its memory."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
     if torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -18,7 +18,7 @@ def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) ->
 
 
 class Arriving:
-    """A tensor on its way to host memory."""
+    """A pending copy of a tensor to host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -35,7 +35,7 @@ class Arriving:
         return self._event is None or self._event.query()
 
     def result(self) -> torch.Tensor:
-        """The tensor, as soon as it is there."""
+        """Wait for the copy, and return the host tensor."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

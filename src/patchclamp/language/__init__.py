@@ -1,4 +1,4 @@
-"""WHAT: the language. Sites, tokens, ops, values and programs; frozen, hashable, with text forms. No torch."""
+"""The language: sites, tokens, ops, values and programs; frozen, hashable, with text forms. No torch."""
 
 from patchclamp.language import ops
 from patchclamp.language.ops import *  # noqa: F403  whose `__all__` names the ops

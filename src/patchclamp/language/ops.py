@@ -1,12 +1,12 @@
-"""Ops: what to do at a site. h is a row of the site in fp32; ops act in program order and round once at the end.
+"""Ops: edits and captures at a site. h is a row in fp32; ops run in program order and round once at the end.
 
-Each op is placed `at` a site (an object or its text form) on a selection of `tokens` (all, unless given).
+Each op acts `at` a site (a `Site` or its text form) on a selection of `tokens` (default: all).
 
-Fuzzing as scalars of a request, in `extra_args` (`vllm_xargs` over HTTP): shorthand for an op at the embedding.
+Fuzzing takes scalars in a request's `extra_args` (`vllm_xargs` over HTTP), as shorthand for one op at the embedding:
 
-fuzz_strength   noise, times the row's root mean square; 0 is no program at all
-fuzz_seed       of the noise, 0 if not given
-fuzz_mode       "noise", or "scale": embeddings times 1 − strength, with strength brought to 0 … 1
+fuzz_strength   noise as a multiple of the row's root mean square; 0 means no program
+fuzz_seed       seed of the noise, default 0
+fuzz_mode       "noise" (default), or "scale": multiply embeddings by 1 − strength, with strength clamped to 0 … 1
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from patchclamp.language.values import (
     optional,
 )
 
-__all__ = [  # the ops, which `patchclamp.language` and `patchclamp` export
+__all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
     "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Replace", "Scale", "Use", "Zero",
 ]  # fmt: skip
-APPLY_ARGUMENTS = ("positions", "site")  # arguments that a function of `Apply` may take beside the rows
+APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
 def as_site(value: Site | At | str) -> Site:
-    """`parse_site`, for a field that takes `site @ tokens` too: `SiteOp` has split that before."""
+    """Parse a site; `SiteOp` has already split `site @ tokens`."""
     assert not isinstance(value, At)
     return parse_site(value)
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of rows, as `Apply` describes it."""
+    """Check that a value is a function of rows, as `Apply` describes."""
     if not callable(value):
         raise ProgramError(f"a function of rows is needed, not {value!r}")
     _wanted_arguments(value)
@@ -61,10 +61,10 @@ def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments that `fn` takes beside the rows. Raises `ProgramError` if it needs anything else."""
+    """The arguments that `fn` takes besides the rows. Raises `ProgramError` if it requires any other."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):  # functions in C may have no signature
+    except (ValueError, TypeError):  # C functions may have no signature
         return ()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rows = positional[:1] or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
@@ -84,7 +84,7 @@ class Op(Converted, frozen=True, tag=str.lower):
 
 
 class _Placed:
-    """The two fields that every op at a site has, each op in its own order."""
+    """The two fields shared by all site ops; each op declares them in its own order."""
 
     __slots__ = ()
     at: Site
@@ -92,7 +92,7 @@ class _Placed:
 
 
 class SiteOp(Op, _Placed, frozen=True):
-    """Base of the ops that act `at` a site on a selection of `tokens`: all of them but `Use`."""
+    """Base of all ops except `Use`: they act `at` a site on a selection of `tokens`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
@@ -110,11 +110,11 @@ class SiteOp(Op, _Placed, frozen=True):
 
 
 class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Keep h as it is after the ops before this one, in `dtype`: float32, bfloat16 or float16.
+    """Record h after all preceding ops, in `dtype`: float32, bfloat16 or float16.
 
-    With `project`, W [k, D] of at most 256 rows, W h is kept in its place, k numbers instead of D: probes, directions,
-    the first components of a PCA. The products are summed where the model runs, and rounded to fp32 and to `dtype`. A
-    run captures a site in one way: whole, or by one W.
+    `project`, a matrix W [k, D] of at most 256 rows, records W h instead: k numbers rather than D, for probes,
+    directions or the first components of a PCA. W h is computed where the model runs, and rounded to fp32 and then to
+    `dtype`. A run captures a site either whole or through one W.
     """
 
     at: Site = field(converter=as_site)
@@ -124,7 +124,7 @@ class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """h + scale · v, for v [D], [n, D] for the n selected positions in order, or `From`.
+    """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
     Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681).
     """
@@ -136,9 +136,9 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """(1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if there is one; where a is 1, v exactly. With
-    `From` it is an activation patch.
+    """Replace h with (1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if given; exactly v where a is 1.
 
+    With `From` this is activation patching.
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
     (arXiv:2202.05262).
     """
@@ -151,14 +151,14 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """0: zero ablation."""
+    """Set h to 0 (zero ablation)."""
 
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
 
 
 class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """v in place of h: mean ablation, where `value` is the name of means in the bank (`lm.bank.mean`).
+    """Replace h with v: mean ablation if `value` names means in the bank (`lm.bank.mean`).
 
     Source: Wang et al. 2022 (arXiv:2211.00593).
     """
@@ -169,10 +169,10 @@ class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Use(Op, frozen=True, forbid_unknown_fields=True):
-    """The edits of a program in the bank; every `Add` and `Noise` in it `scale` times as strong.
+    """Apply the edits of a named program in the bank, with every `Add` and `Noise` multiplied by `scale`.
 
-    `tokens`, if given, replace the tokens of every edit. A steering module, for example: `lm.bank["happy"] =
-    [pc.Add(...), pc.Add(...)]`, and then `pc.Use("happy", scale=2.0)`.
+    `tokens`, if given, replaces the tokens of every edit. A steering module, for example: `lm.bank["happy"] =
+    [pc.Add(...), pc.Add(...)]`, then `pc.Use("happy", scale=2.0)`.
     """
 
     name: str = field(converter=check_name)
@@ -180,7 +180,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """An op of the program, scaled and at the tokens. Raises `ProgramError` for one that cannot be scaled."""
+        """The op with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
@@ -191,7 +191,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
 
 
 class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """factor · h."""
+    """Multiply h by `factor`."""
 
     factor: float = field(converter=as_number)
     at: Site = field(converter=as_site)
@@ -199,9 +199,9 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """h − Σ (h · u) u over an orthonormal basis u of `directions`, [D] or [k, D]: h without its part in their span.
+    """Remove h's component in the span of `directions`, [D] or [k, D]: h − Σ (h · u) u over an orthonormal basis u.
 
-    The basis is made once, in fp64, by Gram and Schmidt's way; directions that add nothing to the span are left out.
+    The basis is computed once, in fp64, by Gram-Schmidt; linearly dependent directions are dropped.
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
     """
 
@@ -211,9 +211,9 @@ class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """h with its projection on a `direction` [D], h · d / |d|, at least `low` and at most `high` (None: no bound).
+    """Clamp the projection of h on a `direction` [D], h · d / |d|, to `low` … `high` (None: no bound).
 
-    Source: clamping a feature; Templeton et al. 2024, "Scaling monosemanticity", with a direction in its place.
+    Source: feature clamping; Templeton et al. 2024, "Scaling monosemanticity", here applied to a direction.
     """
 
     direction: Vector | Named = field(converter=as_direction)
@@ -231,10 +231,10 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """h + std · ε; `relative`: std times the root mean square of the row.
+    """Add std · ε to h; if `relative`, std is multiplied by the root mean square of the row.
 
-    ε is standard normal and depends on nothing but `seed`, the token's position, the site and the index in the row
-    (`kernels.noise`): the same on every engine, in every batch.
+    ε is standard normal and depends only on `seed`, the token's position, the site and the index in the row
+    (`kernels.noise`), so it is the same on every engine and in every batch.
     Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
 
@@ -246,17 +246,17 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """fn(h): any Python on the rows, [n, D] fp32 on the model's device, that gives as many of the same shape.
+    """Replace h with fn(h), a Python function of rows [n, D], fp32 on the model's device, that returns the same shape.
 
     `fn` may have two more parameters, by these names and without a default, as in `def fn(h, positions, site)`:
-    `positions`, those of the rows in their request, ascending, int64 [n] on the same device, and `site`, the text of
-    the site, such as "resid_post[3]".
+    `positions`, the rows' positions in the request, ascending, int64 [n] on the same device, and `site`, the site's
+    text form, such as "resid_post[3]".
 
-    `fn` runs on the engine's thread. One call has rows of one request at one site, consecutive positions of one step;
-    how many depends on how the engine runs the request, so a row's result must depend on that row alone. `fn` may keep
-    and change the rows. What it raises becomes its run's error, and it is not called again. It must not wait for an
-    engine. Programs with code need `pc.LM(..., allow_code=True)` and an engine in this process, run without CUDA
-    graphs, and cannot be saved or sent. On a GPU rows are rounded to the model's dtype before `fn`.
+    `fn` runs on the engine's thread and must not wait for an engine. One call gets rows of one request at one site,
+    at consecutive positions of one step. Their number depends on scheduling, so each row's result must depend on that
+    row alone. `fn` may keep and modify the rows. An exception in `fn` fails its run, and `fn` is not called again.
+    Programs with code need `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and cannot
+    be saved or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
     """
 
     fn: Callable[..., Any] = field(converter=as_function)
@@ -264,11 +264,11 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
 
     def wanted_arguments(self) -> tuple[str, ...]:
-        """The arguments that `fn` takes beside the rows."""
+        """The arguments that `fn` takes besides the rows."""
         return _wanted_arguments(self.fn)
 
 
-OPS: dict[str, type[Op]] = {  # those that have a JSON form: all but `Apply`
+OPS: dict[str, type[Op]] = {  # the ops with a JSON form: all but `Apply`
     kind.__name__.lower(): kind for kind in (*SiteOp.__subclasses__(), Use) if kind is not Apply
 }
 
@@ -277,7 +277,7 @@ CaptureLike = Capture | Site | At | str
 
 
 def as_capture(value: CaptureLike) -> Capture:
-    """A capture from a site, `site @ tokens`, the text of either, or a `Capture`."""
+    """Make a `Capture` from a site, `site @ tokens` or the text form of either; return a `Capture` unchanged."""
     if isinstance(value, Capture):
         return value
     if isinstance(value, str) and "@" in value:
@@ -290,9 +290,9 @@ FUZZ_NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scal
 
 
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
-    """The op that these arguments stand for, or none.
+    """Translate the fuzzing arguments to one op, or to no op at strength 0.
 
-    Raises: `UnknownName` and `ProgramError`, with the argument's name.
+    Raises `UnknownName` or `ProgramError` with the argument's name.
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
     for name in extra:
@@ -317,12 +317,12 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
         raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None
 
 
-EXTRA_ARGS = ("patchclamp", *FUZZ_NAMES)  # the words of `extra_args` that are ours
-MAX_TYPOS = 2  # single-character edits that turn a word into one of ours
+EXTRA_ARGS = ("patchclamp", *FUZZ_NAMES)  # the keys of `extra_args` that belong to patchclamp
+MAX_TYPOS = 2  # maximum edit distance to one of these keys
 
 
 def is_ours(word: str) -> bool:
-    """True for a word of `extra_args` that is ours, begins as ours do, or is one of ours with a typo."""
+    """True if a key of `extra_args` is one of `EXTRA_ARGS`, shares their prefix, or is a typo of one."""
     if word in EXTRA_ARGS or word.lower().startswith(("fuzz_", "patchclamp")):
         return True
     return any(
@@ -331,7 +331,7 @@ def is_ours(word: str) -> bool:
 
 
 def check_words(extra: dict[str, Any]) -> None:
-    """Raise `UnknownName` for a word that is meant for us and is none of ours."""
+    """Raise `UnknownName` for a key that looks like one of `EXTRA_ARGS` but is not."""
     for word in extra:
         if word not in EXTRA_ARGS and is_ours(word):
             raise unknown("extra argument", word[:64], EXTRA_ARGS, f"vllm_xargs.{word[:64]}")

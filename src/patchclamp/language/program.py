@@ -16,22 +16,22 @@ from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold numbers
-EditsLike = Op | Iterable[Op] | None  # what `edits=` takes for one prompt
-CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # what `capture=` takes for one prompt
+VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold vectors
+EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
+CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
 Read = TypeVar("Read")
 
 
 class Program(msgspec.Struct, frozen=True):
-    """`edits` in order, then `capture`, which sees the values after all edits."""
+    """The ops of one request: `edits` in order, then `capture`, which records the values after all edits."""
 
     edits: tuple[Op, ...] = ()
     capture: tuple[Capture, ...] = ()
 
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
-        """A program from the arguments of `lm.run`: ops, and sites or captures; one or a sequence of each."""
+        """Make a program from the arguments of `lm.run`: one or more ops, and one or more sites or captures."""
         ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits, "edits")))
         capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures, "capture")))
         return cls(tuple(ops), tuple(capture))
@@ -44,7 +44,7 @@ class Program(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content in hex: equal for equal programs, however they were written."""
+        """SHA-256 of the content, in hex; equal programs have equal fingerprints, however they were written."""
         return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
 
     def to_json(self) -> str:
@@ -52,7 +52,7 @@ class Program(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Program:
-        """Reads `to_json`'s form. Raises `ProgramError` with a path for anything unknown, doubled or malformed."""
+        """Parse `to_json`'s output. Raises `ProgramError` with a path for unknown, duplicate or malformed fields."""
         try:
             data = json.loads(text, object_pairs_hook=_no_doubles)
         except (TypeError, ValueError, RecursionError) as error:
@@ -64,7 +64,10 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def to_dict(program: Program) -> dict[str, Any]:
-    """Plain data: sites and tokens as text, vectors as shape and base64. Raises `ProgramError` for `Apply`."""
+    """Convert a program to plain data: sites and tokens as text, vectors as shape and base64.
+
+    Raises `ProgramError` for `Apply`.
+    """
     for path, op in program.ops:
         if isinstance(op, Apply):
             raise ProgramError("Apply is code, which is neither written down nor sent", path)
@@ -72,7 +75,7 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op, as plain data. A whole capture is written as it was before there were projected ones."""
+    """The fields of an op as plain data. A null `project` is omitted, so that older programs keep their fingerprint."""
     fields = msgspec.to_builtins(op, enc_hook=str)
     if fields.get("project", op) is None:
         del fields["project"]
@@ -80,7 +83,7 @@ def _fields(op: Op) -> dict[str, Any]:
 
 
 def _texts(op: Op) -> dict[str, Any]:
-    """The fields of an op that are written as text."""
+    """The fields of an op that are serialized as text."""
     fields = {name: getattr(op, name, None) for name in ("at", "tokens")}
     texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
     value = getattr(op, "value", None)
@@ -91,7 +94,7 @@ def _texts(op: Op) -> dict[str, Any]:
 
 
 def from_dict(data: object) -> Program:
-    """The program that `to_dict` wrote. Raises `ProgramError` with the path of what is wrong."""
+    """Parse the output of `to_dict`. Raises `ProgramError` with the path of the invalid field."""
     if not isinstance(data, dict):
         raise ProgramError(f"a program is an object with 'edits' and 'capture', not {type(data).__name__}")
     for key in data:
@@ -165,7 +168,7 @@ def _check_op(op: object, path: str) -> Op:
 
 
 def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
-    """`read` of an item; an error gets the path."""
+    """Return `read(item)`, adding the path to errors."""
     try:
         return read(item)
     except PatchclampError as error:
@@ -173,7 +176,7 @@ def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
 
 
 def _as_list(items: Any, path: str) -> Sequence[Any]:
-    """A list of what may be one item, several, or None."""
+    """Make a sequence from one item, several, or None."""
     if items is None:
         return ()
     if isinstance(items, (Op, Site, At, str)):

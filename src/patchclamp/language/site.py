@@ -1,21 +1,17 @@
-"""Sites: the named tensors inside a model, as words.
+"""Sites: the named tensors inside a model, their registry, parser, and aliases in TransformerLens and nnterp.
 
 `resid_post[12]` is one layer, `resid_post[8:12]` four, `resid_post` all of them; `z[5, 3]` is head 3 of layer 5.
-Layers and indices are 0-based, half-open, and may count from the end.  What a word means on a model is in `sites`.
+Layers and indices are 0-based and may count from the end; ranges are half-open. `patchclamp.sites` maps names to a
+model.
 
-The registry of sites: every named tensor, said once.
-
-The public names, the parser, the docs page, the order of reports, the proofs and the parts of a row are all read from
-here. A new site is one entry, and its column in the families' tables (`sites.tables`).
+`SITES` is the registry. The public names, the parser, the docs page, the order of reports, the proofs and the parts of
+a row are derived from it. A new site is one entry here and one column in the family tables (`sites.tables`).
 
     T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size
-    M MLP width · X experts · V vocabulary
+    M MLP width · X experts · V vocabulary · `{l}` a layer
 
-The names that TransformerLens and nnterp have for our sites: which are read as ours, which mean something else.
-
-A name is an alias only if it is the same tensor. One that sounds like a site of ours and is another tensor is refused
-with what to use instead; one that is another tensor on some families only is in `DIFFERENCES`, which the docs print.
-`{l}` is a layer.
+A name is an alias only if it is the same tensor. A similar name for a different tensor is refused with a suggestion
+(`ELSEWHERE`). An alias that differs on some families only is in `DIFFERENCES`, which the docs print.
 
 Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
 nnterp 1 (`standardized_transformer.py`).
@@ -36,17 +32,17 @@ Block = Literal["", "attention", "mlp"]
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
-    """One site word.
+    """One site.
 
-    name: the word
-    shape: of what `run[...]` returns, in the letters above
-    meaning: what the tensor is, for people
-    width: the size of its row (`Sizes` has the numbers; Q, K and Z are heads times head size)
-    layered: whether every layer has one
-    index: what the second index counts; "" where it takes none
-    block: the part of a layer it is computed in
-    moves: the words of its layer that an edit here changes, in every family; the others of `kept` stay as they are
-    transformer_lens, nnterp: its names there, `{l}` a layer
+    name: its word in the language
+    shape: the shape of what `run[...]` returns, in the letters above
+    meaning: a description for people
+    width: the size of its row (numbers in `Sizes`; Q, K and Z are heads times head size)
+    layered: True if every layer has one
+    index: the unit of the second index; "" if it takes none
+    block: the part of a layer that computes it
+    moves: the sites of its layer that an edit here changes, in every family; the sites of `unmoved` stay the same
+    transformer_lens, nnterp: its aliases there
     """
 
     name: str
@@ -65,7 +61,7 @@ _MIXER, _MLP = ("attn_out", "mixer_out"), ("mlp_out",)
 _HEADS = ("z", *_MIXER)
 _BLOCKS, _ATTN = "blocks.{l}.", "blocks.{l}.attn."
 
-SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
+SITES: dict[str, SiteSpec] = {  # in order of computation
     spec.name: spec
     for spec in (
         SiteSpec("embed", "[T, D]", "what the token embedding puts into the stream, scaled where the model scales it",
@@ -113,8 +109,8 @@ NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias 
 
 
 def unmoved(name: str) -> tuple[str, ...]:
-    """The words of a layer that an edit at `name` does not change: of its own block all that it does not move, and of
-    an MLP's site all of attention."""
+    """The sites of a layer that an edit at `name` leaves unchanged: those of its block that it does not move and, for a
+    site of the MLP, all of attention."""
     spec = SITES[name]
     blocks: tuple[Block, ...] = ("attention", "mlp") if spec.block == "mlp" else (spec.block,)
     return tuple(
@@ -159,7 +155,7 @@ ELSEWHERE: dict[str, str] = {
 }  # fmt: skip
 
 
-# by name: what an edit reaches there, and the sites that do the same here. Captures by these names are the same tensor
+# Names that are refused for edits only: why, and what to use instead. A capture by such a name is the same tensor.
 EDITED_ELSEWHERE: dict[str, str] = {
     "blocks.{l}.hook_resid_mid": "an edit there moves what the MLP reads, not the stream: use resid_mid[{l}] to edit "
                                  "the stream, or mlp_in[{l}] to edit what the MLP reads, after its norm",
@@ -169,7 +165,7 @@ EDITED_ELSEWHERE: dict[str, str] = {
 
 
 class Difference(NamedTuple):
-    """Where an alias is another tensor in its own library than our site, on some families (none named: on all)."""
+    """A difference between an alias' tensor in its own library and our site, on some families (empty: on all)."""
 
     aliases: tuple[str, ...]
     families: tuple[str, ...]
@@ -178,7 +174,7 @@ class Difference(NamedTuple):
 
 _QK = ("blocks.{l}.attn.hook_q", "blocks.{l}.attn.hook_k")
 _OUTPUTS = ("attentions_output", "mlps_output")
-# families: with a norm after attention and MLP; without one before them; with factors; with normed queries and keys
+# Families with a norm after attention and MLP; without a norm before them; with factors; with normed queries and keys
 _POST = ("olmo2", "glm4", "exaone4")
 _NO_PRE, _FACTORS = ("olmo2", "exaone4"), ("granite", "granite_hybrid")
 _NORMED_QK = ("qwen3", "qwen3_moe", "gemma3", "olmo2", "exaone4", "glm4_moe_normed", "olmoe")
@@ -223,7 +219,7 @@ _ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
 
 
 def hook(text: str) -> tuple[str, int | None] | None:
-    """The site and layer that a TransformerLens hook name means; None if it is none that we read."""
+    """The site and layer of a TransformerLens hook name; None if it is not an alias."""
     for pattern, site in _HOOKS:
         if match := pattern.fullmatch(text):
             layer = match.groupdict().get("layer")
@@ -232,7 +228,7 @@ def hook(text: str) -> tuple[str, int | None] | None:
 
 
 def edited_elsewhere(text: str) -> str | None:
-    """Why an edit by one of their names is refused, and what to write instead; None for other names."""
+    """The reason to refuse an edit by a TransformerLens name, and a suggestion; None for other names."""
     for pattern, why in _EDITED_ELSEWHERE:
         if match := pattern.fullmatch(text):
             return f"{text}: {why.format(l=match['layer'])}"
@@ -240,7 +236,7 @@ def edited_elsewhere(text: str) -> str | None:
 
 
 def elsewhere(text: str) -> PatchclampError | None:
-    """The error for a name of theirs that is no site of ours; it says what to use instead. None for other names."""
+    """The error, with a suggestion, for a name of either library that is not one of our sites; None for other names."""
     for pattern, why in _ELSEWHERE:
         if match := pattern.fullmatch(text.partition("[")[0].strip()):
             error = UnsupportedSite if why.startswith(_NEVER) else UnknownName
@@ -249,7 +245,7 @@ def elsewhere(text: str) -> PatchclampError | None:
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A named tensor: its word, its layers (None: all), and an index within its row (None: the whole row)."""
+    """A named tensor: its name, its layers (None: all), and an index within its row (None: the whole row)."""
 
     name: str
     layers: Index | None = None
@@ -290,9 +286,9 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class At(msgspec.Struct, frozen=True):
-    """A site at a selection of tokens: what `capture=` takes. Prints as `z[5, 3] @ prompt[-1]`.
+    """A site at a selection of tokens, for `capture=` and `at=`. Prints as `z[5, 3] @ prompt[-1]`.
 
-    `@` binds tighter than `|`, `&` and `-`; in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.
+    `@` binds tighter than `|`, `&` and `-`, yet in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.
     """
 
     site: Site
@@ -312,8 +308,7 @@ class At(msgspec.Struct, frozen=True):
 
 
 def parse_edited_site(text: Site | str) -> Site:
-    """`parse_site`, for a site that is edited. Raises `UnsupportedSite` for a name of TransformerLens whose edit there
-    reaches other readers of the tensor than an edit of our site does."""
+    """Parse a site for an edit. Raises `UnsupportedSite` for a TransformerLens name whose edits reach other readers."""
     site = parse_site(text)
     if isinstance(text, str) and (reason := edited_elsewhere(text.strip())):
         raise UnsupportedSite(reason)
@@ -327,10 +322,10 @@ MAX_TEXT = 1 << 12  # characters of a site's text form
 
 
 def parse_site(text: Site | str) -> Site:
-    """A site from its text form or its name in TransformerLens or nnterp; a site is returned as it is.
+    """Parse a site from its text form or its name in TransformerLens or nnterp; return a `Site` unchanged.
 
-    Raises: `UnknownName` for a word that is no site (for a name of TransformerLens or nnterp it says what to use
-    instead), `UnsupportedSite` for attention weights, `ProgramError` for malformed text.
+    Raises `UnknownName` for an unknown name (with a suggestion for names of TransformerLens and nnterp),
+    `UnsupportedSite` for attention weights, and `ProgramError` for malformed text.
     """
     if isinstance(text, Site):
         return text

@@ -1,10 +1,8 @@
-"""Tokens: which positions of one request an op acts on, named by what the tokens are.
+"""Tokens: selections of a request's positions, and the hashable indices and ranges that sites use too.
 
 `prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`.
-Positions are absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.
-Which step of the engine computes a position never matters; a selection is a predicate on positions and tokens.
-
-Indices and half-open ranges of layers, heads and positions: hashable, with text forms.
+Positions are absolute and 0-based, starting with the prompt; `generated[0]` is the first sampled token *as an input*.
+A selection is a predicate on positions and tokens; it does not depend on which engine step computes a position.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknow
 
 
 class Range(msgspec.Struct, frozen=True):
-    """A half-open range with optional ends, as Python's slice but hashable; prints as `8:12` or `::2`."""
+    """A half-open range with optional ends, like a slice but hashable; prints as `8:12` or `::2`."""
 
     start: int | None = None
     stop: int | None = None
@@ -53,17 +51,17 @@ IndexLike = SupportsIndex | slice | Range | None
 
 
 def as_integer(value: SupportsIndex) -> int:
-    """A whole number of Python, NumPy or torch as an int. Raises `ProgramError` for all else, 1.0 and True included."""
+    """Convert an integer of Python, NumPy or torch. Raises `ProgramError` for all else, including 1.0 and True."""
     try:
-        if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
+        if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is not an index
             raise AttributeError
         return int(value.__index__())
-    except (AttributeError, TypeError, RuntimeError):  # a tensor of several numbers has the method
+    except (AttributeError, TypeError, RuntimeError):  # tensors of several numbers have __index__ too
         raise ProgramError(f"an index is a whole number, not {value!r:.200}") from None
 
 
 def as_index(key: IndexLike) -> Index | None:
-    """An index from what stands in brackets; None for all, as in `[:]`."""
+    """Make an index from a subscript; None for all, as in `[:]`."""
     if isinstance(key, slice):
         key = Range.of(key)
     if key is None or isinstance(key, Range):
@@ -76,7 +74,7 @@ _SLICE = re.compile(r"\s*(-?\d{1,9})?\s*:\s*(-?\d{1,9})?\s*(?::\s*(-?\d{1,9})?\s
 
 
 def parse_index(text: str) -> Index | None:
-    """`12` → 12, `8:12` → Range(8, 12), `:` → None."""
+    """Parse an index: `12` → 12, `8:12` → Range(8, 12), `:` → None."""
     if number := re.fullmatch(_NUMBER, text):
         return int(number[1])
     if ends := _SLICE.fullmatch(text):
@@ -89,8 +87,7 @@ GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Base of all selections. a | b has the positions of both, a & b those that are in both, a - b those of a that are
-    not in b; all in ascending order."""
+    """Base of all selections. `|`, `&` and `-` are union, intersection and difference, in ascending order."""
 
     def __or__(self, other: TokensLike) -> Joined:
         return Joined("|", self, parse_tokens(other))
@@ -115,7 +112,7 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 class Positions(Selection, frozen=True, tag="positions"):
-    """Positions of a group (`prompt`, `generated` or `every`), by number, list or range; None is all of them."""
+    """Positions of a group (`prompt`, `generated` or `every`), by number, list or range (None: all)."""
 
     of: str
     index: Index | tuple[int, ...] | None = None
@@ -129,7 +126,7 @@ class Positions(Selection, frozen=True, tag="positions"):
             self._check_open_end()
 
     def _check_open_end(self) -> None:
-        """Only the prompt has an end that is known before the request runs."""
+        """Reject negative indices: only the prompt's end is known before the request runs."""
         ends = self.index if isinstance(self.index, tuple) else (self.index,)
         if isinstance(self.index, Range):
             ends = self.index.ends
@@ -145,7 +142,7 @@ class Positions(Selection, frozen=True, tag="positions"):
     def select(self, prompt: int, limit: int) -> list[int] | range:
         """The selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
 
-        Raises `TokensError` for a numbered position that does not exist, or that a list names twice.
+        Raises `TokensError` for a position that does not exist, or that a list contains twice.
         """
         groups = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}
         first, length = groups[self.of]
@@ -166,10 +163,10 @@ class Positions(Selection, frozen=True, tag="positions"):
 
 
 class Role(Selection, frozen=True, tag="role"):
-    """The prompt tokens that a chat's messages of one role say, without what the chat template puts around them.
+    """The prompt tokens of a chat's messages of one role, without the chat template's own tokens around them.
 
-    message: the number of one such message, from 0, or from the end when negative; None: all of them
-    index: which of these tokens; None: all of them
+    message: the number of one such message, from 0, or from the end if negative; None: all
+    index: the selected tokens among these; None: all
     """
 
     role: str
@@ -190,7 +187,7 @@ class Role(Selection, frozen=True, tag="role"):
     def find(self, turns: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
         """The selected positions. Raises `TokensError` if the chat has no such message, or no such token in it.
 
-        turns: of each message the role, and the positions of the tokens that it says
+        turns: the role of each message, and the positions of its tokens
         """
         said = [positions for role, positions in turns if role == self.role]
         if not said:
@@ -209,11 +206,10 @@ class Role(Selection, frozen=True, tag="role"):
 
 
 class ImageTokens(Selection, frozen=True, tag="image"):
-    """The prompt tokens in whose place the model reads an image: where rows of image features come instead of the
-    token's own embedding. Marks around and between them are text.
+    """The prompt tokens whose embeddings are replaced by image features. Markers around and between them are text.
 
-    number: of the image in the prompt, from 0, or from the end when negative; None: all images
-    index: which of its tokens; None: all of them
+    number: the number of the image in the prompt, from 0, or from the end if negative; None: all images
+    index: the selected tokens of the image; None: all
     """
 
     number: int | None = None
@@ -237,7 +233,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
     def find(self, images: Sequence[Sequence[int]]) -> list[int]:
         """The selected positions. Raises `TokensError` if the prompt has no such image, or no such token in it.
 
-        images: of each image of the prompt the positions of its tokens, ascending
+        images: the positions of each image's tokens, ascending
         """
         if not images:
             raise TokensError(
@@ -260,7 +256,7 @@ _Indexed = Positions | Role | ImageTokens
 
 
 def _index_of(indexed: _Indexed, key: Any) -> Index | tuple[int, ...] | None:
-    """What stands in the brackets after a selection."""
+    """The index of a subscript of a selection."""
     if indexed.index is not None:
         raise ProgramError(f"{indexed} is already indexed")
     if isinstance(key, slice):
@@ -270,7 +266,7 @@ def _index_of(indexed: _Indexed, key: Any) -> Index | tuple[int, ...] | None:
 
 
 def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Those of the positions that an index names; `extent` says how many there are."""
+    """The positions selected by an index; `extent` describes their number in an error."""
     if indexed.index is None:
         return list(positions)
     if isinstance(indexed.index, Range):
@@ -279,7 +275,7 @@ def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]
 
 
 def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Some of the positions, by the numbers that an index lists; `extent` says how many there are."""
+    """The positions listed by number in an index; `extent` describes their number in an error."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
     for number in numbers:
@@ -292,7 +288,7 @@ def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], 
 
 
 def _brackets(index: Index | tuple[int, ...] | None) -> str:
-    """An index as it is written after a selection."""
+    """The text form of a selection's index."""
     if index is None:
         return ""
     numbers = ", ".join(map(str, index)) if isinstance(index, tuple) else str(index)
@@ -337,7 +333,7 @@ class TextSpan(Selection, frozen=True, tag="span"):
 
 
 class TokenIds(Selection, frozen=True, tag="token"):
-    """Every token, of the prompt or generated, whose id is one of `ids`."""
+    """Every prompt or generated token whose id is in `ids`."""
 
     ids: tuple[int, ...]
 
@@ -360,12 +356,12 @@ class TokenIds(Selection, frozen=True, tag="token"):
         return f"token({', '.join(map(str, self.ids))})"
 
 
-MAX_TOKEN_ID = (1 << 24) - 1  # token ids lie in the bank, as fp32 numbers
-MAX_IDS = 1 << 12  # of one selection
+MAX_TOKEN_ID = (1 << 24) - 1  # the bank stores token ids as fp32, which is exact up to here
+MAX_IDS = 1 << 12  # per selection
 
 
 class Joined(Selection, frozen=True, tag="joined"):
-    """Two selections joined by an op: "|", "&" or "-", as of `Selection`."""
+    """Two selections joined by "|", "&" or "-" (see `Selection`)."""
 
     op: str
     left: Selection
@@ -392,13 +388,13 @@ class Joined(Selection, frozen=True, tag="joined"):
         return f"pc.tokens({str(self)!r})"
 
 
-OPS = "|&-"  # the weaker first, as in Python
+OPS = "|&-"  # lowest precedence first, as in Python
 MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """How deep a selection is joined, how many leaves it has, and how many of them select by token id."""
+    """The depth of a selection, the number of its leaves, and the number of leaves that select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)
@@ -415,23 +411,23 @@ image = ImageTokens()
 
 
 def span(text: str, occurrence: int = 0) -> TextSpan:
-    """The tokens of the prompt that spell `text`; `occurrence` counts from 0, or from the end when negative."""
+    """The prompt tokens that spell `text`; `occurrence` counts from 0, or from the end if negative."""
     return TextSpan(text, occurrence)
 
 
 def role(name: str, message: int | None = None) -> Role:
-    """The tokens of the prompt that a chat's messages of a role say: `pc.role("user")[-1]` is the last of them. Of one
-    message alone where `message` numbers it, from 0, or from the end when negative."""
+    """The prompt tokens of a chat's messages of a role: `pc.role("user")[-1]` is the last of them. `message` selects
+    one message, from 0, or from the end if negative."""
     return Role(name, message)
 
 
 def token(*ids: int) -> TokenIds:
-    """The tokens that are one of some ids, in the prompt and in generated text: `pc.generated & pc.token(13)`."""
+    """The prompt and generated tokens with one of these ids: `pc.generated & pc.token(13)`."""
     return TokenIds(ids)
 
 
 def ids_in(selection: Selection) -> list[TokenIds]:
-    """The selections by token id that a selection is joined of."""
+    """The selections by token id within a selection."""
     if isinstance(selection, Joined):
         return ids_in(selection.left) + ids_in(selection.right)
     return [selection] if isinstance(selection, TokenIds) else []
@@ -450,7 +446,7 @@ MAX_TEXT = 1 << 15  # characters of a selection's text form
 
 
 def parse_tokens(text: TokensLike) -> Tokens:
-    """A selection from its text form, from a position or positions of `every`, or a selection itself."""
+    """Parse a selection from its text form or from positions of `every`; return a selection unchanged."""
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
@@ -473,7 +469,7 @@ def _malformed(text: str) -> ProgramError:
 
 
 def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int]:
-    """Reads selections joined by `ops`, the weaker first, from character `at` on; returns them and where they end."""
+    """Parse selections joined by `ops`, lowest precedence first, from character `at`; return them and their end."""
     if not ops:
         return _one(text, at, depth)
     left, at = _joined(text, at, depth, ops[1:])
@@ -484,7 +480,7 @@ def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int
 
 
 def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
-    """Reads one selection, or several in brackets."""
+    """Parse one selection, or several in parentheses."""
     if opened := _OPEN.match(text, at):
         if depth == MAX_DEPTH:
             raise _malformed(text)
@@ -523,7 +519,7 @@ def _group(match: re.Match[str], text: str) -> Positions:
 
 
 def _keys(keys: str | None, text: str) -> Index | tuple[int, ...] | None:
-    """Reads what stands in brackets, in a selection's text."""
+    """Parse the text of a selection's subscript."""
     if keys is None:
         return None
     if "," not in keys:
@@ -537,7 +533,7 @@ def _keys(keys: str | None, text: str) -> Index | tuple[int, ...] | None:
 
 
 def _unquote(literal: str) -> str:
-    double = {"\\'": "'", '"': '\\"'}  # as in JSON, but for quotes
+    double = {"\\'": "'", '"': '\\"'}  # JSON's escapes, except for quotes
     quoted = re.sub(r'\\.|"', lambda match: double.get(match[0], match[0]), literal[1:-1], flags=re.DOTALL)
     try:
         return json.loads(f'"{quoted}"', strict=False)
@@ -546,7 +542,7 @@ def _unquote(literal: str) -> str:
 
 
 def read_tokens(text: TokensLike, path: str) -> Tokens:
-    """`parse_tokens`, whose errors have a path."""
+    """Parse a selection, adding the path to errors."""
     try:
         return parse_tokens(text)
     except PatchclampError as error:

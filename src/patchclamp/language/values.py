@@ -1,12 +1,10 @@
-"""Values: the vectors an op writes. A `Vector` carries its numbers; the others say where they are: `Named` in the bank,
-`From` in what another run captured, `SameRun` at an earlier layer of the run itself.
+"""Values: the vectors an op writes, and the struct fields that convert user input to one type.
 
-Fields that are converted when a struct is made: written in several ways, of one type.
+A `Vector` holds its numbers. The other values refer to numbers: `Named` to the bank, `From` to another run's captures,
+`SameRun` to an earlier layer of the same run.
 
-`at: Site = field(converter=as_site)` takes `"resid_post[3]"` and holds a `Site`, for type checkers too (the typing
-specification's dataclass transforms).
-
-How the fields of ops are read from what people write: numbers, vectors, dtypes. Each raises `ProgramError`.
+`at: Site = field(converter=as_site)` accepts `"resid_post[3]"` and stores a `Site`, for type checkers too (the typing
+specification's dataclass transforms). The `as_*` converters raise `ProgramError` or `ShapeError`.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ def field(*, converter: Callable[[Written], Read]) -> Read: ...
 @overload
 def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
 def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
-    """A field whose value goes through `converter`. Without a default it is required."""
+    """Declare a field whose value is passed through `converter`. Without a default it is required."""
     return _Field(converter, default)
 
 
 class _Converting(msgspec.StructMeta):
-    """Moves the converters of a class's fields to the class's `converters`."""
+    """Metaclass that collects the fields' converters in the class attribute `converters`."""
 
     converters: dict[str, Callable[[Any], Any]]
 
@@ -87,7 +85,7 @@ class _Converting(msgspec.StructMeta):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
-    """Base of structs with such fields. An error in a field names the field."""
+    """Base of structs with converted fields. Errors carry the field's name."""
 
     def __post_init__(self) -> None:
         for name, converter in type(self).converters.items():
@@ -98,7 +96,7 @@ class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
 
 
 def optional(converter: Callable[[Written], Read]) -> Callable[[Written | None], Read | None]:
-    """A converter that leaves None as it is."""
+    """Wrap a converter so that None stays None."""
     return lambda value: None if value is None else converter(value)
 
 
@@ -106,7 +104,7 @@ BYTES = (str, bytes, bytearray, memoryview)
 
 
 def check_dense(tensor: Any, path: str | None = None) -> None:
-    """Raises `ShapeError` for a torch tensor whose numbers cannot be read: sparse, quantised, nested or meta."""
+    """Raise `ShapeError` for a torch tensor whose numbers cannot be read: sparse, quantised, nested or meta."""
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
         raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
     if tensor.is_meta:
@@ -114,7 +112,7 @@ def check_dense(tensor: Any, path: str | None = None) -> None:
 
 
 def as_plain(value: Any, path: str | None = None) -> Any:
-    """A tensor's or an array's numbers as Python's, in lists; anything else as it is."""
+    """Convert a tensor or array to nested lists of Python numbers; return anything else unchanged."""
     if hasattr(value, "detach"):
         check_dense(value, path)
     if hasattr(value, "mask") and hasattr(value, "filled"):
@@ -123,8 +121,8 @@ def as_plain(value: Any, path: str | None = None) -> Any:
 
 
 def as_items(items: Any, path: str) -> list[Any]:
-    """A list of things; a set of numbers is sorted. Raises `ProgramError` for text, bytes, mappings and tables, whose
-    characters, keys and column names are not meant, and for other sets, which have no order."""
+    """Make a list of items; a set of numbers is sorted. Raises `ProgramError` for text, bytes, mappings and tables
+    (iterating them gives characters, keys or column names), and for other sets (they have no order)."""
     items = as_plain(items, path)
     if isinstance(items, (set, frozenset)) and all(isinstance(one, Real) for one in items):
         return sorted(items)
@@ -135,7 +133,7 @@ def as_items(items: Any, path: str) -> list[Any]:
 
 
 def as_file(path: Any, name: str | None = None) -> Any:
-    """A path as it is. Raises `ProgramError` for what no file or folder can be called; `name`: of the argument."""
+    """Return a path unchanged. Raises `ProgramError`, with the argument's `name`, if it is not a valid path."""
     try:
         text = os.fspath(path)
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
@@ -146,9 +144,9 @@ def as_file(path: Any, name: str | None = None) -> Any:
 
 
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
-    """Real numbers as a little-endian fp32 array, contiguous, from a torch tensor, a NumPy array or nested lists.
+    """Convert real numbers in a torch tensor, a NumPy array or nested lists to a contiguous little-endian fp32 array.
 
-    Raises `ShapeError` for all else: text, booleans, complex numbers, dates, masked arrays, tensors without dense rows.
+    Raises `ShapeError` for all else: text, booleans, complex numbers, dates, masked arrays, non-dense tensors.
     """
     import numpy as np
 
@@ -163,7 +161,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
             numbers = numbers.detach().cpu().float().numpy()
         if isinstance(numbers, (*BYTES, Mapping)):
             raise TypeError("not numbers")
-        if isinstance(numbers, Sequence):  # a bool among floats, or text, would be converted
+        if isinstance(numbers, Sequence):  # NumPy would convert text, or a bool among floats
             numbers = read_elements(numbers, path)
         array = np.asarray(numbers)
         if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -175,8 +173,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
 
 
 def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
-    """Nested lists, their tensors and arrays read by `as_array`. Raises `TypeError` for text, bytes, a boolean or a
-    date, which NumPy would convert."""
+    """Convert arrays in nested lists. Raises `TypeError` for text, bytes, booleans and dates (NumPy converts them)."""
     return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
 
 
@@ -194,8 +191,7 @@ class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
     """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order. One row of
     heads may be [H, E].
 
-    shape: of the numbers
-    data: little-endian fp32, row by row
+    data: little-endian fp32, row-major
     """
 
     shape: tuple[int, ...]
@@ -213,7 +209,7 @@ class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
 
     @classmethod
     def of(cls, numbers: Any) -> Vector:
-        """From a torch tensor, a NumPy array or nested lists."""
+        """Make a vector from a torch tensor, a NumPy array or nested lists."""
         array = as_array(numbers)
         return cls(tuple(array.shape), array.tobytes())
 
@@ -224,7 +220,7 @@ class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
         return np.frombuffer(self.data, "<f4").reshape(self.shape)
 
     def rows(self) -> np.ndarray:
-        """The numbers as [n, D]; n is 1 for a vector given as [D]."""
+        """The numbers as [n, D]; n is 1 for a vector [D]."""
         return self.array().reshape(-1, self.shape[-1])
 
     @functools.cached_property
@@ -238,10 +234,10 @@ class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
 
 @functools.lru_cache(256)
 def orthonormal(directions: Vector) -> Vector:
-    """An orthonormal basis [k, D] of the span of rows, in their order. A row that adds less than a millionth of its
-    length to the span is left out.
+    """An orthonormal basis [k, D] of the span of the rows, in order. A row is dropped if at most a millionth of its
+    length is outside the span of the rows before it.
 
-    Source: Gram and Schmidt's way, twice (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9).
+    Source: Gram-Schmidt, applied twice (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9).
     """
     import numpy as np
 
@@ -257,7 +253,7 @@ def orthonormal(directions: Vector) -> Vector:
 
 
 class RunLike(Protocol):
-    """What a value needs of a `Run`."""
+    """The part of a `Run` that `From` uses."""
 
     key: str
 
@@ -278,10 +274,10 @@ def _position(value: TokensLike) -> Tokens:
 class From(Converted, frozen=True, tag="from", dict=True):
     """Rows that another run captured.
 
-    run: a `Run`, which is kept as long as this value, or its name in the bank, or its key (text once it is made)
-    site: where the rows were captured; None: at the site that is written
-    position: which positions; None: those that are written. The row of one position is written to every position; the
-        rows of n to n positions, in order
+    run: a `Run`, its name in the bank, or its key. Stored as text; a `Run` is kept alive as long as this value
+    site: the site where the rows were captured; None: the site that is written
+    position: the captured positions; None: the positions that are written. One position's row is written to every
+        position; n rows are written to n positions, in order
     """
 
     run: str = field(converter=_run_key)
@@ -295,11 +291,11 @@ class From(Converted, frozen=True, tag="from", dict=True):
 
 
 class SameRun(Converted, frozen=True, tag="same_run"):
-    """Rows of an earlier layer of the run itself, as they are after the edits that stand before in the program.
+    """Rows of an earlier layer of the same run, after the edits that precede this one in the program.
 
-    site: of one layer, or of as many as are written
-    position: which positions, none after the one that it is written to; None: those that are written. The row of one
-        position is written to every position; the rows of n to n positions, in order
+    site: a site of one layer, or of as many layers as are written
+    position: the source positions, each no later than the position it is written to; None: the positions that are
+        written. One position's row is written to every position; n rows are written to n positions, in order
     """
 
     site: Site = field(converter=parse_site)
@@ -307,7 +303,7 @@ class SameRun(Converted, frozen=True, tag="same_run"):
 
 
 def check_name(name: object) -> str:
-    """A name in the bank, or `ProgramError`: text that a file can hold, of at most 200 characters."""
+    """Check a name in the bank: 1 to 200 characters that safetensors can store. Raises `ProgramError`."""
     if not isinstance(name, str) or not name or len(name) > 200:
         raise ProgramError(f"a name is text, not empty and of at most 200 characters: not {name!r:.300}")
     if name == "__metadata__" or re.search("[\ud800-\udfff]", name):
@@ -316,8 +312,7 @@ def check_name(name: object) -> str:
 
 
 class Named(msgspec.Struct, frozen=True, tag="named"):
-    """What the bank has under a name when the request is made: a vector, or means, of which the row of the site counts
-    that is written."""
+    """A bank entry, looked up when the request is made: a vector, or means (the row of the site that is written)."""
 
     name: str
 
@@ -329,7 +324,7 @@ Value = Vector | From | Named | SameRun
 
 
 class Array(Protocol):
-    """What NumPy reads: its own arrays, and torch's tensors."""
+    """Anything NumPy can convert: its own arrays, and torch tensors."""
 
     def __array__(self) -> np.ndarray: ...
 
@@ -338,7 +333,7 @@ ValueLike = Value | str | Array | Sequence[float] | Sequence[Sequence[float]]
 
 
 def as_value(value: ValueLike) -> Value:
-    """A value from a vector's numbers or a name in the bank; a value is returned as it is."""
+    """Make a value from a vector's numbers or a name in the bank; return a value unchanged."""
     if isinstance(value, (Vector, From, Named, SameRun)):
         return value
     if isinstance(value, str):
@@ -352,11 +347,11 @@ def as_value(value: ValueLike) -> Value:
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 DTYPES = ("float32", "bfloat16", "float16")  # of captures
-MAX_PROJECTED = 256  # rows of the matrix of a projected capture
+MAX_PROJECTED = 256  # rows of a projected capture's matrix
 
 
 def as_number(value: SupportsFloat) -> float:
-    """A number of Python, NumPy or torch as a float. Text and True are none."""
+    """Convert a number of Python, NumPy or torch to a float. Text and booleans are errors."""
     if hasattr(value, "detach"):
         check_dense(value)
     try:
@@ -392,13 +387,13 @@ def as_seed(value: SupportsIndex) -> int:
 
 
 def as_flag(value: bool, path: str | None = None) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, too
+    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's bool is `bool_` or `bool`, by version
         raise ProgramError(f"expected True or False, got {value!r:.200}", path)
     return bool(value)
 
 
 def as_dtype(value: object, path: str | None = None) -> str:
-    """The name of one of `DTYPES`, from its name or from torch's dtype."""
+    """The name of one of `DTYPES`, from its name or a torch dtype."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise unknown("capture dtype", name, DTYPES, path)
@@ -413,16 +408,16 @@ def as_numbers(value: ValueLike) -> Vector | Named:
 
 
 def as_row(value: ValueLike) -> Vector | Named:
-    """Numbers [D]."""
+    """Convert to numbers [D]."""
     if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
         raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
     return vector
 
 
 def as_mask(value: ValueLike) -> Vector | Named:
-    """Numbers [D], or booleans [D] as 0 and 1."""
+    """Convert to numbers [D]; booleans become 0 and 1."""
     if isinstance(value, (list, tuple)):
-        flags = ("bool", "bool_")  # NumPy's, too
+        flags = ("bool", "bool_")
         return as_row([float(one) if type(one).__name__ in flags else one for one in value])  # type: ignore[arg-type]
     if "bool" in str(getattr(value, "dtype", "")):
         return as_row(value * 1.0)  # type: ignore[operator]
@@ -430,26 +425,26 @@ def as_mask(value: ValueLike) -> Vector | Named:
 
 
 def as_matrix(value: ValueLike) -> Vector | Named:
-    """Numbers [D] or [k, D], of at most `MAX_PROJECTED` rows."""
+    """Convert to numbers [D] or [k, D], at most `MAX_PROJECTED` rows."""
     if isinstance(vector := as_numbers(value), Vector):
         check_matrix(vector)
     return vector
 
 
 def check_matrix(matrix: Vector) -> None:
-    """Raises `ShapeError` for a matrix that no capture takes."""
+    """Raise `ShapeError` for a matrix with more than `MAX_PROJECTED` rows."""
     rows = len(matrix.rows())
     if rows > MAX_PROJECTED:
         raise ShapeError(f"a matrix of at most {MAX_PROJECTED} rows is needed; this is {list(matrix.shape)}")
 
 
 def as_directions(value: ValueLike) -> Vector | Named:
-    """Numbers [D] or [k, D], no row all zeros."""
+    """Convert to numbers [D] or [k, D]. Raises `ShapeError` for a row of zeros."""
     if isinstance(vector := as_numbers(value), Vector) and not vector.array().any(axis=-1).all():
         raise ShapeError("a direction is all zeros")
     return vector
 
 
 def as_direction(value: ValueLike) -> Vector | Named:
-    """Numbers [D], not all zeros."""
+    """Convert to numbers [D]. Raises `ShapeError` for zeros."""
     return as_row(as_directions(value))

@@ -1,8 +1,8 @@
-"""WHEN: a program bound to one prompt, and a batch of them, become a step plan. NumPy only.
+"""The planner: binds programs to prompts, and plans each step of a batch. NumPy only.
 
-Program       --bind, lower--> BoundProgram   one request: names become points, selections ranges of positions
+Program       --bind, lower--> BoundProgram   one request: sites become points, selections become position ranges
 BoundProgram  --admit------->  ProgramTable   records by slot and point; changes only when requests come and go
-Batch         --make_plan--->  StepPlan       which row belongs to which slot, where captured rows go
+Batch         --make_plan--->  StepPlan       the slot of each row, and the buffer offsets of captured rows
 """
 
 from patchclamp.plan.bind import Code, Source, bind

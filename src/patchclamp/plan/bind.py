@@ -1,11 +1,7 @@
-"""Binding: a program and one prompt become numbers. Every name and selection is checked here, before anything runs.
+"""Bind a program to one prompt: check every name and selection before anything runs, and lower each op to numbers.
 
-Lowering: what each op is in numbers, one function an op.
-
-A new op of an existing kind (`plan.bound`) is its struct in `language.ops` and one function here. The function gets
-what it needs of the prompt, the model and the bank from its `Context`.
-
-The bindings of one call: a program is bound once for all prompts of one length, where only their length counts.
+A new op of an existing kind (`plan.bound`) is a struct in `language.ops` and one lowering function here. The function
+reads the prompt, the model and the bank through its `Context`.
 """
 
 from __future__ import annotations
@@ -50,25 +46,25 @@ from patchclamp.store.named import Means, NamedBank, Source, is_run
 
 
 class Context(Protocol):
-    """One op's site and selection in one prompt."""
+    """The interface of a lowering function to one op's site and selection in one prompt."""
 
     conditional: bool
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
-        """Bank keys of a value (one for each point, or one for all), and the row that each selected position reads
-        (None: row 0). Errors have the path `value`."""
+        """The bank keys of a value (one per point, or one for all), and the row for each selected position (None: row
+        0). Errors have the path `value`."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
-        """The one vector that a field names for all points, as wide as the site."""
+        """The single vector of a field, as wide as the site, for all points."""
         ...
 
     def put(self, vector: Vector) -> str:
-        """The bank key of a vector."""
+        """Add a vector to the request's vectors, and return its bank key."""
         ...
 
     def needs_whole_rows(self, op: SiteOp) -> None:
-        """Raises `UnsupportedSite` where no worker has a whole row, which the op sums over."""
+        """Raise `UnsupportedSite` if no worker has the whole row that the op sums over."""
         ...
 
     def points(self) -> list[tuple[str, int | None]]:
@@ -76,16 +72,16 @@ class Context(Protocol):
         ...
 
     def code(self, op: ops.Apply) -> int:
-        """The number of an op's code. Raises `ProgramError` where code is not allowed."""
+        """Number an op's code. Raises `ProgramError` if code is not allowed."""
         ...
 
 
 class Lowered(msgspec.Struct, frozen=True):
-    """An op in numbers, before it is placed.
+    """A lowered op, before it gets points and positions.
 
     values: bank keys
-    rows: the value's row that each selected position reads; None: row 0
-    repeats: how often the action is carried out at every position, with row 0, 1, … of the value
+    rows: the value's row for each selected position; None: row 0
+    repeats: the number of times the action runs at every position, with rows 0, 1, … of the value
     """
 
     action: Action
@@ -96,7 +92,7 @@ class Lowered(msgspec.Struct, frozen=True):
 
 @functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
-    """An op in numbers. Errors have the field's name as their path."""
+    """Lower an op to numbers. Errors have the field's name as their path."""
     raise NotImplementedError(f"no lowering of {type(op).__name__}")
 
 
@@ -186,16 +182,15 @@ def _one_row(vector: Vector, field: str) -> Vector:
 
 
 NO_BANK = NamedBank()
-MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and the edits of all that are used
+MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # of nested `Use`: its depth, and all edits of the used programs
 
 
 class Code(NamedTuple):
-    """What an `Apply` runs.
+    """The code of an `Apply`.
 
-    path: of the op in its program
-    fn: the function
-    arguments: the names that it takes beside the rows
-    sites: by point, the text of its site
+    path: the op's path in its program
+    arguments: the names of the arguments that `fn` takes besides the rows
+    sites: the site's text form, by point
     """
 
     path: str
@@ -212,14 +207,13 @@ def bind(
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
     code: dict[int, Code] | None = None, known: Known | None = None,
 ) -> BoundProgram:  # fmt: skip
-    """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
+    """Check a program against a prompt, a model, and the runs and names (`bank`) it reads, and lower it to numbers.
 
-    Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
-    vector by its bank key, `code` the code by its number (None: code is not allowed). `known` is what programs that are
-    bound together share.
+    Positions are those of input tokens, below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
+    vector by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs that
+    are bound together.
 
-    Raises: what is wrong, with its path in the program: `ProgramError`, `TokensError`, `ShapeError`,
-    `UnsupportedSite`, `MissingSource`.
+    Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite` or `MissingSource`, with the op's path.
     """
     binder = _Binder(
         prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
@@ -231,10 +225,10 @@ def bind(
 
 
 class Known:
-    """What the programs of one call have in common, worked out once: the refs of a site, the positions of a selection,
-    the rows of a run, and the ranges of positions. It holds every array by whose identity it finds something.
+    """A cache shared by the programs of one call: the refs of a site, the positions of a selection, the rows of a run,
+    and the ranges of positions. Entries keyed by an array's identity hold the array, so that its id is not reused.
 
-    `count(records)` is called with the records of each op as it is bound: it ends binding by what it raises.
+    `count(records)` is called with the number of records of each op as it is bound; binding ends if it raises.
     """
 
     def __init__(self, count: Callable[[int], None] | None = None) -> None:
@@ -247,21 +241,21 @@ class Known:
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
 
     def merged_of(self, cases: list[Case]) -> np.ndarray:
-        """All positions of some cases, ascending: one array as long as the cases have the same."""
+        """All positions of some cases, ascending; the same array for the same cases."""
         key = tuple(id(case.positions) for case in cases)
         if key not in self.merged:
             self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
         return self.merged[key][0]
 
     def rows_of(self, captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-        """As `_rows`."""
+        """Cached `_rows`."""
         key = id(captured), id(wanted)
         if key not in self.rows:
             self.rows[key] = _rows(captured, wanted, run, ref), captured, wanted
         return self.rows[key][0]
 
     def ranges_of(self, positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-        """As `position_ranges`."""
+        """Cached `position_ranges`."""
         key = id(positions), id(rows)
         if key not in self.ranges:
             self.ranges[key] = position_ranges(positions, rows), positions, rows
@@ -269,7 +263,7 @@ class Known:
 
 
 def is_positional(tokens: Selection) -> bool:
-    """Whether it selects by position alone."""
+    """True if a selection depends only on positions."""
     if isinstance(tokens, Joined):
         return is_positional(tokens.left) and is_positional(tokens.right)
     return isinstance(tokens, Positions)
@@ -288,7 +282,7 @@ class _Binder:
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """An op, or the edits of the named program that it uses; `users`: the named programs that lead to the op."""
+        """Bind an op, or the edits of the program that it uses; `users`: the chain of `Use` that leads to the op."""
         try:
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
@@ -302,7 +296,7 @@ class _Binder:
         return list(itertools.chain.from_iterable(used))
 
     def _used(self, op: Use, users: tuple[str, ...]) -> list[Op]:
-        """The edits of the program that an op uses, scaled."""
+        """The edits of the program that a `Use` names, scaled."""
         if len(users) == MAX_USE_DEPTH:
             raise ProgramError(f"programs use programs more than {MAX_USE_DEPTH} deep", "name")
         if op.name in users:
@@ -316,7 +310,7 @@ class _Binder:
         return [op.scaled(edit) for edit in program.edits]
 
     def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
-        """An op; an edit for each condition under which it acts, a capture once."""
+        """Bind an op: an edit once for each condition under which it acts, a capture once."""
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
         if isinstance(op, Capture):
@@ -335,7 +329,7 @@ class _Binder:
         return self.known.refs[op.at]
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """A selection at a site: positions that are selected in any case, then those that depend on a token's id."""
+        """The cases of a selection at a site: unconditional positions, then those that depend on a token's id."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
@@ -367,7 +361,7 @@ class _Binder:
             )
 
     def _check_sampled(self, positions: np.ndarray) -> None:
-        """Logits exist only where a token is sampled; `every` means all of those."""
+        """Raise for positions without logits, which exist only where a token is sampled; `every` means all of these."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
@@ -378,14 +372,14 @@ class _Binder:
             )
 
     def entry(self, name: str, field: str) -> Any:
-        """What the bank has under a name."""
+        """The bank's entry of a name."""
         try:
             return self._bank[name]
         except PatchclampError as error:
             raise error.under(field) from None
 
     def run(self, name: str) -> tuple[str, Source]:
-        """A run by its key or its name in the bank: its key, and what it captured."""
+        """The key and the captures of a run, given by its key or its name in the bank."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
             raise ProgramError(f"{name!r} in the bank is {type(named).__name__}, not a run")
@@ -396,13 +390,13 @@ class _Binder:
             raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
 
     def put(self, vector: Vector) -> str:
-        """Adds a vector to the request's; returns its bank key."""
+        """Add a vector to the request's vectors; return its bank key."""
         key = vector_key(vector)
         self._vectors[key] = vector.rows()
         return key
 
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
-        """A new number for an op's code each time it is bound, so that no other request shares its cached blocks."""
+        """Assign a new number to an op's code at each binding, so that no other request shares its cached blocks."""
         if self._code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
@@ -413,17 +407,17 @@ class _Binder:
 
 
 class _OpBinder:
-    """One op at its site refs and at the positions of one case: the `Context` that it is lowered in."""
+    """The `Context` of one op, at its site refs and at the positions of one case."""
 
     def __init__(
         self, binder: _Binder, path: str, op: SiteOp, refs: list[SiteRef], case: Case, conditional: bool
     ) -> None:
         self._binder, self._path, self._op, self._refs, self._case = binder, path, op, refs, case
         self.conditional, self._sites = conditional, binder.sites
-        self._stored: list[BoundOp] = []  # what it reads of its own run
+        self._stored: list[BoundOp] = []  # `Store` ops for rows that it reads from its own run
 
     def bound(self) -> list[BoundOp]:
-        """The op, after what must be stored for it."""
+        """The bound op, after the `Store` ops that it needs."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
         ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
@@ -490,7 +484,7 @@ class _OpBinder:
     def _vectors(self, value: Value, field: str) -> list[Vector]:
         """One vector for all site refs, or one for each.
 
-        Raises: `MissingSource` for what the bank does not have, `ShapeError` for vectors not as wide as the site.
+        Raises `MissingSource` for a name that the bank does not have, `ShapeError` for a vector of another width.
         """
         if isinstance(value, (From, SameRun)):
             raise ProgramError(f"numbers are needed here, not a row of a run: give run[site][i] for {value}", field)
@@ -498,8 +492,8 @@ class _OpBinder:
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """A vector as wide as its point, with 0 outside the columns of the site ref. A row of heads may be [H, E],
-        but for a matrix; a `named` vector may be as wide as the point."""
+        """Pad a vector to the width of its point, with 0 outside the columns of the site ref. A row of heads may be
+        [H, E], except in a projection; a `named` vector may already be as wide as the point."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
@@ -523,14 +517,14 @@ class _OpBinder:
         return [self._mean(value.name, entry, ref, field) for ref in self._refs]
 
     def _mean(self, name: str, means: Means, ref: SiteRef, field: str) -> Vector:
-        """The mean of a site ref, under whichever of its point's words the bank has it."""
+        """The mean of a site ref, under any name of its point."""
         for label in self._sites.labels(ref.point):
             if label in means.rows:
                 return means.rows[label]
         raise MissingSource(f"{name!r} has no mean of {ref}; it has {', '.join(means.rows)}", field)
 
     def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
-        """The bank keys of another run's rows, and the row that each written position reads."""
+        """The bank keys of another run's rows, and the row for each written position."""
         run, source = self._binder.run(value.run)
         read = self._refs if value.site is None else self._sites.resolve(value.site)
         self._check_alike(value, read)
@@ -545,7 +539,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
-        """The bank keys of rows that this run stores for the op, and the row that each written position reads."""
+        """The bank keys of rows that this run stores for the op, and the row for each written position."""
         read, written = self._sites.resolve(value.site), self._case.positions
         self._check_alike(value, read)
         for i, ref in enumerate(self._refs):
@@ -566,7 +560,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
-        """The positions of a selection that are certain to come, in its order."""
+        """The positions of a selection, in its order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"which tokens {tokens} selects is known when they are there: name positions", "position")
@@ -584,7 +578,7 @@ class _OpBinder:
         return positions
 
     def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
-        """Raises where the rows that are read do not fit where they are written."""
+        """Raise if the rows that are read do not fit the points where they are written."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
             raise ShapeError(f"{value.site} names {len(read)} layers; {len(written)} are written: give one, or as many")
@@ -599,12 +593,12 @@ class _OpBinder:
 
 
 def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
-    """Whether the columns of one are those of the other; of a whole row of the same site, the same heads are taken."""
+    """True if both have the same columns, or if a whole row of the same site is read and its part is written."""
     return read.columns == written.columns or (read.columns is None and read.name == written.name)
 
 
 def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
-    """Raises `UnsupportedSite` where a run does not have the rows of a place when it comes to the other."""
+    """Raise `UnsupportedSite` unless a run has computed one site by the time it writes the other."""
     if sites.points[read.point].rows == "sampled":
         raise UnsupportedSite(f"{read} is the end of a step: a run cannot write it elsewhere")
     if sites.stages > 1:
@@ -620,34 +614,34 @@ def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
 
 
 def is_whole(op: SiteOp) -> bool:
-    """Whether an op takes all of a row, whichever part its site names."""
+    """True if an op handles the whole row even at an indexed site: a capture without `project`."""
     return isinstance(op, Capture) and op.project is None
 
 
 def reaches_cache(point: Point) -> bool:
-    """Whether an edit at a point can change keys and values."""
+    """True if an edit at a point can change keys and values."""
     return point.kind not in ("final_norm", "logits")
 
 
 def vector_key(vector: Vector) -> str:
-    """The bank key of an inline vector: its content."""
+    """The bank key of an inline vector: a hash of its content."""
     return f"v:{vector.content}"
 
 
 @functools.lru_cache(1024)
 def _flat(vector: Vector) -> Vector:
-    """A row of heads [H, E] as [H · E]."""
+    """Flatten a row of heads [H, E] to [H · E]."""
     return Vector((vector.shape[0] * vector.shape[1],), vector.data)
 
 
 @functools.lru_cache(1024)
 def _padded(vector: Vector, before: int, after: int) -> Vector:
-    """A vector with columns of zeros before and after its own. Cached, so that it is hashed once for all prompts."""
+    """Pad a vector with columns of zeros on both sides. Cached, so that it is hashed once for all prompts."""
     return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(before, after)]))
 
 
 def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-    """The row of each wanted position among the captured ones. Raises `MissingSource` for one that was not captured."""
+    """The row of each wanted position. Raises `MissingSource` for a position that was not captured."""
     if len(captured) == 0:
         raise MissingSource(f"run {run} did not capture {ref}")
     rows = np.searchsorted(captured, wanted)
@@ -661,7 +655,7 @@ def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> n
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """A program bound to a prompt, and what it reads: vectors by bank key, code by number, runs."""
+    """A program bound to a prompt, and its inputs: vectors by bank key, code by number, runs."""
 
     bound: BoundProgram | None = None
     vectors: dict[str, np.ndarray] = {}
@@ -670,8 +664,8 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call, which holds them, at `sites`; `source` finds the runs that they read, `bank` has
-    names, `allow_code` says whether programs may have code, and `count` is `Known`'s."""
+    """Binds the programs of one call, once per prompt length if only the length matters. The caller keeps the programs
+    alive: they are cached by identity. `source` returns the captures of a run; `count` is passed to `Known`."""
 
     def __init__(
         self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool,
@@ -679,10 +673,10 @@ class Bindings:
     ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
         self._known = Known(count)
-        self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
+        self._by_length: dict[tuple[int, int], Binding] = {}  # by id of the program, and prompt length
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
-        """A program bound to a prompt, as a run of that key. Raises what `bind` raises."""
+        """Bind a program to a prompt, for the run with key `run`. Raises the errors of `bind`."""
         if not program:
             return Binding()
         known = self._by_length.get((id(program), len(prompt.ids)))
@@ -703,7 +697,7 @@ class Bindings:
 
 
 def is_of_length_alone(program: Program) -> bool:
-    """Whether a program binds alike to all prompts of one length: it selects by position, and runs no code."""
+    """True if a program binds identically to all prompts of one length: it selects by position and runs no code."""
     return all(
         isinstance(op, SiteOp) and not isinstance(op, Apply) and is_positional(op.tokens) for _, op in program.ops
     )

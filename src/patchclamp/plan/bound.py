@@ -1,12 +1,8 @@
-"""Bound programs: a program in numbers, for one prompt. It is plain data, is sent as msgpack, and is hashed for the
-keys of the prefix cache.
+"""Bound programs: a program as numbers for one prompt. They are plain data, sent as msgpack.
 
-Where the edits of a run acted, once its tokens are known.
-
-Which key/value blocks of the prefix cache a request may share.
-
-The key of a block gets a hash of the edits at its positions.  The engine chains the keys of blocks, so the edits of
-earlier blocks are in a key already.  Blocks below the first edited position get nothing, and stay shared with everyone.
+Prefix caching: the key of a key/value block includes a hash of the edits at its positions (`block_key`). The engine
+chains block keys, so a key covers the edits of earlier blocks too. Blocks before the first edited position get no hash
+and stay shared with all requests.
 """
 
 from __future__ import annotations
@@ -23,14 +19,14 @@ import numpy as np
 
 from patchclamp.errors import ProgramError
 
-CAPTURE = 0  # keep the row
-LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 leaves its term out altogether
-BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, where m has a number for each column
-PROJECT = 3  # h + (p′ − p) · v for p = h · v, where p′ is p brought to low … high
+CAPTURE = 0  # record the row
+LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 omits its term (0 · inf would be NaN)
+BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, with m per column
+PROJECT = 3  # h + (p′ − p) · v for p = h · v and p′ = p clamped to low … high
 NOISE = 4  # h + std · ε; relative: std times the row's root mean square
-MATCH = 5  # a condition: the next record acts only where the token's id is, or is not, one of some ids
-APPLY = 6  # fn(h), any code
-STORE = 7  # put the row into the bank, where a later layer of the same run reads it
+MATCH = 5  # a condition: the next record acts only if the token's id is, or is not, in a list
+APPLY = 6  # fn(h), arbitrary code
+STORE = 7  # write the row to the bank, for a later layer of the same run
 
 
 class PositionRange(NamedTuple):
@@ -43,12 +39,12 @@ class PositionRange(NamedTuple):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
-    """Keep the row, or its products with the rows of a matrix.
+    """Record the row, or its products with the rows of a matrix.
 
     dtype: an index into `DTYPES`
-    conditional: whether some of its positions have conditions on generated tokens
-    matrix: the bank key of the matrix; "" to keep the row
-    products: how many rows the matrix has, or 0
+    conditional: True if some of its positions depend on generated tokens
+    matrix: the bank key of the matrix; "" to record the row
+    products: the number of rows of the matrix, or 0
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -79,8 +75,8 @@ class Project(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
-    """streams: for each point, the number that makes its noise another than that of other points
-    first_column: of the worker's shard of a row
+    """streams: the noise stream of each point (`noise_stream`), so that points get different noise
+    first_column: the first column of the worker's shard
     """
 
     kind: ClassVar[int] = NOISE
@@ -92,14 +88,14 @@ class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
 
 
 class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
-    """code: the number of its function; no two of a process have the same."""
+    """code: the number of its function, unique in the process."""
 
     kind: ClassVar[int] = APPLY
     code: int
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
-    """Put the row of each position into the bank, under an own key (`own_key`)."""
+    """Write the row of each position to the bank, under an own key (`own_key`)."""
 
     kind: ClassVar[int] = STORE
 
@@ -108,23 +104,22 @@ Action = Store | Keep | Linear | Blend | Project | Noisy | RunCode
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """An op acts only where the token's id is one of the ids under the bank key `ids`; with `others`, none of them."""
+    """Restricts an op to tokens whose id is among the ids of the bank key `ids`; with `others`, to all other tokens."""
 
     ids: str
     others: bool
 
 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
-    """One op in numbers.
+    """One bound op.
 
-    path: of the op in its program, such as `edits[2]`
-    action: what it does
+    path: the op's path in its program, such as `edits[2]`
     points: the points it acts at
     values: a bank key for each point, one for all, or none
     ranges: the positions it acts on, ascending
-    reaches_cache: whether it can change keys and values that later tokens read
+    reaches_cache: True if it can change keys and values that later tokens read
     columns: the columns of a row that it acts on (`pack_columns`); 0: all
-    condition: on the token's id, if it has one
+    condition: a condition on the token's id, or None
     """
 
     path: str
@@ -142,7 +137,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_edit(self) -> bool:
-        """Whether it changes rows."""
+        """True if it changes rows."""
         return self.kind not in (CAPTURE, STORE)
 
     @property
@@ -161,8 +156,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
     def at(self, chosen: np.ndarray) -> BoundOp:
-        """The op at its points that are `chosen`, bool [P]. It stays even without points, so that no other op gets its
-        number."""
+        """Restrict the op to the `chosen` points, bool [P]; without any it becomes a no-op, so that op numbers stay."""
         if chosen.all():
             return self
         index = [i for i, point in enumerate(self.points) if chosen[point]]
@@ -175,14 +169,14 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, action=action, points=tuple(self.points[i] for i in index), values=values)
 
 
-NOTHING = Linear(1.0, 0.0)  # what an op without points does
+NOTHING = Linear(1.0, 0.0)  # the action of an op without points
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A program bound to a prompt.
 
     run: the key of its run
-    prompt: how many tokens the prompt has
+    prompt: the length of the prompt in tokens
     """
 
     run: str
@@ -191,8 +185,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
-        """The positions that are captured at each point, ascending, if the run generates `max_tokens`. Points with the
-        same ranges share one array."""
+        """The positions captured up to `max_tokens`, ascending, by point. Points with equal ranges share one array."""
         ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
         for op in self.ops:
             for point in op.points if op.kind == CAPTURE else ():
@@ -202,13 +195,13 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_width(self) -> dict[int, int]:
-        """How many numbers are captured of a row at each point; 0: all. It is one number for each (`check_one_way`)."""
+        """The numbers captured per row at each point; 0: all. `check_one_way` ensures that a point has only one."""
         keeps = [(op.action.products, op.points) for op in self.ops if isinstance(op.action, Keep)]
         return {point: products for products, points in keeps for point in points}
 
     @functools.cached_property
     def captured_item_bytes(self) -> dict[int, int]:
-        """The most bytes that a captured number takes at each point: 4 in fp32, 2 in bfloat16 and float16."""
+        """The most bytes per captured number at each point: 4 in fp32, 2 in bfloat16 and float16."""
         sizes: dict[int, int] = {}
         for op in self.ops:
             if isinstance(op.action, Keep):
@@ -218,9 +211,9 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
-    """Raises `ProgramError` for captures of one point in two ways: in a run, all rows of a point have one width.
+    """Raise `ProgramError` if one point is captured in two ways, since all rows of a point in a run have one width.
 
-    label: the name of a point
+    label: returns the name of a point
     """
     ways: dict[int, BoundOp] = {}
     for op in ops:
@@ -234,7 +227,7 @@ def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
 
 
 def way_of(op: BoundOp) -> tuple[str, int]:
-    """How a capture keeps rows: its matrix, and the columns that the matrix is for; of a whole row ("", 0)."""
+    """A capture's matrix and the columns that it applies to; ("", 0) for a whole row."""
     return (op.action.matrix, op.columns) if isinstance(op.action, Keep) else ("", 0)
 
 
@@ -245,7 +238,7 @@ def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """As few ranges as possible for distinct positions, ascending, and the row that each reads (None: row 0)."""
+    """Merge distinct positions, and the row that each reads (None: row 0), into few ascending ranges."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -263,45 +256,45 @@ def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Pos
 
 
 def pack_columns(columns: tuple[int, int]) -> int:
-    """Columns first … end − 1 in one word of a record."""
+    """Pack columns first … end − 1 into one word of a record."""
     return columns[0] | columns[1] << 16
 
 
 def run_key(run: str, point: int) -> str:
-    """The bank key of what a run captured at a point."""
+    """The bank key of a run's captured rows at a point."""
     return f"r:{run}:{point}"
 
 
 def source_of(key: str) -> tuple[str, int] | None:
-    """The run and the point that a bank key names; None for an inline vector's."""
+    """The run and the point of a bank key; None for a key of another kind."""
     kind, _, name = key.partition(":")
     run, _, point = name.rpartition(":")
     return (run, int(point)) if kind == "r" else None
 
 
 def is_vector(key: str) -> bool:
-    """Whether a bank key is an inline vector's."""
+    """True if a bank key is an inline vector's."""
     return key.startswith("v:")
 
 
 def is_loaded(key: str) -> bool:
-    """Whether the rows under a bank key are brought there before a program begins, and not stored by the program."""
+    """True if the rows of a bank key are loaded before a program starts, rather than stored by the program."""
     return own_point(key) is None
 
 
 def own_key(number: int, point: int) -> str:
-    """The bank key of rows that a run stores at a point for itself; `number` tells those of one program apart."""
+    """The bank key of rows that a run stores at a point for itself; `number` is unique within the program."""
     return f"o:{number}:{point}"
 
 
 def own_point(key: str) -> int | None:
-    """The point whose rows are under an own key; None for a key of another kind."""
+    """The point of an own key; None for a key of another kind."""
     kind, _, name = key.partition("@")[0].partition(":")
     return int(name.rpartition(":")[2]) if kind == "o" else None
 
 
 def noise_stream(kind: str, layer: int | None) -> int:
-    """The number of a point in the counter that noise is made of (`kernels.noise`): 31 bits of a hash of its name."""
+    """The point's number in the counter of the noise generator (`kernels.noise`): 31 bits of a hash of its name."""
     digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -309,8 +302,8 @@ def noise_stream(kind: str, layer: int | None) -> int:
 def acted_on(op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> np.ndarray:
     """The positions that an op acted on, in the order of its ranges.
 
-    ids: of the tokens that had activations
-    ids_of: by bank key, the token ids of a condition
+    ids: the ids of the tokens that had activations
+    ids_of: the token ids of a condition, by bank key
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)
@@ -320,7 +313,7 @@ def acted_on(op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> 
 
 
 def acted(bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By path, the positions that each edit acted on, ascending."""
+    """The positions that each edit acted on, ascending, by path."""
     positions: dict[str, np.ndarray] = {}
     for op in bound.ops:
         if op.is_edit:
@@ -329,11 +322,11 @@ def acted(bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]
 
 
 def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tuple[int, int]] = ()) -> str | None:
-    """A hash of the edits at positions start … end−1, or None where nothing is edited there. What the program stores is
-    in it, for edits may read it.
+    """A hash of the edits at positions start … end−1, or None if nothing is edited there. It includes the program's
+    `Store` ops, since edits may read their rows.
 
-    seen_whole: positions first … end−1 that attend to one another in both directions, such as an image's: what is
-        edited at the last of them changes the keys and values of the first
+    seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at the last position changes
+        the keys and values of the first
     """
     end = max([end, *(stop for first, stop in seen_whole if first < end)])
     clipped = {i: op for i, each in enumerate(bound.ops) if each.reaches_cache and (op := _clip(each, start, end))}
@@ -354,14 +347,14 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
 
 
 def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
-    """The first position that must be computed, not read from a cache, because it is captured or stored; of positions
-    that attend to one another (`seen_whole`, as in `block_key`) the first, so that they are computed together."""
+    """The first position that must be computed rather than read from a cache, because it is captured or stored. Spans
+    of bidirectional attention (`seen_whole`, as in `block_key`) are computed together, from their first position on."""
     lowest = min((op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE) and op.ranges), default=None)
     return None if lowest is None else min([lowest, *(first for first, stop in seen_whole if first <= lowest < stop)])
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
-    """An op at positions start … end−1, without its path; None where it does not act there."""
+    """Restrict an op to positions start … end−1, without its path; None if it does not act there."""
     ranges = tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
         for first, stop, row, step in op.ranges

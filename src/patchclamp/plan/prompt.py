@@ -1,7 +1,7 @@
-"""A prompt, and the positions of its request that a selection of tokens names.
+"""A prompt, and the positions of its request that a selection of tokens resolves to.
 
-It is not known beforehand which tokens will be generated.  So a selection by token id names generated positions on a
-condition, and the kernel checks it, when the token is known.
+Generated tokens are not known in advance, so a selection by token id resolves to conditional positions; the kernel
+checks the condition once the token is known.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from patchclamp.language.tokens import (
 class Case(msgspec.Struct):
     """Positions of a selection that have the same condition.
 
-    ids: ascending; the token must be one of them; empty: there is no condition
-    others: the token must be none of `ids` instead
-    alone: whether the selection has no other positions, whichever tokens are generated
+    ids: ascending; the token's id must be one of them; empty: no condition
+    others: the token's id must not be in `ids` instead
+    alone: True if the selection has no other positions, whichever tokens are generated
     """
 
     positions: np.ndarray
@@ -40,9 +40,12 @@ class Case(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's token ids. `spell` returns its text, and each token's (first, last + 1) character; spans need them.
-    `turns`, of a chat, returns each message's role and the positions of its tokens; roles need them. `images` has the
-    positions of the tokens in whose place each image is read."""
+    """A prompt's token ids, and the data that selections need.
+
+    spell: returns the text, and each token's (first, last + 1) character, for spans
+    turns: returns each chat message's role and the positions of its tokens, for roles; None if the prompt is not a chat
+    images: the positions of each image's placeholder tokens
+    """
 
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
@@ -50,29 +53,29 @@ class Prompt(msgspec.Struct):
     images: Sequence[Sequence[int]] = ()
 
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
-        """Selected positions below `limit`, in the selection's order: ascending, except for a list that is not.
+        """The selected positions below `limit`, ascending unless the selection is an unsorted list.
 
-        ids: of the tokens that selections by token id look at; None: the prompt's
+        ids: the token ids that selections by id are matched against; None: the prompt's
         lowest: as in `cases`
         """
         token = np.asarray((self.ids if ids is None else ids)[:limit], np.int64)
         return self._select(tokens, limit, lambda leaf: np.flatnonzero(np.isin(token, leaf.ids)), lowest)
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
-        """The positions below `limit` that a selection names: first those without a condition, then those with one,
-        none of them twice. `lowest`: the first position that has rows; `every`, or a range of it, begins there.
+        """The distinct positions of a selection below `limit`: first the unconditional ones, then those with a
+        condition. `lowest`: the first position that has rows; `every`, or a range of it, starts there.
         """
         leaves, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
         if not leaves or first >= limit:
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
-        # token ids by signature, which says which leaves they are in: ids of one signature select the same positions
+        # token ids by signature (the leaves that contain them): ids with one signature select the same positions
         ids_of: dict[tuple[bool, ...], list[int]] = {(False,) * len(leaves): []}
         named = np.unique(np.concatenate([leaf.ids for leaf in leaves]))
         for token, among in zip(named.tolist(), np.stack([np.isin(named, leaf.ids) for leaf in leaves]).T, strict=True):
             ids_of.setdefault(tuple(among.tolist()), []).append(token)
-        # by selected positions: these, the ids that select them, and whether all ids that no leaf names do so, too
+        # by selected positions: these, the ids that select them, and True if all ids outside the leaves do, too
         outcomes: dict[bytes, tuple[np.ndarray, list[int], bool]] = {}
         for signature, ids in ids_of.items():
             hits = iter(signature)
@@ -93,7 +96,7 @@ class Prompt(msgspec.Struct):
     def _select(
         self, tokens: Selection, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
-        """Positions of a selection. `match` gives those of each selection by token id in it, and is called in order."""
+        """The positions of a selection. `match` returns those of each selection by token id in it, called in order."""
         if isinstance(tokens, Joined):
             left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]

@@ -1,8 +1,7 @@
-"""The books of what admitted programs take: slots, records of the program table, and numbers of the vector bank.
+"""Allocation for admitted programs: slots, records of the program table, and numbers of the vector bank.
 
-Whoever admits programs keeps one `Room`.  Workers write records and vectors where its placements say, and keep no books
-of their own, so a program that has a placement fits on every rank.  Sizes are of the whole model; a rank with shards
-uses less.
+The process that admits programs owns one `Room`. Workers write records and vectors at its placements and allocate
+nothing themselves, so a placed program fits on every rank. Sizes are those of the whole model; sharded ranks use less.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from patchclamp.sites import SiteMap
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """Where an admitted program lies.
+    """The allocation of an admitted program.
 
     slot: its number while it is admitted, from 1 on
-    record: the first of its records in the program table
-    addresses: by bank key, the number of the bank at which the key's rows begin, and how many rows there are
+    record: its first record in the program table
+    addresses: by bank key, the offset of the key's rows in the bank, in numbers, and the number of rows
     load: the keys of `addresses` whose rows are not in the bank yet
-    evicted: keys whose rows have left the bank since the last placement
+    evicted: keys whose rows have been evicted from the bank since the last placement
     """
 
     slot: int
@@ -37,13 +36,13 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     evicted: tuple[str, ...] = ()
 
 
-Sizes = Mapping[str, tuple[int, int]]  # by bank key: how many rows, and how wide
+Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows, and their width
 
 
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """The sizes of every bank key that a bound program reads. `rows_of(run, point)`: how many rows a run captured."""
+    """The sizes of every bank key that a bound program reads. `rows_of(run, point)`: the rows captured by a run."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source, own = source_of(key), own_point(key)
@@ -57,14 +56,13 @@ def bank_sizes(
 
 
 def stored_rows(bound: BoundProgram, key: str) -> int:
-    """How many rows a program stores under an own key of it."""
+    """The number of rows that a program stores under an own key."""
     stores = (op for op in bound.ops if op.kind == STORE and key in op.values)
     return sum(stop - start for op in stores for start, stop, *_ in op.ranges)
 
 
 def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
-    """Bytes that a bound program captures, in fp32, of the first `computed` positions; None: of all, as if its run
-    generated `max_tokens`."""
+    """The fp32 bytes that a program captures in the first `computed` positions; None: in all, up to `max_tokens`."""
     rows = {
         id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
         for positions in bound.captured.values()  # points share them
@@ -74,7 +72,7 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
 
 
 def resident_name(key: str, sharded: bool) -> str:
-    """What the bank calls a key's rows. A vector that is read both whole and sharded is there twice."""
+    """The name of a key's rows in the bank. A vector that is read both whole and sharded is stored twice."""
     return f"{key}#" if sharded and key.startswith("v:") else key
 
 
@@ -90,7 +88,7 @@ def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[st
 
 
 class Extents:
-    """First-fit allocation of the numbers 0 … size − 1. Free extents that touch are joined."""
+    """First-fit allocator of the numbers 0 … size − 1. Adjacent free extents are merged."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []  # (begin, end), ascending
@@ -104,7 +102,7 @@ class Extents:
         return max((end - begin for begin, end in self._free), default=0)
 
     def take(self, count: int, multiple: int = 1) -> int | None:
-        """Takes `count` numbers. Returns the first, a multiple of `multiple`; or None if no extent is long enough."""
+        """Allocate `count` numbers. Returns the first, a multiple of `multiple`; None if no extent is long enough."""
         if count == 0:
             return 0
         for i, (begin, end) in enumerate(self._free):
@@ -116,7 +114,7 @@ class Extents:
         return None
 
     def give(self, begin: int, count: int) -> None:
-        """Frees `count` numbers from `begin` on."""
+        """Free `count` numbers from `begin` on."""
         if count == 0:
             return
         end = begin + count
@@ -130,7 +128,7 @@ class Extents:
 
 
 class _Resident(msgspec.Struct):
-    """Rows in the bank: where they begin, how many numbers they are, and how many admitted programs read them."""
+    """Rows in the bank: their offset and size in numbers, and the number of admitted programs that read them."""
 
     begin: int
     count: int
@@ -138,9 +136,9 @@ class _Resident(msgspec.Struct):
 
 
 class Room:
-    """Slots 1 … `slots`, `records` records and `numbers` numbers of the bank.
+    """Allocator of slots 1 … `slots`, `records` records and `numbers` numbers of the bank.
 
-    Rows that no admitted program reads stay in the bank until others need the place; the least recently used go first.
+    Rows that no admitted program reads stay cached in the bank; the least recently used are evicted for new rows.
     """
 
     def __init__(self, slots: int, records: int, numbers: int) -> None:
@@ -149,22 +147,21 @@ class Room:
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._evicted: list[str] = []
-        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: how many records, and which rows it reads
-        self._stores = itertools.count()  # numbers for rows that a program stores for itself
+        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: the number of records, and the rows it reads
+        self._stores = itertools.count()  # unique numbers for rows that a program stores for itself
 
     def __len__(self) -> int:
-        """Programs admitted."""
+        """The number of admitted programs."""
         return len(self._admitted)
 
     def place(self, records: int, sizes: Sizes) -> Placement | None:
-        """Gives a program of `records` records, which reads bank keys of `sizes`, its placement; or None while there
-        is no room beside the admitted programs.
+        """Place a program with `records` records and bank keys of `sizes`; None if it must wait for another to end.
 
-        Raises `CapacityError` for a program that does not fit into an empty room.
+        Raises `CapacityError` for a program that does not fit even into an empty room.
         """
         self._check_fits(records, sizes)
         placement = self._take(records, sizes)
-        if placement is None and not self._admitted:  # rows that nobody reads are in the way
+        if placement is None and not self._admitted:  # unread rows fragment the bank
             self._drop(list(self._resident))
             placement = self._take(records, sizes)
         return placement
@@ -198,8 +195,7 @@ class Room:
         return placement
 
     def free(self, placement: Placement) -> None:
-        """Takes a placement back. The rows it read stay in the bank for the next program that reads them, but for those
-        that it stored."""
+        """Free a placement. Its rows stay cached in the bank for later programs, except those that it stored itself."""
         records, names = self._admitted.pop(placement.slot)
         self._free_slots.append(placement.slot)
         self._records.give(placement.record, records)
@@ -207,11 +203,11 @@ class Room:
         self._drop([name for name in names if not is_loaded(name)])
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drops rows that no later program can read, except for those that an admitted one reads now."""
+        """Drop rows that no later program can read, except those that an admitted program reads now."""
         self._drop([key for key in keys if key in self._resident and not self._resident[key].readers])
 
     def counts(self) -> dict[str, int]:
-        """Counts of programs, records, and keys that are read; all 0 when every program has been freed."""
+        """The numbers of programs, records and pinned keys; all 0 once every program has been freed."""
         return {
             "programs": len(self),
             "records": self.records - self._records.free,
@@ -232,7 +228,7 @@ class Room:
 
     @staticmethod
     def _packed(sizes: Sizes) -> int:
-        """Numbers that keys take in an empty bank, one after the other."""
+        """The size of the keys, allocated consecutively in an empty bank."""
         end = 0
         for rows, width in sizes.values():
             end = -(-end // width) * width + rows * width
@@ -255,5 +251,5 @@ class Room:
         for key in keys:
             rows = self._resident.pop(key)
             self._bank.give(rows.begin, rows.count)
-            if is_loaded(key):  # workers have no books of what programs store
+            if is_loaded(key):  # workers do not track rows that programs store
                 self._evicted.append(key)

@@ -1,8 +1,8 @@
-"""The step plan: what one engine step must do, as arrays.
+"""The step plan: the work of one engine step, as arrays.
 
-The engine's batch is R flat rows, one for each position that a request computes in the step.  The host says whose row
-each row is, and where captured rows go; the device compares positions with those of the records.  In steady decode
-neither of the two changes: one plan serves all steps until a request comes, ends, or enters or leaves a range.
+The engine's batch is R flat rows, one for each position that a request computes in the step. The host assigns rows to
+slots and captured rows to buffer offsets; the device compares positions with those of the records. In steady decode the
+plan is reused until a request arrives or ends, or enters or leaves a range.
 
     R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
     (`plan.table`)
@@ -23,12 +23,12 @@ class Batch(msgspec.Struct, frozen=True):
     """The requests of a step.
 
     slot [N]: 0 for a request without a program
-    row [N]: the first flat row of each
-    position [N]: its first position
-    count [N]: how many positions it computes
+    row [N]: the first flat row
+    position [N]: the first position
+    count [N]: the number of positions
     rows: R, the flat rows of the step
-    samples [N]: for how many of its last rows logits are computed; None: for one row of each. With speculative decoding
-        those are the row of its newest token and the rows of drafted ones
+    samples [N]: the number of last rows whose logits are computed; None: 1 each. With speculative decoding these are
+        the rows of the newest token and of the drafted tokens
     """
 
     slot: np.ndarray
@@ -40,28 +40,28 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def sampled_rows(self) -> np.ndarray:
-        """The flat rows that logits are computed for, in their order."""
+        """The flat rows whose logits are computed, in order."""
         last = self.row + self.count - 1
         return last if self.samples is None else _runs(last - self.samples + 1, self.samples)
 
     @property
     def sampled_ranks(self) -> np.ndarray:
-        """The number of each sampled row among those of its request."""
+        """The index of each sampled row among its request's sampled rows."""
         zeros = np.zeros_like(self.row)
         return zeros if self.samples is None else _runs(zeros, self.samples)
 
     @property
     def most_samples(self) -> int:
-        """For how many rows of one request logits are computed, at most."""
+        """The largest number of sampled rows of one request."""
         return 1 if self.samples is None else int(self.samples.max())
 
 
 class RowLabels(msgspec.Struct, frozen=True):
-    """Whose row each flat row is, int32.
+    """The request, position and rank of each flat row, int32.
 
-    slot [R]: of its request; 0 for nobody's
-    position [R]: in that request; left out, [0], where the device knows positions by itself
-    rank [R]: the row's number among the request's rows of this step
+    slot [R]: the request's slot; 0 for rows without a program
+    position [R]: the position in the request; empty, [0], if the device has the positions already
+    rank [R]: the row's index among the request's rows of this step
     """
 
     slot: np.ndarray
@@ -69,24 +69,24 @@ class RowLabels(msgspec.Struct, frozen=True):
     rank: np.ndarray
 
     def advanced(self, steps: int) -> RowLabels:
-        """The same rows after each request went on by `steps` positions."""
+        """The labels after each request has advanced by `steps` positions."""
         return RowLabels(self.slot, self.position + steps, self.rank)
 
 
 class StepPlan(msgspec.Struct, frozen=True, dict=True):
-    """What a step must do.
+    """The plan of one step.
 
     tokens: labels of all rows
-    sampled: labels of the rows that logits are computed for, the last ones of each request
-    active [P]: whether some request of the step has records at a point
+    sampled: labels of the rows whose logits are computed, the last ones of each request
+    active [P]: True if a request of the step has records at the point
     layout: the capture ranges and regions
-    begin, count [C]: the first position that each range keeps in this step, and how many it keeps
-    offset [C]: the number of the range's first row among the rows of its group
-    rows [G]: how many rows each group keeps
-    base, row [A]: where each region begins in the step's capture buffer, and the size of one of its rows
-    size: of the buffer
-    unit_bytes: what `base`, `row` and `size` are counted in: 4 for fp32 numbers, 1 where rows keep their own dtype
-    steady_steps: for how many more steps, of one token a request, the same rows are captured
+    begin, count [C]: the first position that each range keeps in this step, and the number of positions
+    offset [C]: the index of the range's first row among the rows of its group
+    rows [G]: the number of rows that each group keeps
+    base, row [A]: the offset of each region in the step's capture buffer, and the size of one of its rows
+    size: the size of the buffer
+    unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
+    steady_steps: the number of further steps, of one token per request, that capture the same rows
     """
 
     tokens: RowLabels
@@ -105,11 +105,11 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def captures_nothing_ever(self) -> bool:
-        """Whether nothing is captured, nor will be in any step that goes on like this one."""
+        """True if nothing is captured in this step, nor in any step that continues it."""
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
-        """The plan of the step `steps` later, at most `steady_steps`, if every request goes on by a token a step."""
+        """The plan `steps` steps later, at most `steady_steps`, if every request advances one token per step."""
         tokens, sampled, begin = self.tokens.advanced(steps), self.sampled.advanced(steps), self.begins(steps)
         steady_steps = self.steady_steps - steps
         return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)
@@ -119,13 +119,13 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """Where in the step's buffer each range's rows begin in a region; ranges and regions by number."""
+        """The offset in the step's buffer of each range's rows in a region; ranges and regions by number."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
     def bounds_of_point(self) -> dict[int, tuple[int, int]]:
-        """For each point where rows are captured, the part of the buffer that holds them: its begin and end."""
+        """The (begin, end) of the captured rows in the buffer, by point, for points with captures."""
         rows = self.rows[self.layout.region_group]
         live = np.flatnonzero(rows)
         points, starts = np.unique(self.layout.point[live], return_index=True)
@@ -135,7 +135,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return dict(zip(points.tolist(), bounds, strict=True))
 
     def to_bytes(self) -> bytes:
-        """Every array in a fixed order and layout, for golden plans."""
+        """Serialize the arrays in a fixed order and layout, for golden plans."""
         arrays = (
             self.tokens.slot, self.tokens.position, self.tokens.rank, self.sampled.slot, self.sampled.position,
             self.active, self.begin, self.count, self.offset, self.base,
@@ -144,15 +144,15 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class PlannedCaptures(msgspec.Struct):
-    """What the step `steps` after the planned one captures, and for whom: `run` [C] is the number of each capture
-    range's run. The store asks for the table when somebody fetches (`store.captured.CaptureSource`)."""
+    """The captures of the step `steps` after the planned one; `run` [C] is the number of each capture range's run. The
+    store builds the table only when captures are fetched (`store.captured.CaptureSource`)."""
 
     plan: StepPlan
     run: np.ndarray
     steps: int
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """The bytes that a step captures of each run, in order of runs' numbers."""
+        """The bytes that the step captures for each run, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
         live = np.flatnonzero(plan.count)
         position_bytes = np.bincount(layout.region_group, plan.row * plan.unit_bytes, layout.groups)
@@ -161,7 +161,7 @@ class PlannedCaptures(msgspec.Struct):
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
-        """Every captured range at every point as `CAPTURED`, in order of runs' numbers."""
+        """Every captured range at every point as `CAPTURED`, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
         live = np.flatnonzero(plan.count)
         ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
@@ -170,16 +170,16 @@ class PlannedCaptures(msgspec.Struct):
         table["position"], table["count"] = plan.begin[ranges] + self.steps, plan.count[ranges]
         table["offset"] = (plan.base[regions] + plan.offset[ranges] * plan.row[regions]) * plan.unit_bytes
         table["row_bytes"] = plan.row[regions] * plan.unit_bytes
-        table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions]  # on the host all rows are kept in fp32
+        table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions]  # on the CPU all rows are kept in fp32
         return table
 
 
-NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # a captured number by dtype: in fp32 numbers, in bytes
+NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
 FOREVER = 1 << 30  # steps
 
 
 def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS) -> StepPlan:
-    """The plan of one step. `widths` [P]: how many numbers a row of each point has. `unit`: `NUMBERS` or `BYTES`."""
+    """Plan one step. `widths` [P]: the numbers in a row of each point. `unit`: `NUMBERS` or `BYTES`."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -187,10 +187,10 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     if len(layout) == 0:
         none, steady_steps = np.zeros(0, np.int64), FOREVER if steady else 0
         return StepPlan(tokens, last, active, layout, none, none, none, none, none, none, 0, unit_bytes, steady_steps)
-    bounds = np.full((2, len(table.first)), -1)  # of each slot: the step's first position, and the end of its positions
+    bounds = np.full((2, len(table.first)), -1)  # by slot: first and end of the step's positions
     bounds[0, batch.slot] = batch.position
     bounds[1, batch.slot] = batch.position + batch.count
-    bounds[:, 0] = -1  # nobody's
+    bounds[:, 0] = -1  # slot 0 has no program
     first, end = bounds.take(layout.slot, 1)
     if layout.any_sampled:
         first = np.where(layout.sampled, end - _samples(batch, table)[layout.slot], first)
@@ -207,7 +207,7 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
 
 
 def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each range among its group's rows, and how many rows each group has."""
+    """The index of each range's first row among its group's rows, and the number of rows in each group."""
     offset = count.cumsum()
     offset -= count
     if layout.groups == 1:
@@ -218,14 +218,14 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """For how many more steps no range is entered or left; `position` [C] of its request, −1 if not in the step."""
+    """The further steps in which no range is entered or left. `position` [C]: its request's, −1 if not in the step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
 def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where regions of so many bytes begin: each at a multiple of 16, those of sampled rows after all others."""
+    """Lay out regions of `sizes` bytes, aligned to 16, those of sampled rows last; returns offsets and total size."""
     sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
     order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
     end[order] = sizes[order].cumsum()
@@ -233,7 +233,7 @@ def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, i
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where regions of so many numbers begin: at multiples of their width, so that the buffer can be viewed as rows."""
+    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and size."""
     base, size = np.zeros(len(sizes), np.int64), 0
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)
@@ -244,7 +244,7 @@ def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:
-    """Labels of the step's rows and of the sampled ones. `positions`: whether they have positions."""
+    """Label the step's rows and the sampled rows, with positions if `positions`."""
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
     last = _label_sampled(batch, slot) if positions else None
     ends = batch.row + count
@@ -260,7 +260,7 @@ def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowL
 
 
 def _label_sampled(batch: Batch, slot: np.ndarray) -> RowLabels:
-    """Labels of the rows that logits are computed for."""
+    """Label the rows whose logits are computed."""
     last = (batch.position + batch.count - 1).astype(np.int32)
     samples = batch.samples
     if samples is None:
@@ -270,12 +270,12 @@ def _label_sampled(batch: Batch, slot: np.ndarray) -> RowLabels:
 
 
 def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers first … first + count − 1 of each pair, one after the other."""
+    """The numbers first … first + count − 1 of each pair, concatenated."""
     return np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
 
 
 def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
-    """By slot: how many logits of its request the step computes."""
+    """The number of sampled rows in the step, by slot."""
     samples = np.ones(len(table.first), np.int64)
     if batch.samples is not None:
         samples[batch.slot] = batch.samples
@@ -283,7 +283,7 @@ def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
 
 
 def _label_with_gaps(batch: Batch) -> RowLabels:
-    """Labels of a step in which some rows are nobody's, or the requests are not in the order of their rows."""
+    """Label a step in which some rows belong to no request, or requests are not in the order of their rows."""
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
     within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within

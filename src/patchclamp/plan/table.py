@@ -1,25 +1,20 @@
-"""The program table: the records of every admitted request, by slot and point.
+"""The program table (the records of every admitted request, by slot and point) and the capture layout.
 
-A slot is a request's number while it is admitted; slot 0 belongs to nobody.  The records of slot s at point p are
-`records[first[s, p] : first[s, p + 1]]`, in program order; a record holds for positions start … stop−1.  The tables
-have a fixed size and are written only when a request comes or goes, so a device copy stays valid in between.
+A slot is a request's number while it is admitted; slot 0 is reserved for requests without a program. The records of
+slot s at point p are `records[first[s, p] : first[s, p + 1]]`, in program order; a record applies to positions start …
+stop−1. The tables have a fixed size and are written only when a request arrives or ends, so a device copy stays valid
+in between.
 
-The capture layout: which positions programs capture, and where their rows lie in a step's capture buffer.
+A record is made from a bound op at one point and position range. All kinds share one layout of 48 bytes, with fields
+that depend on the kind: `FIELDS` names them, `named` reads them by name, and `_write` writes the fields of an action.
 
-A capture range is what one position range of a capture op keeps of one request: rows of consecutive positions, at
-several points.  Capture ranges at the same points and in the same dtype form a point group; requests with the same
-program have such.  A group has one region of the buffer for each of its points, and in each region the rows of the
-group's ranges lie one after the other.  So a step is planned by ranges and regions, and not by records, of which there
-is one for every range and point.
+A capture range is the part of a request that one position range of a capture op keeps: rows of consecutive positions,
+at several points. Capture ranges at the same points and in the same dtype form a point group, for example those of
+requests with the same program. A group has one region of the step's capture buffer for each of its points; a region
+holds the rows of the group's ranges consecutively. Steps are planned by ranges and regions, since there are far more
+records: one for every range and point.
 
-    C capture ranges · G point groups · A regions · P points
-
-Records: the rows of the device's tables, made from bound ops.
-
-All kinds share one layout of 48 bytes; what its fields hold depends on the kind. `FIELDS` gives each kind's own names
-of the fields, `named` reads records by these names, and `_write` writes the fields of an action.
-
-    P points · Q position ranges of an op
+    C capture ranges · G point groups · A regions · P points · Q position ranges of an op
 """
 
 from __future__ import annotations
@@ -54,22 +49,21 @@ from patchclamp.plan.bound import (
 
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
-    """All capture ranges and regions at one time. It never changes.
+    """An immutable snapshot of all capture ranges and regions.
 
-    Capture ranges [C], those of a group side by side:
-    range_number: what records call the range
-    slot: of its request
-    op: the number of its op in the program
-    start, stop: its positions, start … stop−1
+    Capture ranges [C], grouped by point group:
+    range_number: the range's number in records
+    slot: the request's slot
+    op: the index of the op in its program
+    start, stop: positions start … stop−1
     group: its point group, 0 … G−1
-    sampled: whether its rows are the sampled ones
+    sampled: True if its rows are sampled rows
 
     Regions [A], in order of points:
-    region_number: what records call the region
+    region_number: the region's number in records
     region_group: its point group
-    point: its point
     dtype: an index into `DTYPES`
-    products: how many numbers it keeps of a row; 0: all
+    products: the numbers kept per row; 0: all
 
     groups: G
     """
@@ -89,26 +83,26 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     groups: int
 
     def __len__(self) -> int:
-        """Capture ranges."""
+        """The number of capture ranges."""
         return len(self.range_number)
 
     @functools.cached_property
     def any_sampled(self) -> bool:
-        """Whether any range is of sampled rows."""
+        """True if any range keeps sampled rows."""
         return bool(np.count_nonzero(self.sampled))
 
     @functools.cached_property
     def range_of_number(self) -> np.ndarray:
-        """The index of each range by its number; −1 for numbers that nobody has."""
+        """The index of each range by its number; −1 for unused numbers."""
         return _inverse(self.range_number)
 
     @functools.cached_property
     def region_of_number(self) -> np.ndarray:
-        """The index of each region by its number; −1 for numbers that nobody has."""
+        """The index of each region by its number; −1 for unused numbers."""
         return _inverse(self.region_number)
 
     def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs each of some ranges with every region of its group. Returns the ranges and the regions, by index."""
+        """Pair each of some ranges with every region of its group. Returns the ranges and the regions, by index."""
         by_group = np.argsort(self.region_group, kind="stable")
         regions_of_group = np.bincount(self.region_group, minlength=self.groups)
         first_of_group = np.cumsum(regions_of_group) - regions_of_group
@@ -124,7 +118,7 @@ def _inverse(numbers: np.ndarray) -> np.ndarray:
 
 
 class _NumberPool:
-    """Numbers that are taken, low ones first, and given back. All that are in use are below `end`."""
+    """A pool of numbers, reused lowest first. All numbers in use are below `end`."""
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.int64)
@@ -140,7 +134,7 @@ class _NumberPool:
 
 
 class _PointGroup(msgspec.Struct):
-    """A group's number, its points, its dtype and products, the numbers of its regions, and how many ranges it has."""
+    """A point group; `regions` are its regions' numbers, `ranges` counts its ranges."""
 
     number: int
     points: np.ndarray
@@ -151,31 +145,31 @@ class _PointGroup(msgspec.Struct):
 
 
 class CaptureRanges:
-    """The capture ranges of all slots, as programs come and go. `sampled` [P]: points of sampled rows."""
+    """The current capture ranges of all slots. `sampled` [P]: True for points of sampled rows."""
 
     def __init__(self, sampled: np.ndarray) -> None:
         self._sampled = sampled
-        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group's number; by number of the range
+        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group's number; by range number
         self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
-        # by slot: the numbers of its ranges, and how many of them each group has
+        # by slot: the numbers of its ranges, and the count of its ranges in each group
         self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
         self._groups: dict[tuple[bytes, int, int], _PointGroup] = {}  # by points, dtype and products
         self._layout: CaptureLayout | None = None
 
     def __len__(self) -> int:
-        """Capture ranges."""
+        """The number of capture ranges."""
         return sum(group.ranges for group in self._groups.values())
 
     def add(
         self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
         point: np.ndarray, products: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Adds the ranges of programs' capture records, K each and sorted by point. The programs differ in their slots
-        [N] and in `start` and `stop` [N, K] alone. Returns the numbers of their ranges [N, K] and regions [K]."""
+        """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in their
+        slots [N], and in `start` and `stop` [N, K]. Returns the numbers of their ranges [N, K] and regions [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
         kept_as = dtype + len(DTYPES) * products
         grids = self._grids(op, start, stop, kept_as, point)
-        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
+        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one per range
         numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
         self._reserve(self._range_numbers.end)
         group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
@@ -196,7 +190,7 @@ class CaptureRanges:
         return range_number, region_number
 
     def drop(self, slot: int) -> None:
-        """Forgets a slot's ranges."""
+        """Remove a slot's ranges."""
         if slot not in self._of_slot:
             return
         numbers, group_counts = self._of_slot.pop(slot)
@@ -211,7 +205,7 @@ class CaptureRanges:
         self._layout = None
 
     def layout(self) -> CaptureLayout:
-        """The present layout, made anew when a program has come or gone."""
+        """The current layout, cached until a program arrives or ends."""
         if self._layout is None:
             self._layout = self._make_layout()
         return self._layout
@@ -249,8 +243,8 @@ class CaptureRanges:
     def _grids(
         self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> list[np.ndarray]:
-        """The records in grids [points, ranges]. An op whose points all keep the same ranges has one grid; all other
-        records have one for each point and `kept_as`, a number for dtype and products."""
+        """Arrange the records in grids [points, ranges]: one grid for an op whose points all keep the same ranges, and
+        for other records one for each point and `kept_as` (dtype and products in one number)."""
         order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
             grid = self._grid(records, start, stop, kept_as, point) if len(records) > 1 else None
@@ -267,7 +261,7 @@ class CaptureRanges:
     def _grid(
         self, records: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> np.ndarray | None:
-        """One op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
+        """Arrange one op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
         point, kept_as = point[records], kept_as[records]
         points = 1 + int(np.count_nonzero(np.diff(point)))
         if len(records) % points:
@@ -291,16 +285,16 @@ class CaptureRanges:
 RECORD = np.dtype(
     [
         ("start", "<i4"), ("stop", "<i4"),   # positions
-        ("kind", "<i4"), ("step", "<i4"),    # 1: a row of the value for each position, 0: one for all
+        ("kind", "<i4"), ("step", "<i4"),    # step 1: one row of the value per position, 0: one for all
         ("value", "<i8"),                    # the value's first number in the bank
         ("x", "<f4"), ("y", "<f4"),
         ("other", "<i8"),
-        ("factor", "<f4"),                   # written by the kernel, for rows that it takes in passes: y·r or p′ − p
-        ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
+        ("factor", "<f4"),                   # written by the kernel for rows in several passes: y·r or p′ − p
+        ("columns", "<i4"),                  # the edited columns: first | end << 16; 0: the whole row
     ]
 )  # fmt: skip
-# by kind: its own names of the fields, beside start, stop, kind and columns. A capture's region is the op's number
-# until it is installed in a table; with 0 products the row itself is kept
+# Field names by kind, besides start, stop, kind and columns. A capture's region is the op's number until it is
+# installed in a table; with 0 products the row itself is kept.
 FIELDS: dict[int, dict[str, str]] = {
     CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other"},
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
@@ -314,7 +308,7 @@ FIELDS: dict[int, dict[str, str]] = {
 
 
 def _layout(kind: int) -> np.dtype:
-    """`RECORD` with a kind's own names of the fields."""
+    """`RECORD` with a kind's field names."""
     assert RECORD.fields is not None
     names = {field: field for field in ("start", "stop", "kind", "columns")}
     names |= {field: name for name, field in FIELDS[kind].items()}
@@ -327,32 +321,31 @@ LAYOUTS = {kind: _layout(kind) for kind in FIELDS}
 
 
 def named(records: np.ndarray, kind: int) -> np.ndarray:
-    """Records of one kind by that kind's own names: a view."""
+    """View records of one kind with that kind's field names."""
     return records.view(LAYOUTS[kind])
 
 
-Addresses = Mapping[str, tuple[int, int]]  # by bank key: the number its rows begin at, and their width
-Several = Sequence[Addresses]  # of each program
+Addresses = Mapping[str, tuple[int, int]]  # by bank key: the offset of its rows, in numbers, and their width
+Several = Sequence[Addresses]  # one per program
 Number = int | np.ndarray
 
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """A bound program's records sorted by point (program order within), and how many each point has, [P]."""
+    """A bound program's records, sorted by point (program order within), and their number at each point, [P]."""
     records, counts = records_of_alike([ops], [addresses], points)
     return records[0], counts[0]
 
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
-    """What programs have in common whose records can be made together. They differ in numbers alone: vectors, scales,
-    positions, and which points."""
+    """The key of programs whose records can be made together: vectors, scales, positions and points may differ."""
     return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
 
 
 def records_of_alike(
     programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The records of programs of one shape, [N, R], sorted by point (program order within), and how many each point
-    has, [N, P]. Each program has its own addresses."""
+    """The records of programs of one shape, [N, R], sorted by point (program order within), and their number at each
+    point, [N, P]. Each program has its own addresses."""
     of_ops = [_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
     number = np.arange(len(programs))[:, None]
     if not of_ops:
@@ -363,13 +356,12 @@ def records_of_alike(
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
-    """How many records a bound program has, on a worker that has all points."""
+    """The number of records of a bound program, on a worker that has all points."""
     return sum(len(op.points) * len(op.ranges) * (2 if op.condition else 1) for op in ops)
 
 
 def _records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
-    """The records of the op that N programs of one shape have in the same place, [N, ·], every range at every point,
-    and the point of each."""
+    """The records of one op of N programs of one shape, [N, ·], for every range at every point, and their points."""
     first, flat = ops[0], itertools.chain.from_iterable
     ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
     points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
@@ -398,13 +390,13 @@ def _numbers(numbers: Iterable[int]) -> np.ndarray:
 
 
 def _column(of_programs: Sequence[float]) -> np.ndarray:
-    """A number of each program, to stand in all its records [N, P, Q]."""
+    """One number per program, shaped to broadcast over its records [N, P, Q]."""
     return np.array(of_programs)[:, None, None]
 
 
 def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
-    """The `MATCH` record that stands before each record: it acts only where the token's id is one of some ids, or if
-    not `expected` is none of them. The `count` ids lie in the bank, ascending, from number `ids` on."""
+    """The `MATCH` record that precedes each record, which then acts only if the token's id is among the given ids, or
+    is not among them if `expected` is False. The bank holds the `count` ids, ascending, from offset `ids` on."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)
@@ -414,8 +406,8 @@ def match_records(records: np.ndarray, ids: Number, count: Number, expected: boo
 
 @functools.singledispatch
 def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
-    """Writes the fields of the programs' actions, all of the kind of the `first`, in records [N, P, Q] by the names of
-    that kind. `ordinal`: the op's number."""
+    """Write the fields of the programs' actions, all of the kind of `first`, to records [N, P, Q] viewed with that
+    kind's field names. `ordinal`: the op's number."""
     raise NotImplementedError(f"no record for {type(first).__name__}")
 
 
@@ -428,7 +420,7 @@ def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses
 
 @_write.register
 def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
-    pass  # where its rows go is what values have in common
+    pass  # the target of its rows is its value, which all kinds share
 
 
 @_write.register
@@ -463,7 +455,7 @@ def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addres
 
 
 def columns_of(record: np.void) -> slice:
-    """The columns that a record changes."""
+    """The columns that a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
     return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
@@ -472,20 +464,19 @@ class ProgramTable:
     """Records of up to `slots` requests at `points` points, `records` in all.
 
     first [slots + 1, points + 1]: int32, the first record of each slot at each point
-    generation [slots + 1]: int32, how many programs each slot has had
-    records [records]: of `RECORD`
-    version: how often the table has changed
-    captures: the capture ranges
-    changed: the slots, and the (begin, end) of records, written since a device's copy was last brought up to date
-    sampled [points]: whether the rows of a point are the sampled ones; nowhere if not given
-    coded: slots with code among their records
+    generation [slots + 1]: int32, the number of programs that each slot has had
+    records [records]: of dtype `RECORD`
+    version: the number of changes to the table
+    changed: the slots, and the (begin, end) of records, written since the device copy was last updated
+    sampled [points]: True if a point has only sampled rows; default: no point
+    coded: slots with `APPLY` records
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
         self.generation = np.zeros(slots + 1, np.int32)
-        self._acts = np.zeros((slots + 1, points), bool)  # whether a slot has records at a point
-        self._acting = np.zeros(points, np.int64)  # how many slots have records there
+        self._acts = np.zeros((slots + 1, points), bool)  # True if a slot has records at a point
+        self._acting = np.zeros(points, np.int64)  # the number of slots with records at a point
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
@@ -495,12 +486,12 @@ class ProgramTable:
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
-        """Writes a request's records, sorted by point, with `counts` [points] of them at each. Their place is the one
-        that `plan.room` gave: a free `slot`, and the records from `begin` on."""
+        """Write a request's records, sorted by point, with `counts` [points] of them at each. `plan.room` allocated the
+        free `slot` and the records from `begin` on."""
         self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
     def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """The same for requests with as many records each: [N, R], with counts [N, points], slots [N], begins [N]."""
+        """Install requests with the same number of records: [N, R], counts [N, points], slots [N], begins [N]."""
         places = begins[:, None] + np.arange(records.shape[1])
         self.generation[slots] = self.generation[slots] % (1 << 30) + 1
         self.records[places] = records
@@ -515,7 +506,7 @@ class ProgramTable:
             self._installed.add(slot)
 
     def drop(self, slot: int) -> None:
-        """Frees a slot and its records."""
+        """Free a slot and its records."""
         self._installed.remove(slot)
         self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
@@ -524,17 +515,17 @@ class ProgramTable:
         self._mark_changed(slot, 0, 0)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
-        """Whether any of the slots has records at a point, bool [points]. No slot but 0 may stand there twice."""
+        """True at each point where one of the slots has records, bool [points]. Slots other than 0 must be unique."""
         if np.count_nonzero(slots) == len(self):
             return self._acting > 0
         return np.logical_or.reduce(self._acts[slots], axis=0)
 
     def acting_at(self, point: int, slots: np.ndarray) -> list[int]:
-        """The slots, among these, that have records at a point."""
+        """The subset of these slots that have records at a point."""
         return slots[self._acts[slots, point]].tolist()
 
     def __len__(self) -> int:
-        """Admitted requests."""
+        """The number of admitted requests."""
         return len(self._installed)
 
     def _mark_changed(self, slot: int, begin: int, end: int) -> None:
@@ -545,13 +536,12 @@ class ProgramTable:
             records.append((begin, end))
 
     def take_changed(self) -> tuple[set[int], list[tuple[int, int]]]:
-        """`changed`, which begins anew."""
+        """Return `changed` and reset it."""
         changed, self.changed = self.changed, (set(), [])
         return changed
 
     def _add_captures(self, slots: np.ndarray, places: np.ndarray, records: np.ndarray, counts: np.ndarray) -> None:
-        """Takes the captures among records [N, R] that were written at their places; those of all requests together
-        where they are alike but for their positions."""
+        """Add the captures among installed records [N, R]; all in one call if requests differ only in positions."""
         captures = records["kind"] == CAPTURE
         if not captures.any():
             return

@@ -1,7 +1,7 @@
-"""Bound programs from elsewhere: what a binder of ours makes, and nothing else, may reach an engine.
+"""Verify untrusted bound programs: only what `plan.bind` can produce may reach an engine.
 
-A bound program is numbers: points, columns, rows of a bank that all requests share. One that was made by hand could
-read another's vectors, write beyond a row, or edit under the keys of an unedited block.
+A bound program refers to points, columns, and rows of a bank that all requests share. A forged one could read another
+request's vectors, write out of bounds, or edit under the cache keys of unedited blocks.
 
     P points · Q position ranges of an op · n rows of a value
 """
@@ -45,8 +45,8 @@ MAX_PATH = 500
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What a program is checked against: sizes (rows, width) by bank key, positions below `limit`, and a model; and by
-    own key the position of each row that it has stored so far."""
+    """The context of a check: sizes (rows, width) by bank key, positions below `limit`, the model's sites, and the
+    positions of the rows stored so far, by own key."""
 
     sizes: Mapping[str, tuple[int, int]]
     limit: int
@@ -57,10 +57,10 @@ class Frame(msgspec.Struct, frozen=True):
 def verify(
     bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap
 ) -> None:  # fmt: skip
-    """Checks a program for a prompt of so many tokens whose positions are below `limit`, and the sizes that it says its
-    vectors and rows have. That vectors have these sizes is for `admission` to check, when it has them.
+    """Check a program against a prompt of `prompt` tokens with positions below `limit`, and against its declared sizes
+    of vectors and rows. `admission` checks that the vectors have these sizes, once it has them.
 
-    Raises `ProgramError` with the op's path for what `bind` does not make.
+    Raises `ProgramError` with the op's path for anything that `bind` does not produce.
     """
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
@@ -77,7 +77,7 @@ def verify(
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:
-    """Whether a bank key is that of the rows [n, W]: the hash of a vector [n, W], or [W] where n is 1."""
+    """True if a bank key is the content hash of the rows, as a vector [n, W], or [W] if n is 1."""
     count, width = rows.shape
     data = np.ascontiguousarray(rows, "<f4").tobytes()
     shapes = [(count, width), (width,)] if count == 1 else [(count, width)]
@@ -119,7 +119,7 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
 
 
 def _check_own(op: BoundOp, frame: Frame) -> None:
-    """Checks that rows of its own run are there before they are read."""
+    """Check that rows of the same run are stored before they are read."""
     _need(all(map(is_loaded, op.keys[len(op.values) :])), "a mask, or token ids, that it stores")
     for key, point in op.reads() if op.is_edit else ():
         own = own_point(key)
@@ -136,7 +136,7 @@ def _check_own(op: BoundOp, frame: Frame) -> None:
 
 @functools.singledispatch
 def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None:
-    """Checks the numbers of an action, and that its values are as wide as the points."""
+    """Check the numbers of an action, and that its values are as wide as the points."""
     raise ProgramError(f"{type(action).__name__} does not come from elsewhere")
 
 

@@ -1,4 +1,4 @@
-"""IN THE WORKER: admitted programs, the taps that carry them out, and what they leave."""
+"""The worker's side: admitted programs, the taps that apply them, and their captures."""
 
 from patchclamp.runtime.runtime import Arrival, Limits, Runtime
 

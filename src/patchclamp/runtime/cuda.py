@@ -1,27 +1,21 @@
-"""A step on a CUDA device: graphs replay with the kernel in them, eager steps launch it, captures leave behind both.
+"""Steps on a CUDA device: graphs replay the kernel, eager steps launch it, and captures leave in the background.
 
-Captured rows are written to the drain's ring on the device, whose address recorded graphs know.  When a step begins,
-all that it captures is allocated there, and the tables say from which byte on.  The next steps that go on alike get the
-memory behind it, so that the tables need no change.
+`CudaTables`: the program table and the step's rows, at fixed addresses in one tensor of 32-bit words. Changed words are
+packed with their addresses into pinned staging memory, and one small kernel copies them into place. Staging memory
+rotates, because with asynchronous scheduling the next step is prepared while the last one still runs. In steady decode
+nothing is copied, except a new base when the capture ring wraps around.
 
-If a step captures too much for that, as a large prefill does, every tap allocates its own part.  So 64 MiB from the
-first layers leave for the host while later layers compute.  If only the sampled rows are too much, only their tap does.
+`Drain`: captured rows go from a ring on the device, over a side stream, into pinned memory that the store keeps. The
+engine's thread only queues work. Before a part of the ring is reused, the compute stream waits until its bytes have
+been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordinary memory. If they fall behind, the
+engine waits for them, so that memory stays bounded and nothing is lost.
 
-On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date at once.
-
-All tables lie in one tensor of 32-bit words.  The words that changed are packed into pinned staging memory, with their
-addresses, and one small kernel reads them there and puts them in place.  Staging memory rotates, because with
-asynchronous scheduling the next step is prepared while the last one still runs.  In steady decode nothing changes and
-nothing is copied; only when the ring for captures is at its end, the tables get a new begin.
+`CudaStep`: the captures of a step are allocated in the ring when it begins, and the tables hold their offset. Steps
+that reuse the plan get the memory after it, so that the tables do not change. If a step captures too much, like a large
+prefill, every tap allocates its own part, and 64 MiB from the first layers are copied while later layers compute. If
+only the sampled rows are too much, only their tap allocates.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
-
-Captured rows leave the device: from a ring on it, over a side stream, into pinned memory that the store keeps.
-
-The engine's thread only queues work, and waits for nothing.  Before a part of the ring is written again, the compute
-stream waits until the bytes that lay there have been copied.  Pinned memory is bounded: beyond `pinned_bytes`, worker
-threads move the oldest slabs to ordinary memory.  When the threads fall behind, the engine does wait for them, so
-nothing is lost and nothing grows.
 """
 
 from __future__ import annotations
@@ -47,18 +41,18 @@ from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
-MIN_STAGING_WORDS = 1 << 14  # words of a staging buffer, to begin with
+MIN_STAGING_WORDS = 1 << 14  # initial words of a staging buffer
 
 
 class _Staging:
-    """Pinned memory for so many words. `done` is the event after the device has read them."""
+    """A pinned staging buffer. `done` is the event after the device has read it."""
 
     def __init__(self, words: int) -> None:
         self.done, self.pinned = torch.cuda.Event(), _pinned(words)
         self.words = self.pinned.numpy()
 
     def room(self, words: int) -> None:
-        """Makes room for so many words. The device must have read the ones before."""
+        """Grow to hold `words` words. The device must have read the buffer."""
         if words > len(self.words):
             self.pinned = _pinned(1 << (words - 1).bit_length())
             self.words = self.pinned.numpy()
@@ -67,8 +61,8 @@ class _Staging:
 class CudaTables:
     """Device copies of a `ProgramTable` and of a step's rows, as the kernel reads them.
 
-    `position_of_row` and `token_of_row` are the engine's own tensors of positions and token ids [R], which it fills
-    before every step.
+    `position_of_row` and `token_of_row` are the engine's own tensors of positions and token ids [R], filled by the
+    engine before every step.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class CudaTables:
         self.points = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
-            # "base", "stride" and "records" hold numbers of 64 bits: at even words
+            # "base", "stride" and "records" hold 64-bit numbers, so they start at even words
             "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
             "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
             "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples,
@@ -94,10 +88,10 @@ class CudaTables:
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
-        self._ranked = False  # whether some rank of a sampled row is not 0
-        self.turns = 1  # sampled rows of a request of the step, at most
+        self._ranked = False  # True if a sampled row has a rank other than 0
+        self.turns = 1  # the most sampled rows of a request in the step
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
-        # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
+        # cached launches of the kernel, with the addresses of these tables (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
         self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
         self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
@@ -113,30 +107,30 @@ class CudaTables:
     offset: torch.Tensor
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What the kernel reads, by name."""
+        """The kernel's inputs, by name."""
         names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", *self._at)
         return {name: getattr(self, name) for name in names}
 
     @property
     def bytes(self) -> int:
-        """Device memory held."""
+        """Device memory in bytes."""
         return self._words.nbytes + self.quantiles.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """The slots whose program's edits were not finite, each with the point, of steps whose results have arrived."""
+        """The (slot, point) pairs with edits that were not finite, of steps whose results have arrived."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int = 0, stride: int = 0) -> None:
-        """Writes a step's plan to the tables. Its captures begin at byte `begin`. If further steps of one token a
-        request go on with the plan, the captures of each begin `stride` bytes after those of the step before."""
+        """Write a step's plan to the tables, with its captures at byte `begin`. In further steps of one token per
+        request with the same plan, captures start `stride` bytes after those of the step before."""
         slot, origin = plan.tokens.slot, []
         if stride:
             first = np.zeros(batch.rows, np.int32)
             first[batch.row] = batch.position
             origin = [(self._at["origin_of_row"], first)]
-        if len(slot) < self._rows:  # rows of an earlier, longer step become nobody's
+        if len(slot) < self._rows:  # clear the rows of an earlier, longer step
             slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
         self._rows = len(plan.tokens.slot)
         self.turns = batch.most_samples
@@ -152,14 +146,14 @@ class CudaTables:
         ])  # fmt: skip
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """The sampled rows' ranks, where they are not what they were: 0, but for drafted tokens."""
+        """The ranks of sampled rows, if they may have changed: they are 0 except with drafted tokens."""
         if batch.samples is None and not self._ranked:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """Moves the captures of the steps to come: the planned step's would begin at byte `begin`."""
+        """Move the captures of coming steps, as if those of the planned step started at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -173,7 +167,7 @@ class CudaTables:
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
     def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
-        """Offsets by capture range and bases by region, each table from the lowest number in use to the highest."""
+        """The offsets by capture range and the bases by region, each from the lowest number in use to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
@@ -181,7 +175,7 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        """Copies segments (the first word's index in the tables, words) to the device."""
+        """Copy segments (the first word's index in the tables, words) to the device."""
         chunks = sum(-(-len(words) // CHUNK) for _, words in segments)
         if not chunks:
             return
@@ -214,21 +208,21 @@ def _pinned(words: int) -> torch.Tensor:
     return torch.empty(words, dtype=torch.int32, pin_memory=True)
 
 
-SEND_BYTES = 1 << 26  # bytes of one copy: 1.2 ms on the way, against at most 0.3 ms of host time
-SLABS_CHECKED = 8  # slabs that are checked for being free again, whenever one is full
-MAX_SPILLS = 4  # slabs that threads move to ordinary memory at one time before the engine waits
+SEND_BYTES = 1 << 26  # bytes of one copy: 1.2 ms of transfer, against at most 0.3 ms of host time
+SLABS_CHECKED = 8  # slabs that are checked for reuse whenever one is full
+MAX_SPILLS = 4  # concurrent moves of slabs to ordinary memory before the engine waits
 
 
-# a uint8 tensor, and the byte of it at which the memory begins (a view would cost as much as the rest of `allocate`);
-# the block that the bytes will be in on the host, and their offset there
+# a uint8 tensor, and the memory's offset in it (a view would cost as much as the rest of `allocate`); the block that
+# will hold the bytes on the host, and their offset in it
 Allocation = tuple[torch.Tensor, int, HostBlock, int]
 
 
 class _FilledSlab:
-    """A slab, the blocks that lie in it, and the event after its last copy from the device.
+    """A slab, its blocks, and the event after its last copy from the device.
 
-    data: its bytes while it is being filled, then None. Blocks hold a part of this very tensor, and so does whatever
-    views them: once none of it is left, nobody reads the slab.
+    data: its bytes while it is being filled, then None. Blocks and their views reference this tensor's memory object,
+        so the slab is unread once that object is freed
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -242,32 +236,32 @@ class _FilledSlab:
 
     @property
     def is_read(self) -> bool:
-        """Whether a block or a view of one is there."""
+        """True if a block or a view of one exists."""
         return self._memory() is not None
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody may yet read or write it."""
+        """True if it may still be read or written."""
         return self.is_read or (self.last_copied is not None and not self.last_copied.query())
 
 
 class Drain:
-    """Moves device bytes to host memory in the background."""
+    """Copies captures from the device to host memory in the background."""
 
     def __init__(self, device: torch.device, ring_bytes: int, pinned_bytes: int) -> None:
         self.ring, self._ring_bytes = torch.empty(ring_bytes, dtype=torch.uint8, device=device), ring_bytes
         self._stream, self._ready = torch.cuda.Stream(device), torch.cuda.Event()
-        self._head = self._unsent = 0  # bytes unsent … head−1 of the ring wait to be sent
-        self._clear = 0  # bytes head … clear−1 may be written: nothing there waits to be copied
+        self._head = self._unsent = 0  # bytes unsent … head−1 of the ring are not sent yet
+        self._clear = 0  # bytes head … clear−1 may be written: no copy of them is pending
         self._copy_bytes = min(SEND_BYTES, ring_bytes // 4)  # bytes of one copy
-        self._block = HostBlock()  # gets the bytes that wait to be sent
+        self._block = HostBlock()  # for the unsent bytes
         self._sent: collections.deque[tuple[int, int, torch.cuda.Event]] = collections.deque()  # first, end, copied
         self._beside_ring: list[tuple[torch.Tensor, HostBlock]] = []  # allocated outside the ring, and not sent yet
         self._pinned_bytes = pinned_bytes
         self._pinned = PinnedSlabs(pinned_bytes)
         self._filled: list[_FilledSlab] = []  # the last one is being filled
         self._filled_bytes = 0  # the sizes of all of them
-        self._next_checked = 0  # which of them is checked next for being free
+        self._next_checked = 0  # index of the next slab to check for reuse
         self._spills: collections.deque[tuple[Future[None], _FilledSlab]] = collections.deque()
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="patchclamp-spill")
         self.bytes = self.spilled = 0  # bytes copied, slabs moved to ordinary memory
@@ -277,17 +271,17 @@ class Drain:
         return self.ring.nbytes
 
     def open(self) -> None:
-        """From now on captures come into memory that other processes can map."""
+        """Put later captures in memory that other processes can map."""
         self._pinned.is_open = True
 
     def prepare(self) -> None:
-        """Makes pinned memory ahead of captures that are coming."""
+        """Make pinned memory ahead of coming captures."""
         self._pinned.prepare()
 
     def allocate(self, size: int) -> Allocation:
-        """Device memory for `size` bytes, to be written on the current stream.
+        """Allocate device memory for `size` bytes, to be written on the current stream.
 
-        The caller must queue what writes them before it allocates again or sends.
+        The caller must queue the writes before it allocates again or sends.
         """
         size = -(-size // ALIGNED) * ALIGNED
         if self._head + size > self._clear:
@@ -299,8 +293,7 @@ class Drain:
         return self.ring, begin, self._block, begin - self._unsent
 
     def _clear_ahead(self, size: int) -> None:
-        """Has the compute stream wait until `size` bytes from the head on, or as many as one copy takes, may be
-        written."""
+        """Make the compute stream wait until at least `size` bytes, or those of one copy, are writable at the head."""
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
@@ -312,12 +305,12 @@ class Drain:
         self._clear = clear
 
     def _next_copy_bytes(self, size: int) -> int:
-        """The bytes of the next copy, which has `size` at least: as many as fill the slab, if that is possible."""
+        """The target size of the next copy: the rest of the slab if `size` fits and it is less than a full copy."""
         unused = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
         return unused if size <= unused < self._copy_bytes else self._copy_bytes
 
     def send(self) -> None:
-        """Queues copies of all that was written."""
+        """Queue copies of everything that was written."""
         if torch.is_inference_mode_enabled():  # as in steps
             self._send()
         else:
@@ -336,24 +329,24 @@ class Drain:
         self._unsent, self._block = self._head, HostBlock()
 
     def flush(self) -> None:
-        """Returns when everything written is in host memory."""
+        """Wait until everything written is in host memory."""
         self.send()
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Stops the threads. Whoever holds captures can read them still."""
+        """Stop the threads. Captures that are still referenced stay readable."""
         try:
             self.flush()
-        finally:  # after an error of the device, too
+        finally:  # also after a device error
             self._workers.shutdown()
             self._pinned.close()
 
     def _overlaps(self, begin: int, end: int) -> bool:
-        """Whether any of the bytes begin … end−1 still waits to be copied."""
+        """True if a copy of the bytes begin … end−1 may be pending."""
         return any(sent_begin < end and begin < sent_end for sent_begin, sent_end, _ in self._sent)
 
     def _allocate_beside_ring(self, size: int) -> Allocation:
-        """Memory of its own for more than the ring holds."""
+        """Allocate separate memory for more bytes than the ring holds."""
         try:
             data = self.ring.new_empty(size)
         except torch.OutOfMemoryError:
@@ -366,8 +359,7 @@ class Drain:
         return data, 0, block, 0
 
     def _copy(self, source: torch.Tensor, block: HostBlock) -> torch.cuda.Event:
-        """Queues a copy to pinned memory, which becomes the block's, behind the compute stream's work so far. Returns
-        the event after the copy."""
+        """Queue a copy to pinned memory for the block, after the compute stream's work; returns the event after it."""
         size = source.numel()
         filled = self._slab_for(size)
         slab, data = filled.slab, filled.data
@@ -377,7 +369,7 @@ class Drain:
         compute, copied = torch.cuda.current_stream(), torch.cuda.Event()
         self._ready.record(compute)
         self._stream.wait_event(self._ready)
-        torch.cuda.set_stream(self._stream)  # as PyTorch's `with` does, in fewer calls
+        torch.cuda.set_stream(self._stream)  # like PyTorch's `with`, in fewer calls
         try:
             target.copy_(source, non_blocking=True)
         finally:
@@ -390,7 +382,7 @@ class Drain:
         return copied
 
     def _slab_for(self, size: int) -> _FilledSlab:
-        """The slab that is being filled, or the next one if `size` bytes do not fit there. May wait for spills."""
+        """The slab that is being filled, or a new one if `size` bytes do not fit. May wait for spills."""
         if self._filled and self._filled[-1].slab.used + size <= self._filled[-1].slab.size:
             return self._filled[-1]
         if self._filled:
@@ -415,7 +407,7 @@ class Drain:
         self.spilled += 1
 
     def _give_back(self, checked: int) -> None:
-        """Checks so many slabs in turn, and gives back those that nobody reads or writes any more."""
+        """Check the next `checked` slabs in rotation, and return those that are no longer read or written."""
         for _ in range(min(checked, len(self._filled))):
             self._next_checked %= len(self._filled)
             filled = self._filled[self._next_checked]
@@ -428,24 +420,24 @@ class Drain:
 
 
 def _spill(filled: _FilledSlab) -> None:
-    """Moves the blocks of a slab that somebody still holds to ordinary memory."""
+    """Move the blocks of a slab that are still referenced to ordinary memory."""
     if filled.last_copied is not None:
         filled.last_copied.synchronize()
     with torch.inference_mode():
         for reference in filled.blocks:
             block = reference()
             if block is not None and block.data is not None:
-                memory = np.empty(len(block.data), np.uint8)  # in huge pages, unlike torch's: filled three times faster
+                memory = np.empty(len(block.data), np.uint8)  # huge pages, unlike torch: filled 3 times faster
                 block.data = torch.from_numpy(memory).copy_(block.data)
 
 
 class CudaStep:
-    """Carries out steps of at most `rows` rows and `samples` sampled ones.
+    """Executes steps of at most `rows` rows and `samples` sampled rows.
 
     positions, tokens: the engine's tensors of every row's position and token id, [R]
-    kept_bytes: what a step with a graph may capture, at most; half the ring bounds it, too
-    ring_bytes: what may be on its way to the host
-    pinned_bytes: what may wait there in pinned memory
+    kept_bytes: the most that a step with a graph may capture; also bounded by half the ring
+    ring_bytes: captures in transit to the host
+    pinned_bytes: captures in pinned host memory
     """
 
     unit = BYTES
@@ -457,29 +449,29 @@ class CudaStep:
     ) -> None:  # fmt: skip
         self.tables = CudaTables(table, rows, samples, bank.data, positions, tokens)
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
-        self.max_graph_bytes = min(kept_bytes, ring_bytes // 2)  # bytes that a step with a graph may capture
+        self.max_graph_bytes = min(kept_bytes, ring_bytes // 2)  # the most that a step with a graph may capture
         self.recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
         self._steps = 0  # since that plan was made
         self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
-        self._begin = 0  # the byte at which, by the tables, the captures of the planned step begin
-        self._upfront: BufferSlice | None = None  # what was allocated when the step began
-        self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # what taps allocated, as `ScatteredSlices.parts`
+        self._begin = 0  # offset of the planned step's captures in the tables
+        self._upfront: BufferSlice | None = None  # allocated when the step began
+        self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The tensors of ours that graphs read and write, by name."""
+        """Our tensors that graphs read and write, by name."""
         return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
     def memory(self) -> dict[str, int]:
-        """Device memory held, beside the bank, by what it is for."""
+        """Device memory in bytes, by purpose, without the bank."""
         return {"captures on their way (ring)": self.drain.device_bytes, "tables": self.tables.bytes}
 
     @property
     def bytes(self) -> int:
-        """Device memory held, beside the bank."""
+        """Device memory in bytes, without the bank."""
         return sum(self.memory.values())
 
     def open_captures(self) -> None:
@@ -502,8 +494,7 @@ class CudaStep:
         self._begin = begin
 
     def _bytes_upfront(self, plan: StepPlan) -> int:
-        """How many bytes of a step's captures are allocated when it begins: all; or if that is too much, all but the
-        sampled rows, which come last; or none."""
+        """The bytes of captures allocated when a step begins: all if they fit, else all but sampled rows, else none."""
         if plan.size <= self.max_graph_bytes or not plan.layout.any_sampled:
             return plan.size if plan.size <= self.max_graph_bytes else 0
         size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())
@@ -519,7 +510,7 @@ class CudaStep:
         memory, begin, plan = self.drain.ring, 0, self._plan
         if plan is not None and plan.size:
             if self._upfront_bytes == plan.size:
-                begin = -self._steps * self._upfront_bytes if sampled else 0  # of other rows the kernel knows it
+                begin = -self._steps * self._upfront_bytes if sampled else 0  # for other rows the kernel adds it
             elif sampled or not self._upfront_bytes:
                 memory, begin = self._allocate(plan, point)
         if self.tables.table.coded:
@@ -528,7 +519,7 @@ class CudaStep:
         return None
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
-        """Memory for what a point captures, and the number of its first byte, as the tables count the step's bytes."""
+        """Allocate memory for a point's captures; also returns its first byte's offset in the tables' numbering."""
         bounds = plan.bounds_of_point.get(point)
         if bounds is None:
             return self.drain.ring, 0
@@ -541,7 +532,7 @@ class CudaStep:
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
         sampled: bool,
     ) -> np.ndarray | None:  # fmt: skip
-        """Launches the kernel up to each request's next code, runs that code, and goes on, until no code is left."""
+        """Launch the kernel up to each request's next code, run that code, and repeat until no code is left."""
         calls = self._calls(point) if self._plan is not None else []
         arguments = (self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
         if not calls:
@@ -556,8 +547,8 @@ class CudaStep:
         return np.array(bad, np.int64)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
-        """The calls of code at a point: first every request's first one, then every request's second, and so on. A call
-        is the request's number in the batch and the call's record, behind its `MATCH` record if it has one."""
+        """The code calls at a point: every request's first one, then every request's second, and so on. A call is the
+        request's index in the batch and the call's record, preceded by its `MATCH` record if it has one."""
         assert self._plan is not None
         table, phases = self.tables.table, []
         first = self._batch.position + self._steps
@@ -577,7 +568,7 @@ class CudaStep:
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
     ) -> list[int]:  # fmt: skip
-        """Runs a request's code on its rows. Returns its slot if some results are not finite, which are not written."""
+        """Run a request's code on its rows. Non-finite results are not written; returns the slot if there are any."""
         assert self._plan is not None
         assert self.code is not None
         batch, record = self._batch, named(records[-1:], APPLY)[0]
@@ -602,14 +593,14 @@ class CudaStep:
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def _matches(self, condition: np.void, rows: np.ndarray) -> np.ndarray:
-        """Whether the token of each row meets the condition of a `MATCH` record."""
+        """True for each row whose token meets the condition of a `MATCH` record."""
         ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """Where the step's captures will lie on the host."""
-        upfront, self._upfront = self._upfront, None  # nobody but the caller holds the blocks from here on
+        """The location of the step's captures on the host."""
+        upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
         upfront_bytes = self._upfront_bytes
         if plan.size > upfront_bytes and len(parts) < sum(

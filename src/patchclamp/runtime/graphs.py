@@ -1,14 +1,13 @@
-"""CUDA graphs with taps in them, and copies of them cut down to the taps that the steps at hand need.
+"""CUDA graphs with taps, and copies of them reduced to the taps that current steps need.
 
-A tap that a step does not need still costs its launch (1 to 3 µs on an H200).  So after a graph has been replayed a few
-times for the same points, it is cloned, and the nodes of all other taps are taken out of the copy, which is replayed
-from then on.  All its other nodes are the same, so not a bit of the results differs.  Where the CUDA bindings do not
-allow it, the whole graph is replayed.
+A tap that a step does not need still costs its launch (1 to 3 µs on an H200). So after a graph has been replayed
+`PATIENCE` times for the same points, it is cloned, all other taps are removed from the copy, and the copy is replayed
+from then on. All other nodes are the same, so results are bit-identical. If the CUDA bindings do not support this, the
+whole graph is replayed.
 
-The addresses of the tensors that a CUDA graph reads: noted when it is recorded, compared whenever it is replayed.
-
-A graph reads the addresses that it was recorded with.  If a step builds an input anew, instead of filling it in place,
-the graph reads old numbers, without an error.  With PATCHCLAMP_CHECK_ADDRESSES=1 that is an error, which names them.
+A graph reads the addresses that it was recorded with. If a step allocates an input instead of filling it in place, the
+graph silently reads stale numbers. With PATCHCLAMP_CHECK_ADDRESSES=1 the addresses are recorded with the graph and
+compared at each replay, and a difference is an error that names the tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ MAX_DEPTH = 8
 
 
 def checked() -> bool:
-    """Whether addresses are to be checked, by the environment."""
+    """True if the environment requests address checks."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def addresses(value: Any, path: str, device: str = "cuda") -> dict[str, int]:
-    """The addresses of all tensors in a value that are on a kind of device, by their paths: `args[0]`,
-    `attn_metadata['model.layers.0'].block_table`. Empty tensors are left out; they have no address."""
+    """The addresses of all tensors on a type of device within a value, by path: `args[0]`,
+    `attn_metadata['model.layers.0'].block_table`. Empty tensors have no address and are left out."""
     return dict(_walk(value, path, device, 0))
 
 
@@ -52,7 +51,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value, each with what its path has in addition."""
+    """The parts of a value, each with its path suffix."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple)):
@@ -65,7 +64,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) -> None:
-    """Raises `AddressMoved`, with the paths, if a graph reads other addresses than a step has filled."""
+    """Raise `AddressMoved`, with the paths, if a graph reads other addresses than the step has filled."""
     if recorded == filled:
         return
     kinds = {
@@ -77,31 +76,31 @@ def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) 
     raise AddressMoved(f"the CUDA graph of {graph} reads other memory than this step filled. {changes}")
 
 
-PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as it saves in so many
+PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as 12 replays save
 MAX_NODES = 1 << 15  # of all copies together
-NODE_BYTES = 3600  # device memory that a copy takes for each node (1.25 MiB for 368, vLLM 0.32 on an H200)
+NODE_BYTES = 3600  # device memory of a copy per node (1.25 MiB for 368, vLLM 0.32 on an H200)
 MAX_COUNTED = 256  # sets of points whose replays a graph counts
 
 logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
-    """The taps of each recorded graph, and the points that the present step needs."""
+    """The taps of each recorded graph, and the points that the current step needs."""
 
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
         self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently chosen first
-        self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # with the event after which nothing runs them
+        self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # with the event after their last replay
         self.active = np.zeros(0, bool)
         self.key = b""  # `active` as bytes
         self.cut = 0  # copies made
 
     def use(self, active: np.ndarray) -> None:
-        """Sets the points that steps need from now on, bool [P]."""
+        """Set the points that steps need from now on, bool [P]."""
         self.active, self.key = active, active.tobytes()
 
     def note(self, point: int) -> None:
-        """Remembers the node of the tap that was just launched on the current stream, if a graph is being recorded."""
+        """Record the node of the tap that was just launched on the current stream, if a graph is being captured."""
         if not torch.cuda.is_current_stream_capturing() or _runtime() is None:
             return
         try:
@@ -113,15 +112,15 @@ class Recorded:
         self._taps.setdefault(int(graph), []).append((nodes[0], point))
 
     def tapped(self, graph: torch.cuda.CUDAGraph) -> TappedGraph:
-        """A graph recorded with `keep_graph`, ready to be replayed."""
+        """Wrap a graph recorded with `keep_graph` for replay."""
         return TappedGraph(graph, self._taps.pop(int(graph.raw_cuda_graph()), []), self)
 
     def forget(self) -> None:
-        """Forgets the taps of graphs whose recording failed."""
+        """Discard the taps of graphs whose recording failed."""
         self._taps = {}
 
     def keep(self, copy: _Copy) -> None:
-        """Adds a copy. Beyond `MAX_NODES`, those chosen longest ago are dropped, and freed once nothing runs them."""
+        """Add a copy. Beyond `MAX_NODES`, the least recently chosen are dropped, and freed once they no longer run."""
         self._copies[copy] = None
         self.cut += 1
         while sum(other.nodes for other in self._copies) > MAX_NODES and len(self._copies) > 1:
@@ -145,7 +144,7 @@ class _Copy:
         self._launch, self._number, self._stream = _runtime().cudaGraphLaunch, -1, None
 
     def launch(self) -> None:
-        """Launches it on the current stream. Raises `RuntimeError` if CUDA refuses."""
+        """Launch it on the current stream. Raises `RuntimeError` if CUDA fails."""
         number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if number != self._number:
             self._stream, self._number = _runtime().cudaStream_t(init_value=number), number
@@ -160,15 +159,15 @@ class _Copy:
 
 
 class TappedGraph:
-    """A recorded graph that replays itself, or a copy without the taps that the step at hand does not need."""
+    """A recorded graph that replays itself, or a copy without the taps that the current step does not need."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], recorded: Recorded) -> None:
         self._graph, self._taps, self._recorded = graph, taps, recorded
-        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of what it reads, if checked
+        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of its inputs, if checked
         self._all_points = frozenset(point for _, point in taps)
-        self._key: bytes | None = None  # of the points that were chosen for
-        self._points = self._all_points  # those of them that are active
-        self._copy: _Copy | None = None  # with the taps of these points alone
+        self._key: bytes | None = None  # `Recorded.key` of the last choice
+        self._points = self._all_points  # its active points
+        self._copy: _Copy | None = None  # with the taps of only these points
         self._copies: dict[frozenset[int], _Copy] = {}
         self._replays: collections.Counter[frozenset[int]] = collections.Counter()
         self._stays_whole = not taps or not switches.enabled("cut_graphs")
@@ -184,7 +183,7 @@ class TappedGraph:
             try:
                 self._copy.launch()
                 return
-            except Exception as error:  # the whole graph does the same
+            except Exception as error:  # fall back to the whole graph; results are unchanged
                 self._copy, self._stays_whole = None, True
                 switches.give_up("cut_graphs", error)
         self._graph.replay()
@@ -195,7 +194,7 @@ class TappedGraph:
         self._graph.reset()
 
     def drop(self, copy: _Copy) -> None:
-        """Forgets a copy. The replays for its points are counted anew."""
+        """Remove a copy, and restart the count of replays for its points."""
         del self._copies[copy.points]
         del self._replays[copy.points]
         if self._copy is copy:
@@ -209,7 +208,7 @@ class TappedGraph:
             self._recorded.chosen(self._copy)
 
     def _count_and_cut(self) -> None:
-        """Counts a replay of the whole graph, and makes a copy after `PATIENCE` of them for the same points."""
+        """Count a replay of the whole graph, and make a copy after `PATIENCE` replays for the same points."""
         if len(self._replays) > MAX_COUNTED:
             self._replays.clear()
         self._replays[self._points] += 1
@@ -217,7 +216,7 @@ class TappedGraph:
             return
         try:
             self._copy = self._copies[self._points] = _cut(self, self._graph, self._taps, self._points)
-        except Exception as error:  # the whole graph does the same, more slowly
+        except Exception as error:  # fall back to the whole graph: slower, results are unchanged
             switches.give_up("cut_graphs", error)
             self._stays_whole = True
             return
@@ -225,7 +224,7 @@ class TappedGraph:
 
 
 def _cut(owner: TappedGraph, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], points: frozenset[int]) -> _Copy:
-    """A copy of a graph with the taps at `points` only. Raises `RuntimeError` where CUDA does not allow it."""
+    """Copy a graph with only the taps at `points`. Raises `RuntimeError` if CUDA does not allow it."""
     runtime = _runtime()
     (clone,) = _done("cudaGraphClone", runtime.cudaGraph_t(init_value=graph.raw_cuda_graph()))
     try:
@@ -240,7 +239,7 @@ def _cut(owner: TappedGraph, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, 
 
 
 def _take_out(graph: Any, node: Any) -> None:
-    """Removes a node. The nodes that depended on it then depend on those that it depended on."""
+    """Remove a node, and connect its dependents to its dependencies."""
     before = _neighbours("cudaGraphNodeGetDependencies", node)
     after = _neighbours("cudaGraphNodeGetDependentNodes", node)
     _done("cudaGraphDestroyNode", node)
@@ -252,7 +251,7 @@ def _take_out(graph: Any, node: Any) -> None:
 
 
 def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
-    """Adds an edge of a kind (which may let a kernel begin early), or a plain one if CUDA refuses that kind."""
+    """Add an edge of the given type (which may let a kernel start early), or a plain edge if CUDA refuses it."""
     try:
         _done("cudaGraphAddDependencies", graph, [earlier], [later], [edge], 1)
     except RuntimeError:
@@ -260,7 +259,7 @@ def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
 
 
 def _neighbours(call: str, node: Any) -> list[tuple[Any, Any]]:
-    """The nodes beside one, with the edges to them."""
+    """The neighbors of a node, with their edges."""
     nodes, edges, count = _done(call, node, _MAX_NEIGHBOURS)
     if count >= _MAX_NEIGHBOURS:
         raise RuntimeError(f"a graph node has {count} neighbours")
@@ -284,12 +283,12 @@ def _runtime() -> Any:
 
 
 def can_cut() -> bool:
-    """Whether the CUDA bindings at hand let taps be taken out of graphs."""
+    """True if the installed CUDA bindings support removing taps from graphs."""
     return _runtime() is not None
 
 
 def _done(name: str, *args: Any) -> tuple[Any, ...]:
-    """The results of a CUDA call. Raises `RuntimeError` if it fails."""
+    """Call a CUDA function and return its results. Raises `RuntimeError` if it fails."""
     error, *results = getattr(_runtime(), name)(*args)
     if int(error) != 0:
         raise RuntimeError(f"{name}: {error}")

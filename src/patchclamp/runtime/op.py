@@ -1,6 +1,6 @@
-"""The one custom op, `patchclamp::site`, which every tap calls. It calls the runtime that is at work on its thread.
+"""The custom op `patchclamp::site`, which every tap calls. It calls the runtime that is active on its thread.
 
-The op mutates its tensors, so a compiler keeps it in place.  If no runtime is at work (while vLLM profiles or warms up,
+The op mutates its tensors, so a compiler keeps it in place. If no runtime is active (while vLLM profiles or warms up,
 and in idle steps), it does nothing.
 """
 
@@ -34,10 +34,10 @@ _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point, int la
 def acting(
     hidden: torch.Tensor, residual: torch.Tensor | None, point: int, layer: int = -1, points: torch.Tensor | None = None
 ) -> None:
-    """What the op does. Taps that no compiler sees call it directly.
+    """The implementation of the op. Taps outside compiled code call it directly.
 
-    point: the number of the tap's point; with `points`, which `carrying` made, its place among them
-    layer: for the compiler only: the tap's layer, or −1
+    point: the number of the tap's point; with `points` (from `carrying`), its index among them
+    layer: the tap's layer, or −1; only for the compiler
     """
     if points is not None:
         point = points.patchclamp_points[point]  # type: ignore[attr-defined]
@@ -46,8 +46,8 @@ def acting(
 
 
 def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A tensor that hands the op a layer's points through compiled code, which is then the same for every layer."""
-    if device.type == "meta":  # there the op would do nothing, in silence
+    """A tensor that passes a layer's points to the op through compiled code, which is then equal for every layer."""
+    if device.type == "meta":  # the op would silently do nothing
         raise ModelError("a traced graph is on no device, so that its taps could not act")
     tensor = torch.zeros(1, device=device)
     tensor.patchclamp_points = points  # type: ignore[attr-defined]
@@ -75,10 +75,10 @@ class _Passing(TorchDispatchMode):
 
 
 def shorten(packet: Any) -> bool:
-    """Lets compiled code call `acting` without PyTorch's dispatcher. Returns whether that worked.
+    """Let compiled code call `acting` without PyTorch's dispatcher. Returns True if that works.
 
-    Compiled code looks the op up by its name at every call.  While it runs, it finds `acting` there; everybody else
-    finds the op.  The dispatcher takes 2 µs, and 7 where caches are cold, as in a step, at each of hundreds of taps.
+    Compiled code looks the op up by name at every call. While it runs, the lookup returns `acting`; all other code gets
+    the op. The dispatcher takes 2 µs, or 7 µs with cold caches as in a step, at each of hundreds of taps.
     """
     if not switches.enabled("op_class"):
         return False
@@ -91,12 +91,12 @@ def shorten(packet: Any) -> bool:
             def default(self) -> Any:
                 return acting if _current.compiled else op
 
-        with _Passing():  # a mode looks the op up by its name when it first meets it, and remembers it
+        with _Passing():  # a mode looks the op up by name on its first call, and caches it
             op(torch.zeros(1), None, 0)
         packet.__class__ = Packet
         if packet.default is not op:
             raise TypeError("the op is not found under its name")
-    except Exception as error:  # of another PyTorch
+    except Exception as error:  # another version of PyTorch
         with suppress(Exception):
             packet.__class__ = stock
         switches.give_up("op_class", error)
@@ -110,8 +110,8 @@ shorten(site)
 class at_work:
     """A context in which taps on this thread call `runtime`; with None they do nothing.
 
-    compiled: all code that runs there was compiled before; nothing may be traced or compiled (Dynamo does not know
-        what `shorten` puts in the op's place)
+    compiled: True if all code in the context is already compiled. Nothing may be traced or compiled then, since Dynamo
+        does not support the replacement made by `shorten`
     """
 
     __slots__ = ("_before", "_within")

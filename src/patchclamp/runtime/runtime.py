@@ -1,19 +1,14 @@
-"""The runtime: one model's admitted programs, the plan of the step at hand, and everything captured.
+"""The runtime of one model on one worker: admitted programs, the current step's plan, and captures.
 
-Its owner admits a program before its request is scheduled, and frees it when the request has ended.  For each engine
-step it calls `begin_step` once the batch is known (or `begin`, which plans anew each time), lets the model run
-`at_work`, and calls `end`.  All of it happens on the thread that steps the engine.
+Its owner installs a program before its request is scheduled, and frees it when the request has ended. For each engine
+step it calls `begin_step` once the batch is known (or `begin`, which always makes a new plan), runs the model
+`at_work`, and calls `end`, all on the thread that steps the engine.
 
-The sizes that bound a worker's tables, its bank, and what captures take on their way.
+Under tensor parallelism a worker applies each op to its own columns (`shard_op`). `ResidentRows` tracks the rows that
+programs read from the bank. `Continuity` relates each step to the one before it:
 
-Programs under tensor parallel: what one worker does of an op is the op on the columns that it has.
-
-The rows that programs read, in the bank: where they lie, and how they get there.
-
-How a step relates to the one before it: decided here, once a step, and read by planner, tables, staging and drain.
-
-`quiet`: each request moved one token on, and the old plan needs no change.
-`advanced`: the same, but positions and captures move one step on.
+`quiet`: each request advanced by one token, and the plan is still valid.
+`advanced`: the same, but positions and captures advance by one step.
 `changed`: anything else; the step gets a new plan.
 """
 
@@ -53,18 +48,18 @@ from patchclamp.store.captures import (
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes. The last four count on a GPU only.
+    """Limits of a worker's tables, bank and capture buffers. The last four apply on a GPU only.
 
     max_programs: programs admitted at one time
     max_records: their records, one for each point and position range
-    bank_bytes: bytes of vectors on the device
-    kept_bytes: what a step with a CUDA graph may capture, at most half of `ring_bytes`; one that captures more runs
+    bank_bytes: vectors on the device
+    kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
-    ring_bytes: captures on their way off the device
-    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the memory that
-        is free, and 4 to 32 GiB (`default_pinned_bytes`)
-    active_sizes: the sizes of step, in tokens, for which graphs with taps are recorded; None: all that vLLM records.
-        Steps of other sizes run without a graph if they have programs
+    ring_bytes: captures in transit from the device
+    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the free
+        memory, and 4 to 32 GiB (`default_pinned_bytes`)
+    active_sizes: step sizes, in tokens, for which graphs with taps are recorded; None: all that vLLM records. Steps of
+        other sizes run without a graph if they have programs
     """
 
     max_programs: int = 256
@@ -77,11 +72,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
-    """The part of an op that acts on this worker's shard of each row; `shards` [P] are the worker's, and all points of
-    an op are sharded alike.
+    """Restrict an op to this worker's shard of each row. `shards` [P] are the worker's; all points of an op are sharded
+    the same way.
 
-    Keys of vectors name the columns of them that are here; noise knows the number of its first column. Raises
-    `UnsupportedSite` for noise on a shard that begins within a group of four columns, which are drawn together.
+    Vector keys get the worker's columns appended, and noise gets the number of its first column. Raises
+    `UnsupportedSite` for noise on a shard that starts within a group of four columns, which are drawn together.
     """
     keeps_row = isinstance(op.action, Keep) and not op.action.matrix
     if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
@@ -114,43 +109,42 @@ def _shard_action(action: Action, shard: Shard) -> Action:
 
 
 def _sharded_key(key: str, shard: Shard) -> str:
-    """Rows of runs were captured sharded as they are; vectors are whole."""
+    """Append the shard's columns to the key of a vector, which is whole; rows of runs were captured sharded."""
     return f"{key}#{shard.first}:{shard.end}" if key.startswith("v:") else key
 
 
 def columns_in(key: str) -> tuple[str, int | None, int | None]:
-    """The vector that a key names, and the columns of it."""
+    """Split a key into the vector's key and its columns."""
     name, _, columns = key.partition("#")
     first, _, end = columns.partition(":")
     return (name, int(first), int(end)) if columns else (name, None, None)
 
 
 class ResidentRows:
-    """Rows of inline vectors and of runs, in a bank. `captured` gives the rows [T, W] that runs captured here, of each
-    (run, point)."""
+    """Rows of inline vectors and of runs in a bank. `captured` returns the local captures [T, W] by (run, point)."""
 
     def __init__(
         self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
     ) -> None:
         self._bank, self._sites, self._captured = bank, sites, captured
-        self._found: dict[tuple[str, int], torch.Tensor] = {}  # rows of runs that are about to be asked for
-        self._places: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
-        self._unwritten: dict[str, tuple[int, torch.Tensor]] = {}  # by name: where rows begin, and the rows
+        self._found: dict[tuple[str, int], torch.Tensor] = {}  # prefetched rows of runs
+        self._places: dict[str, tuple[int, int]] = {}  # by name: the rows' offset in the bank, and their width
+        self._unwritten: dict[str, tuple[int, torch.Tensor]] = {}  # by name: the rows' offset, and the rows
 
     def __len__(self) -> int:
         return len(self._places)
 
     def find(self, wanted: Sequence[tuple[str, int]]) -> None:
-        """Finds what runs captured here, all of it at once, until the next `write`."""
+        """Fetch local captures of runs in one call, for use until the next `write`."""
         self._found = dict(zip(wanted, self._captured(list(wanted)), strict=True)) if wanted else {}
 
     def addresses(
         self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
         remote: Mapping[str, torch.Tensor],
     ) -> dict[str, tuple[int, int]]:  # fmt: skip
-        """Where the rows of every key begin that the ops read, and how wide they are. Those that are not in the bank
-        come there with the next `write`, from `vectors`, from what is `remote`, or from a run. Raises the first error
-        once all other rows have their place."""
+        """The (offset, width) of the rows of every key that the ops read. Rows that are not in the bank are written by
+        the next `write`, from `vectors`, `remote` rows or a run. If rows are missing, raises the first `MissingSource`
+        after all other rows have their place."""
         addresses: dict[str, tuple[int, int]] = {}
         missing: MissingSource | None = None
         for key in dict.fromkeys([key for op in ops for key in op.keys]):
@@ -201,8 +195,7 @@ class ResidentRows:
         return self._captured([source])[0] if found is None else found
 
     def write(self) -> None:
-        """Writes the rows that have a place and are not in the bank yet; neighbours together, all in their order. Where
-        that fails, none of them counts as being there."""
+        """Write the pending rows, in order, adjacent rows in one copy. If that fails, all of them count as missing."""
         unwritten, self._unwritten, self._found = self._unwritten, {}, {}
         try:
             self._write(list(unwritten.values()))
@@ -225,7 +218,7 @@ class ResidentRows:
             self._bank.write(first, neighbours)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Rows that are in the bank no more."""
+        """Discard the places of rows that are no longer in the bank."""
         for name in names:
             self._places.pop(name, None)
 
@@ -234,37 +227,37 @@ Sameness = Literal["quiet", "advanced", "changed"]
 
 
 class Continuity:
-    """The last step that was planned, the steps since, and the capture chunk that they fill.
+    """The last planned step, the steps since that reuse its plan, and the capture chunk that they fill.
 
-    `plan`, `batch`: of the step that was planned; None if no step may go on with it. `steps`: how many steps went on
-    with it. Whatever happens to the programs of `table` ends it all.
+    `plan`, `batch`: of the planned step; None if no step may reuse it. `steps`: the number of steps that advanced it.
+    Any change to the programs of `table` invalidates all of it.
     """
 
     def __init__(self, table: ProgramTable) -> None:
         self._table = table
-        self._scheduled: list[str] | None = None  # the requests of the last answer, in the scheduler's order
+        self._scheduled: list[str] | None = None  # requests of the last answer, in the scheduler's order
         self._answer, self._answer_steps, self._answer_version = (False, True), 0, 0
         self.forget()
 
     def forget(self) -> None:
-        """The next step is planned anew."""
+        """Invalidate the plan, so that the next step gets a new one."""
         self.plan: StepPlan | None = None
         self.batch: Batch | None = None
         self.steps = 0
         self._requests: list[str] = []
         self._source: PlannedCaptures | None = None
         self._chunk: CaptureChunk | None = None
-        self._chunk_end = 0  # the number of the step, counted from the plan's, that the chunk would take next
+        self._chunk_end = 0  # the step after the plan's that the chunk could take next
 
     def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
-        """Steps may go on with this plan. `device_labels`: the device knows the positions of its rows by itself."""
+        """Let later steps reuse this plan. `device_labels`: True if the device has its rows' positions already."""
         self.forget()
         self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
         self._next_position = batch.position + 1
         self._nothing_to_do = plan.captures_nothing_ever and device_labels and not self._table.coded
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
-        """Relates a step of these requests, in the runner's order, at these positions, `total` tokens in all."""
+        """Compare a step with the last: its requests in the runner's order, their positions, and `total` tokens."""
         plan = self.plan
         if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
             return "changed"
@@ -272,7 +265,7 @@ class Continuity:
             return "changed"
         if self._next_position.dtype != position.dtype:
             self._next_position = self._next_position.astype(position.dtype)
-        if self._next_position.tobytes() != position.tobytes():  # the cheapest comparison there is
+        if self._next_position.tobytes() != position.tobytes():  # the cheapest comparison
             return "changed"
         self._next_position += 1
         if self._nothing_to_do:
@@ -283,7 +276,7 @@ class Continuity:
     # -- answers to the scheduler
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """The last answer, if it holds for a step of these requests, in the scheduler's order, each one token on."""
+        """The last answer, if it is valid for a step of these requests, in the scheduler's order, one token later."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:
@@ -292,22 +285,22 @@ class Continuity:
         return self._answer
 
     def keep_answer(self, requests: list[str] | None, answer: tuple[bool, bool], steps: int) -> None:
-        """Keeps an answer for `steps` further steps of the same requests; with None for requests it is not kept."""
+        """Cache an answer for `steps` further steps of the same requests; with None for requests it is not cached."""
         self._scheduled = None if requests is None else list(requests)
         self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
 
     # -- captures
 
     def captured(self, place: BufferSlice | ScatteredSlices, run: np.ndarray) -> CaptureChunk | None:
-        """Appends the step's captures, which lie at a place, to the chunk at hand; or begins a chunk and returns it.
+        """Append the step's captures at `place` to the current chunk; or start a new chunk and return it.
 
-        `run`: the number of each slot's run.
+        `run`: the number of each slot's run
         """
         assert self.plan is not None
         chunk = self._chunk
         fits = chunk is not None and self._chunk_end == self.steps and chunk.source is self._source
         self._chunk_end = self.steps + 1
-        if chunk is not None and fits:  # a chunk that a release made smaller has another source
+        if chunk is not None and fits:  # a shrunk chunk has another source
             chunk.append(place)
             return None
         plan = self.plan
@@ -320,7 +313,7 @@ class _Admitted(msgspec.Struct):
     """An admitted program.
 
     slot: 0 if it could not be installed
-    token_bytes: how many bytes it captures of a token, at most
+    token_bytes: the most bytes that it captures per token
     """
 
     run: str
@@ -330,7 +323,7 @@ class _Admitted(msgspec.Struct):
 
 
 class Arrival(NamedTuple):
-    """A program to install. `receipt`: what says, with the answer, that it was installed."""
+    """A program to install. `receipt`: returned with the result, to confirm that it was installed."""
 
     request: str
     bound: BoundProgram
@@ -339,11 +332,11 @@ class Arrival(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """What a worker does of a program.
+    """The part of a program on one worker.
 
-    ops: of the program, at the points that are here
-    addresses: where the rows of their keys lie in the bank, and how wide they are
-    token_bytes: as of `_Admitted`
+    ops: the program's ops, at the local points
+    addresses: the (offset, width) of the rows of their keys in the bank
+    token_bytes: as in `_Admitted`
     """
 
     arrival: Arrival
@@ -353,11 +346,11 @@ class _Local(NamedTuple):
 
 
 class Runtime:
-    """Programs of one model of `sites` on `device`."""
+    """Applies the programs of one model with `sites` on `device`."""
 
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
-        # by point, as all arrays here: this worker's shard; whether there are others; whether it keeps its captures
+        # by point, as all arrays here: this worker's shard; True if there are others; True if it keeps its captures
         self.shards = [sites.shard(point.number, rank) for point in sites.points]
         self._sharded = np.array([sites.shard_count(point.number) > 1 for point in sites.points])
         self._is_whole = not self._sharded.any()
@@ -372,41 +365,41 @@ class Runtime:
         self.plan: StepPlan | None = None
         self.steps_planned = 0
         self.resident = ResidentRows(self.bank, sites, self._captured)
-        # by the engine's name of a request; its stop is the position from which on its program does nothing
+        # by the engine's name of a request; its program has no effect from its stop position on
         self._admitted: dict[str, _Admitted] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
-        self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
-        self.has_tap = np.ones(len(sites.points), bool)  # whether this worker has the tap of a point
-        self.keeps = True  # whether this worker keeps captures, of those that see the same rows
-        # given a request, the rows that its program reads and other workers have, by bank key; None: no other workers
+        self.views: dict[int, View | None] = {}  # by point: its view in the tensor of its tap
+        self.has_tap = np.ones(len(sites.points), bool)  # True if this worker has the tap of a point
+        self.keeps = True  # True if this worker keeps captures, among those with the same rows
+        # returns the rows of other workers that a request's program reads, by bank key; None: no other workers
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures = 0  # runs whose edits were not finite
-        self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of one share their run
-        self._code_errors: dict[str, Packed] = {}  # by run, which is one request's where there is code
+        self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of a request share its run
+        self._code_errors: dict[str, Packed] = {}  # by run, since a run with code has only one request
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self.continuity = Continuity(self.table)
-        self._acts = b""  # of the step's plan: whether it does anything at a point, a byte for each
+        self._acts = b""  # `plan.active` as bytes, one per point
         self._token_bytes: collections.Counter[int] = collections.Counter()  # admitted programs, by their `token_bytes`
-        self._code: dict[int, tuple[str, Code]] = {}  # by number: the run, and its code
+        self._code: dict[int, tuple[str, Code]] = {}  # by number: the run and its code
         self._code_of: dict[str, list[int]] = {}
-        self._code_stop: dict[str, int] = {}  # the stop of a request's code, by the engine's name of the request
+        self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
         self.step: Step = HostStep(self.table, self.bank)
         self.step.code = self.run_code
 
     # -- vectors and results, between steps
 
     def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
-        """Keeps the code of a run's `Apply`s, until the run has ended."""
+        """Keep the code of a run's `Apply` ops until the run has ended."""
         self._code |= {number: (run, function) for number, function in code.items()}
         if code:
             self._code_of[run] = list(code)
 
     def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
-        """Runs code on rows [n, W] at a point and at positions [n]. An exception in it becomes the error of its run,
-        and the result is None then and from then on.
+        """Run code on rows [n, W] at a point and at positions [n]. An exception becomes the error of its run, and the
+        result is None from then on.
 
-        Such a run does not count among the `failures`: a program with code shares no cached blocks with others.
+        Such a run is not counted in `failures`, because a program with code shares no cached blocks.
         """
         run, code = self._code[number]
         if run in self._code_errors:
@@ -418,15 +411,15 @@ class Runtime:
             return None
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions and rows of a run, as `CaptureStore.fetch`."""
+        """The positions and rows of a run, as in `CaptureStore.fetch`."""
         return self.store.fetch(run, point, op)
 
     def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
-        """The rows that runs captured, (run, point) each."""
+        """The captured rows of each (run, point)."""
         return [rows for _, rows in tensors_of(self.store.find((run, point, None) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
-        """Frees runs' captures."""
+        """Free the captures of runs."""
         for run in runs:
             self._code_errors.pop(run, None)
             self.drop_code(run)  # if the run was never admitted
@@ -434,15 +427,15 @@ class Runtime:
                 self.store.release(run)
 
     def captured_here(self, run: str, point: int) -> bool:
-        """Whether this worker keeps what a run captured at a point."""
+        """True if this worker keeps a run's captures at a point."""
         return self.keeps_at(point) and bool(self.has_tap[point]) and run in self.store
 
     def keeps_at(self, point: int) -> bool:
-        """Whether this worker, and not another one that sees the same rows, keeps captures at a point."""
+        """True if this worker, rather than another one with the same rows, keeps captures at a point."""
         return bool(self._keeps_shard[point]) if self._sharded[point] else self.keeps
 
     def status(self) -> dict[str, int]:
-        """Counts of what is held: 0 when everything is done and released."""
+        """Counts of held resources, 0 once everything is released; and of failures and planned steps."""
         return {
             "programs": len(self),
             "failures": self.failures,
@@ -453,30 +446,30 @@ class Runtime:
         }
 
     def steps_left(self, positions: Iterable[tuple[str, int]]) -> int:
-        """For how many steps of one token a request, at least, some program has something to do; 0 if none has.
+        """A lower bound on the steps, of one token per request, in which some program still acts; 0 if none does.
         `positions`: the requests with their next positions."""
         stops = self._stop_of
         return next((stops[name] - position for name, position in positions if position < stops.get(name, 0)), 0)
 
     @property
     def has_code(self) -> bool:
-        """Whether any admitted program has code."""
+        """True if an admitted program has code."""
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """Whether code of any of the requests may still run; then no graph is used. `positions`: their next ones."""
+        """True if code may still run, so that no graph is used. `positions`: the requests with their next positions."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
-        """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
+        """True if a step with these tokens of each request, `total` in all, captures at most `limit` bytes."""
         if max(self._token_bytes, default=0) * total <= limit:
             return True
         programs = ((self._admitted.get(request), count) for request, count in tokens.items())
         return sum(program.token_bytes * count for program, count in programs if program is not None) <= limit
 
     def fail(self, slots: Iterable[int], error: Exception) -> None:
-        """Fails the requests of some slots. A request keeps its first error."""
+        """Fail the requests of some slots. A request keeps its first error."""
         packed = pack(error)
         requests = {slot: request for request, slot in self._slot_of.items()}
         for slot in slots:
@@ -486,13 +479,13 @@ class Runtime:
                 self.failures += 1
 
     def fail_step(self, requests: list[str], error: Exception) -> None:
-        """Fails the programs of a step that could not be planned, or whose captures could not be kept."""
+        """Fail the programs of a step that could not be planned, or whose captures could not be stored."""
         self.plan = None
         self.continuity.forget()
         self.fail(self.slots(requests).tolist(), error)
 
     def collect_failures(self) -> None:
-        """Fails the requests whose edits were not finite, as far as the device has said so."""
+        """Fail the requests whose edits were not finite, as far as the device has reported them."""
         for slot, point in self.step.failed():
             self.fail([slot], not_finite(self.sites.label(point)))
 
@@ -502,20 +495,20 @@ class Runtime:
         self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
         receipt: str = "",
     ) -> None:  # fmt: skip
-        """Installs one program, as `install_all`. Raises the error of one that cannot be installed."""
+        """Install one program, as in `install_all`. Raises its error if it cannot be installed."""
         for error in self.install_all([Arrival(request, bound, placement, receipt)], vectors).values():
             raise error
 
     def install_all(self, arrivals: Sequence[Arrival], vectors: Mapping[str, torch.Tensor]) -> dict[str, Exception]:
-        """Installs programs before their requests are scheduled: their records and the rows that they read, where the
-        placements say. `vectors`: the inline vectors that are not in the bank yet.
+        """Install programs before their requests are scheduled: write their records and the rows that they read at
+        their placements. `vectors`: the inline vectors that are not in the bank yet.
 
-        Returns the errors, such as `MissingSource`, of programs that could not be installed, by request. The rows that
-        could be written to the bank are there all the same, for programs that come later.
+        Returns the errors, such as `MissingSource`, of programs that could not be installed, by request. Rows that
+        could be written stay in the bank for later programs.
         """
         errors: dict[str, Exception] = {}
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
-        with contextlib.suppress(MissingSource):  # each program that reads what cannot be had is told so below
+        with contextlib.suppress(MissingSource):  # raised below, for each program that reads missing rows
             self.resident.find(self._sources(arrivals))
         for arrival in arrivals:
             try:
@@ -527,7 +520,7 @@ class Runtime:
         for alike in by_shape.values():
             try:
                 self._install(alike)
-            except Exception:  # of which one may be at fault
+            except Exception:  # retry one by one, since only one of them may be at fault
                 for local in alike:
                     try:
                         self._install([local])
@@ -536,17 +529,17 @@ class Runtime:
         return errors
 
     def _sources(self, arrivals: Sequence[Arrival]) -> list[tuple[str, int]]:
-        """What programs read of runs that are kept here and that is not in the bank yet: (run, point) each."""
+        """The (run, point) pairs that programs read, that are captured here, and that are not in the bank yet."""
         names = dict.fromkeys(name for arrival in arrivals for name in arrival.placement.load)
         sources = [source for name in names if (source := source_of(name)) is not None]
         return [source for source in sources if self.captured_here(*source)]
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
-        """What this worker does of a program. The rows that it reads have their place then."""
+        """Restrict a program to this worker, and assign places to the rows that it reads."""
         self.resident.forget(arrival.placement.evicted)
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
-        # captures count whoever keeps them: all workers of a stage must choose the same graphs
+        # count captures regardless of the worker that keeps them: all workers of a stage must choose the same graphs
         kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
         token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
         if not self._has_all:
@@ -557,18 +550,18 @@ class Runtime:
 
     @property
     def _has_all(self) -> bool:
-        """Whether everything of every program is done and kept here."""
+        """True if this worker applies and keeps everything of every program."""
         return self._is_whole and self.keeps and bool(self.has_tap.all())
 
     def _install(self, alike: Sequence[_Local]) -> None:
-        """Installs programs of one shape (`shape_of`), whose rows are in the bank. Their records are one array."""
+        """Install programs of one shape (`shape_of`) whose rows are in the bank, with their records in one array."""
         addresses, points = [local.addresses for local in alike], len(self.sites.points)
         records, counts = records_of_alike([local.ops for local in alike], addresses, points)
         placements = [local.arrival.placement for local in alike]
         slots = np.array([placement.slot for placement in placements])
         self.table.install_alike(records, counts, slots, np.array([placement.record for placement in placements]))
         for (request, bound, placement, receipt), _, _, token_bytes in alike:
-            if request in self._slot_of:  # by a turn that another program broke off
+            if request in self._slot_of:  # installed before another program's error
                 continue
             if any(op.kind == CAPTURE for op in bound.ops):
                 self._run_of_slot[placement.slot] = self.store.open(bound.run)
@@ -577,8 +570,8 @@ class Runtime:
                 self._token_bytes[token_bytes] += 1
             self._admitted[request] = _Admitted(bound.run, placement.slot, token_bytes, receipt)
             self._slot_of[request] = placement.slot
-            # ops count at whichever stage they act: code with taps may differ from stock's in the last bits, and what a
-            # request's batchmates get must not depend on that stage
+            # count ops of all pipeline stages: code with taps may differ from stock's in the last bits, and the results
+            # of a request's batchmates must not depend on the stage
             self._stop_of[request] = max([each.stop for op in bound.ops if op.points for each in op.ranges], default=0)
             code_stop = max([each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges], default=0)
             if code_stop:
@@ -586,28 +579,27 @@ class Runtime:
 
     @functools.cached_property
     def _bytes_of_token(self) -> list[list[int]]:
-        """How many bytes, aligned, a capture of a dtype keeps of a token at a point. Sampled rows do not count: no
-        graph writes them."""
+        """Aligned bytes per token of a capture, by dtype and point; 0 for sampled rows (never written by graphs)."""
         items = [4 if self.step.unit is NUMBERS else int(item) for item in ITEM_BYTES]
         rows = [-(-item * self.widths // ALIGNED) * ALIGNED for item in items]
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def _token_bytes_at(self, point: int, keep: Keep) -> int:
-        """How many bytes, aligned, a capture keeps of a token at a point."""
+        """The aligned bytes that a capture keeps per token at a point."""
         if not keep.products:
             return self._bytes_of_token[keep.dtype][point]
         item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
         return -(-item * keep.products // ALIGNED) * ALIGNED
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
-        """Fails the run of a program that could not be installed. It counts as a failure, because the blocks of the
-        prefix cache that its request fills are not what their keys say."""
+        """Fail the run of a program that could not be installed. It counts as a failure, because its request fills
+        blocks of the prefix cache whose contents do not match their keys."""
         self._admitted[request] = _Admitted(run, 0, 0, "")
         self._errors[request] = pack(error)
         self.failures += 1
 
     def has(self, request: str) -> bool:
-        """Whether a request has a program that was installed."""
+        """True if a request has an installed program."""
         return request in self._slot_of
 
     def outcome(self, request: str) -> tuple[str, Packed | None]:
@@ -618,14 +610,14 @@ class Runtime:
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
     def free(self, requests: Iterable[str]) -> None:
-        """Frees what the programs of ended requests held. Their captures stay until they are released."""
+        """Free the programs of ended requests. Their captures stay until they are released."""
         for request in requests:
             admitted = self._admitted.pop(request, None)
             if admitted is not None:
                 self._free(request, admitted)
 
     def drop_code(self, run: str) -> None:
-        """Frees the code of a run's `Apply`s."""
+        """Free the code of a run's `Apply` ops."""
         for number in self._code_of.pop(run, ()):
             del self._code[number]
 
@@ -635,7 +627,7 @@ class Runtime:
         self._code_errors.pop(admitted.run, None)
         if not admitted.slot:
             return
-        self.continuity.forget()  # its chunk holds captures that may soon be released
+        self.continuity.forget()  # the chunk holds captures that may soon be released
         for table in (self._slot_of, self._stop_of, self._code_stop):
             table.pop(request, None)
         if admitted.token_bytes:
@@ -651,11 +643,11 @@ class Runtime:
         return np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
 
     def __len__(self) -> int:
-        """Admitted programs."""
+        """The number of admitted programs."""
         return len(self._admitted)
 
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
-        """Plans a step of a batch; without programs it is idle. Steps of the same `requests` may go on with it."""
+        """Plan a step of a batch; without programs it is idle. Steps of the same `requests` may reuse the plan."""
         self.continuity.forget()
         self.plan = None
         if not batch.slot.any():
@@ -670,11 +662,11 @@ class Runtime:
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int,
         samples: np.ndarray | None = None,
     ) -> Sameness:  # fmt: skip
-        """Begins a step: goes on with the last plan, or plans anew. The arrays may change afterwards.
+        """Begin a step, with the last plan or a new one. The arrays may change afterwards.
 
-        row, position, count: of each request its first row, first position and number of tokens
+        row, position, count: each request's first row, first position and number of tokens
         total: the number of tokens
-        samples: for how many of its last tokens logits are computed; None: for one of each request
+        samples: the number of each request's last tokens whose logits are computed; None: one each
         """
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":
@@ -689,25 +681,25 @@ class Runtime:
         return sameness
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Carries out the step's plan at a point; every tap calls it. An exception becomes the error of the programs
-        that act there, and the step goes on."""
+        """Apply the step's plan at a point; called by every tap. An exception becomes the error of the programs that
+        act there, and the step continues."""
         if (self.plan is None or not self._acts[point]) and not self.step.recording:
             return
         try:
             width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
-            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
+            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # common case
                 self._carry_out(point, hidden, residual)
             else:
                 self._apply_viewed(point, hidden, residual, view, width)
         except Exception as error:
-            if self.plan is None or self.continuity.batch is None:  # while a graph is recorded, as the engine starts
+            if self.plan is None or self.continuity.batch is None:  # recording a graph at engine start
                 raise
             self.fail(self.table.acting_at(point, self.continuity.batch.slot), error)
 
     def _apply_viewed(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
     ) -> None:
-        """`apply` where a point's rows are not all of the tensor, or do not fit it."""
+        """Apply at a point whose rows are a part of the tensor, or do not fit it."""
         shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
@@ -733,8 +725,7 @@ class Runtime:
             self.fail(bad, not_finite(self.sites.label(point)))
 
     def _apply_to_copy(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
-        """For a point whose rows are no strided part of its tensor: edits a copy of them, and writes what was changed
-        back."""
+        """Apply at a point whose rows are not a strided part of its tensor: edit a copy, and write changes back."""
         part = hidden
         if view.heads:
             by_head = hidden.view(-1, view.heads, view.tensor_width // view.heads)
@@ -748,7 +739,7 @@ class Runtime:
         part.copy_(after.view(part.shape))
 
     def end(self) -> None:
-        """Hands the step's captures to the store."""
+        """Pass the step's captures to the store."""
         plan, self.plan = self.plan, None
         captured = None if plan is None else self.step.end(plan)
         if captured is None:
@@ -759,7 +750,7 @@ class Runtime:
 
 
 def fits(shape: Sequence[int], width: int) -> bool:
-    """Whether a tensor's last dimensions are a row of so many columns."""
+    """True if a tensor's last dimensions form a row of `width` columns."""
     size = 1
     for dimension in reversed(shape):
         size *= dimension
@@ -769,5 +760,5 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
-    """A point's columns of a tensor that has others beside them, [R, W], as a view."""
+    """View a point's columns, [R, W], in a tensor that has other columns too."""
     return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

@@ -1,5 +1,4 @@
-"""What carries out a step: `HostStep` in PyTorch, wherever the model is; `runtime.cuda.CudaStep` in kernels of ours, on
-a CUDA device under vLLM."""
+"""Executors of a step: `HostStep` in PyTorch, on any device; `runtime.cuda.CudaStep` in Triton, on CUDA under vLLM."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from patchclamp.store.host_memory import HostBlock
 
 
 class Step(Protocol):
-    """What the runtime needs of either.
+    """The runtime's interface to an executor.
 
     unit: the sizes of captured numbers in plans, `NUMBERS` or `BYTES`
-    recording: whether a graph is being recorded, so that every tap launches
-    code: runs the code of a number on rows [n, W] at a point and at positions [n]; returns None if it failed
+    recording: True while a graph is recorded, so that every tap launches
+    code: runs code, by its number, on rows [n, W] at a point and at positions [n]; returns None if it failed
     """
 
     unit: np.ndarray
@@ -32,51 +31,51 @@ class Step(Protocol):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held on the device beside the bank, by their purpose."""
+        """Device memory in bytes, by purpose, without the bank."""
         ...
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
-        """Begins the step that is `steps` after the one of `plan` and `batch`, each of one token a request."""
+        """Begin the step that is `steps` after the one of `plan` and `batch`, each of one token per request."""
         ...
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
-        """Carries out the plan at a point. Returns the slots whose edits were not finite, and so not written; or None,
-        if `failed` will tell."""
+        """Apply the plan at a point. Returns the slots whose edits were not finite, and so not written; or None if
+        `failed` will report them."""
         ...
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """Where the step's captures lie, if there are any."""
+        """The location of the step's captures; None if there are none."""
         ...
 
     def prepare(self) -> None:
-        """A program that captures has been admitted."""
+        """Prepare for captures, when a program that captures has been admitted."""
         ...
 
     def open_captures(self) -> None:
-        """From now on captures lie where other processes can map them, if the step keeps them in memory of its own."""
+        """Put later captures in memory that other processes can map, if the executor owns their memory."""
         ...
 
     def flush(self) -> None:
-        """Returns when all captures can be read."""
+        """Wait until all captures can be read."""
         ...
 
     def close(self) -> None:
-        """Stops the threads beside the steps. No step follows."""
+        """Stop background threads. No step may follow."""
         ...
 
     def failed(self) -> list[tuple[int, int]]:
-        """The slots whose edits were not finite, and so not written, each with the point, of steps whose results have
+        """The (slot, point) pairs with edits that were not finite, and so not written, of steps whose results have
         arrived; without those that `apply` returned."""
         ...
 
 
 class HostStep:
-    """Steps in PyTorch. Captured rows are kept in one fp32 buffer a step.
+    """Steps in PyTorch, with one fp32 capture buffer per step.
 
-    On a GPU, whether edits were finite is told after the step, so that taps wait for nothing, but for those that look
-    at token ids or run code.
+    On a GPU, non-finite edits are reported after the step, so that taps do not synchronize, except those that read
+    token ids or run code.
     """
 
     unit, recording = NUMBERS, False
@@ -90,8 +89,8 @@ class HostStep:
     def __init__(self, table: ProgramTable, bank: Bank) -> None:
         self._table, self._bank = table, bank
         self._is_late = bank.data.device.type != "cpu"
-        self._late: dict[int, fused.Late] = {}  # of the step at hand, by point
-        # of each step whose flags are on their way: slots with points, and the flags
+        self._late: dict[int, fused.Late] = {}  # of the current step, by point
+        # for each step with pending flags: (slot, point) pairs, and the flags
         self._arriving: collections.deque[tuple[list[tuple[int, int]], Arriving]] = collections.deque()
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
@@ -138,10 +137,10 @@ class HostStep:
         return [slot for slot, good in told if not good]
 
     def arrive(self) -> None:
-        """Returns when `failed` can tell of all steps so far."""
+        """Wait until `failed` can report all steps so far."""
         try:
             for _, flags in self._arriving:
                 flags.result()
-        except Exception:  # the device computes no more
+        except Exception:  # the device has failed
             self._arriving.clear()
             raise

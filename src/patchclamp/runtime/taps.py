@@ -1,11 +1,9 @@
-"""Taps: hooks on a model's modules that hand tensors to the custom op. Attached once, before anything is compiled.
+"""Taps: hooks on a model's modules that pass tensors to the custom op. Attached once, before anything is compiled.
 
-Equal layers are compiled once, as stock vLLM's are, though each has taps of its own.
-
-vLLM cuts a traced graph at attention and compiles equal pieces once. The number of a tap's point is part of its piece,
-so no two pieces would be equal. Here the number becomes a place in its layer's list of points, and the list an input of
-the graph: a tensor of no meaning, which carries it as an attribute. Dynamo's code knows nothing of these inputs;
-whoever calls what was compiled adds them.
+vLLM splits a traced graph at attention and compiles equal pieces once. The number of a tap's point would make every
+piece different. So the number is replaced by an index into its layer's list of points, and the list becomes an input of
+the graph: a dummy tensor with the list as an attribute. Dynamo's code does not have these inputs; the caller of the
+compiled graph adds them. Thus equal layers are compiled once, as in stock vLLM.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from patchclamp.errors import ModelError
 from patchclamp.runtime.op import acting, carrying, site
 from patchclamp.sites import Point, Tap, View
 
-_INPUT = "patchclamp_points"  # the name of such an input, with the numbers after it, so that a saved graph has them
+_INPUT = "patchclamp_points"  # prefix of such an input's name; the points follow, so that a saved graph has them
 
 
 def apart_from_layers(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any], list[torch.Tensor]]:
-    """A traced graph in whose taps nothing tells one layer from another, its example inputs, and what is to be added to
-    the inputs of each call. A graph that is one already, which vLLM saved, comes back as it is."""
+    """Make the taps of a traced graph independent of their layer. Returns the graph, its example inputs, and tensors to
+    add to the inputs of each call. A graph that was converted before (saved by vLLM) is returned unchanged."""
     inputs = graph.graph.find_nodes(op="placeholder")
     ours = [node for node in inputs if _is_ours(node)]
     if not ours:
@@ -40,8 +38,7 @@ def apart_from_layers(
 def without_taps(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]] | None:
-    """A copy of a traced graph without our op and what we added to its inputs, as stock vLLM's is, and its example
-    inputs. None if it has none of our op's nodes."""
+    """A copy of a traced graph without our op and inputs, and its example inputs. None if it has no nodes of our op."""
     graph = copy.deepcopy(graph)
     taps = _taps(graph)
     for node in taps:
@@ -69,7 +66,7 @@ def _points(node: Any) -> tuple[int, ...]:
 
 
 def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Gives a graph an input for each layer that has taps. Returns these, and the example inputs with theirs."""
+    """Add an input to a graph for each layer with taps. Returns these inputs, and the extended example inputs."""
     taps_of: dict[int, list[Any]] = defaultdict(list)
     for node in _taps(graph):
         if len(node.args) == 4 and node.args[3] >= 0:  # layer −1: a point of the model, such as its last norm
@@ -95,10 +92,10 @@ def attach(
     model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
     after_attention: Callable[[torch.nn.Module, Callable[[torch.Tensor], None]], None] | None = None,
 ) -> dict[int, View | None]:  # fmt: skip
-    """Hooks every tap whose module is in this process, but for those of sampled rows. Returns their points, and where
-    each lies in its tensor. Raises `ModelError` for a module that is missing.
+    """Hook every tap whose module is in this process, except those of sampled rows. Returns the hooked points and their
+    views in the taps' tensors. Raises `ModelError` for a missing module.
 
-    Of a layer that another pipeline stage has, vLLM puts a `PPMissingLayer` in its place; it is not hooked.
+    Layers of other pipeline stages, for which vLLM has a `PPMissingLayer`, are not hooked.
     """
     hooked = {}
     for point, tap in taps:
@@ -121,7 +118,7 @@ def attach(
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at a path, or the `PPMissingLayer` on the way to it. Raises `ModelError` with the names there."""
+    """The submodule at a path, or a `PPMissingLayer` on the way. Raises `ModelError` with the available names."""
     module, walked = model, []
     for name in path.split("."):
         children = dict(module.named_children())
@@ -136,7 +133,7 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _numbers(point: Point) -> tuple[int, int]:
-    """A point's number, and its layer; −1 where it has none."""
+    """A point's number and layer; −1 for no layer."""
     return point.number, -1 if point.layer is None else point.layer
 
 
@@ -164,7 +161,7 @@ def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def handed(
     args: tuple[Any, ...], kwargs: dict[str, Any], name: int | str, rows: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with `rows` in place of one of them, which is given by its number or its name."""
+    """A call's arguments with one of them, given by number or name, replaced by `rows`."""
     if isinstance(name, str):
         return args, kwargs | {name: rows}
     return (*args[:name], rows, *args[name + 1 :]), kwargs
@@ -180,8 +177,8 @@ def _attention_hook(point: Point) -> Callable[[torch.Tensor], None]:
 
 
 def _router_hook(point: Point) -> Callable[..., Any]:
-    """For a router that returns its logits, and the experts that it chose by them. If the logits are edited, it runs
-    again on them, with weights that leave them as they are, and so chooses anew."""
+    """A hook for a router that returns its logits and its choice of experts. If the logits are edited, the router is
+    rerun on them with identity weights, so that it chooses experts from the edited logits."""
     number, layer = _numbers(point)
 
     def hook(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> Any:

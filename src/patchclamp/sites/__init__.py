@@ -1,4 +1,4 @@
-"""WHERE: one table a model family, Transformers and vLLM side by side; the map of a live model."""
+"""Site tables, one per model family with Transformers and vLLM side by side, and the map of a live model."""
 
 from patchclamp.sites.families import Family, Sizes, Tap, layer_kinds, sizes_of
 from patchclamp.sites.map import Point, Shard, SiteMap, SiteRef, View

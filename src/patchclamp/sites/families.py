@@ -1,14 +1,11 @@
-"""The structs of a site table, which says at which modules each named tensor of a model family is, on both engines.
+"""The structs and helpers of site tables, and the tables of hybrid families (state space or linear attention).
 
-A *point* is a place in the model where a tensor can be read and written, or the pair of tensors whose sum is the
-stream.  A site word names a point, of its layer or of a later one: `resid_post[l]` and `resid_pre[l+1]` are one point.
+A site table maps each named tensor of a model family to modules on both engines. A *point* is a tensor that can be read
+and written, or the pair of tensors whose sum is the stream. A site is a point of its layer or of a later one:
+`resid_post[l]` and `resid_pre[l+1]` are one point.
 
     D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
     X experts · l layer
-
-What site tables are written with: kinds of points, and groups of them.
-
-The tables of families in which some layers have a state space or linear attention for attention.
 """
 
 from __future__ import annotations
@@ -23,25 +20,25 @@ from patchclamp.language.site import SITES
 from patchclamp.language.site import Width as Size
 
 Moment = Literal["in", "out", "attention"]
-# those whose mixer is attention, or a recurrent one (a state space, linear attention); those with an ordinary MLP
+# Layers whose mixer is attention or recurrent (a state space, linear attention), and layers with an ordinary MLP
 # (`dense`), with experts (`sparse`), or with either (`mlp`)
 Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
 
 
 class Tap(msgspec.Struct, frozen=True):
-    """A tensor at a module's border.
+    """A tensor at a module's input or output.
 
     module: its path, `{l}` a layer
     moment: its input (`in`), its output (`out`), or the result that vLLM's attention layer computes (`attention`)
     hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
-    residual: the same for the second tensor, where the engine carries the stream as the sum of two; None is no tensor
-    of: if several tensors lie side by side in it, their widths
-    part: which of them the point is
-    mixed: whether they lie side by side within each key/value head, with the queries that read it
-    by_head: whether the tensor is [B, H, T, E]
+    residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
+    of: the widths of several tensors packed side by side in this one; empty: not packed
+    part: the index of the point's tensor among them
+    mixed: True if they are packed within each key/value head, next to the queries that read it
+    by_head: True if the tensor is [B, H, T, E]
     scale: a factor, or the config's name of one; the site is the tensor times this factor
-    rerun: whether an edit runs the module again, because it made its other results of the tensor (a router's choice)
-    copied: whether the module is handed a copy of its input, because another module reads the same tensor
+    rerun: True if an edit reruns the module, because its other results depend on the tensor (a router's choice)
+    copied: True if the module gets a copy of its input, because another module reads the same tensor
     """
 
     module: str
@@ -62,11 +59,11 @@ class PointKind(msgspec.Struct, frozen=True):
 
     transformers, vllm: its tap
     width: the size of its rows
-    layout: how a row lies under tensor parallel
-    per_layer: whether it is in layers; otherwise the model has one, such as the point after the last layer
-    rows: the tokens of a step, or only those that are sampled from
-    layers: which layers have it: those of a kind, or these
-    elsewhere: the point kind that its word names in the layers that do not have it
+    layout: the layout of a row under tensor parallelism
+    per_layer: True if layers have one each; otherwise the model has one, such as the point after the last layer
+    rows: one for each token of a step, or only for those that are sampled from
+    layers: the kind of layers that have it, or their numbers
+    elsewhere: the point kind that its site resolves to in the other layers
     """
 
     transformers: Tap
@@ -79,25 +76,25 @@ class PointKind(msgspec.Struct, frozen=True):
     elsewhere: str = ""
 
 
-STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that name: (kind, layers to shift by)
+STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that name: (kind, layers to shift by)
     "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
 }  # fmt: skip
 
-PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # why no resid_mid
+PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # the reason in `lacks`
 
 
 class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
 
-    points: its point kinds by name, which is a site word, or a name of the stream (`STREAM`)
-    lacks: the words that it does not have, and why
-    needs: settings that a config must have; a text is the name of another setting, whose value it must be
-    backend: whether vLLM runs it through its Transformers backend, which makes the modules of the vLLM taps
-    tabled: whether the table is in `sites.tables`, and not made from a module tree
+    points: point kinds by name, which is a site, or a name of the stream (`STREAM`)
+    lacks: the sites that it does not have, and why
+    needs: settings that a config must have; a string is the name of another setting with the required value
+    backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
+    tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
     divided_by: the config's name of the number that vLLM divides the stream by in float16
-    gated: whether a gate multiplies what attention computes, before `z`
-    both: whether each layer has attention and a state space, side by side: both add to the stream
-    afterwards: what a layer does to the stream after its MLP, so that its end is not `resid_mid` and `mlp_out` alone
+    gated: True if a gate multiplies the result of attention, before `z`
+    both: True if each layer has attention and a state space in parallel, and both add to the stream
+    afterwards: a description of what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
     """
 
     name: str
@@ -114,24 +111,24 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def parallel(self) -> bool:
-        """True if attention and MLP of a layer read the same stream, so that neither reads the other."""
+        """True if a layer's attention and MLP read the same stream, and neither reads the other's result."""
         return self.lacks.get("resid_mid") == PARALLEL
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """The words it has, each with its point kind, and how many layers later its point is."""
+        """Its sites, each with its point kind and the number of layers by which its point is later."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How many layers a model has, and how wide its rows are.
+    """The number of a model's layers, and the widths of its rows.
 
     sparse: the layers whose MLP is a mixture of experts
     recurrent: the layers whose mixer is a state space or linear attention
-    no_mixer, no_mlp: the layers that are an MLP alone, or a mixer alone
+    no_mixer, no_mlp: the layers that are only an MLP, or only a mixer
     d_result: the width of a head's result, if it is not `d_head`
-    factors: numbers that the model multiplies by, by their names in the config
+    factors: multipliers of the model, by their names in the config
     """
 
     layers: int
@@ -150,7 +147,7 @@ class Sizes(msgspec.Struct, frozen=True):
     no_mlp: tuple[int, ...] = ()
 
     def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
-        """The layers of a kind, or the layers given."""
+        """The layers of a kind; explicit layers are returned as a list."""
         if isinstance(kind, tuple):
             return list(kind)
         every = set(range(self.layers))
@@ -163,23 +160,23 @@ class Sizes(msgspec.Struct, frozen=True):
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
     def factor(self, scale: str | float) -> float:
-        """A factor of a tap; 1 where it has none."""
+        """The value of a tap's `scale`, default 1."""
         if not scale:
             return 1.0
         return self.factors[scale] if isinstance(scale, str) else scale
 
     def parts(self, size: Size) -> tuple[int, int]:
-        """How many heads, neurons or experts a row of a width has, and how wide each is."""
+        """The number of heads, neurons or experts in a row, and the width of each."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
         count = heads.get(size, self[size])
         return count, self[size] // max(count, 1)
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes in a Transformers config, whatever it calls them. Where its layers differ in heads, or have none, there
-    are 0: no site is cut into heads then.
+    """Read the sizes from a Transformers config, under any of their names. If layers differ in heads, or have no heads,
+    the number of heads is 0, and sites cannot be indexed by head.
 
-    Raises: `ModelError` if it does not have one width for all layers, and a number of them.
+    Raises `ModelError` if the config does not give a number of layers and one width for all of them.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:
@@ -201,12 +198,12 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
 
 
 def architectures_of(config: Any) -> list[str]:
-    """The model classes that a config names, or else its own class."""
+    """The config's `architectures`, or else the name of its own class."""
     return list(getattr(config, "architectures", None) or [type(config).__name__])
 
 
 def _single(config: Any, name: str) -> int:
-    """A setting that is one number for all layers."""
+    """A setting that is one number for all layers, or `ModelError`."""
     value = _setting(config, name)
     if value is not None:
         return value
@@ -217,7 +214,7 @@ def _single(config: Any, name: str) -> int:
 
 
 def _setting(config: Any, name: str) -> int | None:
-    """A setting, if it is one number for all layers."""
+    """A setting, if it is one number for all layers; otherwise None."""
     try:
         value = getattr(config, name, None)
     except Exception:  # Transformers' error for one that differs between layers
@@ -242,15 +239,15 @@ def _kv_heads(config: Any, heads: int) -> int:
     return 1 if one_for_all else next((n for name in names if (n := _setting(config, name)) is not None), heads)
 
 
-KINDS = {  # how configs name what a layer is, where one is an MLP alone too
+KINDS = {  # config names of layer kinds, including those of layers that are only an MLP
     "M": "recurrent", "mamba": "recurrent", "mamba2": "recurrent", "linear_attention": "recurrent",
     "conv": "recurrent", "*": "attention", "-": "mlp", "mlp": "mlp", "E": "experts", "moe": "experts",
 }  # fmt: skip
 
 
 def layer_kinds(config: Any, layers: int) -> list[str]:
-    """What each layer is, by its config: a layer with `attention`, with a `recurrent` mixer, or an `mlp` or `experts`
-    alone. Of a config that does not say, all layers have attention."""
+    """The kind of each layer in a config: a layer with `attention`, with a `recurrent` mixer, or only an `mlp` or
+    `experts`. If the config lists no kinds, all layers have attention."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
     return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
@@ -270,9 +267,9 @@ def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
         return tuple(range(config.expert_layer_offset, len(kinds), period))
     names = "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"
     every = next((step for name in names if (step := getattr(config, name, None))), 1)
-    if isinstance(every, list | tuple):  # one number a layer, as MiMo V2 has it
+    if isinstance(every, list | tuple):  # one flag per layer, as in MiMo V2
         return tuple(layer for layer, is_sparse in enumerate(every) if is_sparse)
-    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # they count from one
+    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # these count from 1
     first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
     end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
     dense = getattr(config, "mlp_only_layers", None) or ()
@@ -289,15 +286,14 @@ FUSED = ATTENTION_ONLY | {"neurons": "its experts run in one fused kernel, which
 
 
 def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
-    """A kind of point, of its tap on Transformers and on vLLM, which is the same if it is not given. `rest`: other
-    fields of `PointKind`."""
+    """Make a point kind from its taps; `vllm` defaults to the same tap. `rest`: other fields of `PointKind`."""
     return PointKind(transformers, transformers if vllm is None else vllm, width, **rest)
 
 
 def same(
     module: str, moment: Moment = "out", width: Size = "D", hidden: int | str = 0, copied: bool = False, **rest: Any
 ) -> PointKind:
-    """A kind whose tap is the same on both engines."""
+    """Make a point kind with the same tap on both engines."""
     return kind(Tap(module, moment, hidden, copied=copied), width=width, **rest)
 
 
@@ -306,13 +302,13 @@ def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **res
 
 
 def results(o_proj: str, attention: str) -> PointKind:
-    """The heads' results: the input of the output projection; on vLLM what the attention layer computes."""
+    """The heads' results: the input of the output projection; on vLLM the result of the attention layer."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
 def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
-    """Queries, keys or values, by their `words`: on Transformers each is the output of a projection of its own (`{w}`
-    is the word), on vLLM a part of the output of a merged one."""
+    """Queries, keys or values, selected by `words`: on Transformers each is the output of its own projection (`{w}` is
+    the word), on vLLM a part of the output of a merged projection."""
     return {
         word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
         for part, (word, width) in enumerate(PARTS)
@@ -323,8 +319,8 @@ def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKin
 def merged(
     module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
 ) -> dict[str, PointKind]:
-    """Queries, keys and values, side by side in the output of one projection on both engines: `mixed` head by head, or
-    so on Transformers alone, where vLLM has `regrouped` them."""
+    """Queries, keys and values, packed in the output of one projection on both engines: `mixed` within each head, or
+    mixed on Transformers alone if vLLM has `regrouped` them."""
 
     def tap(module: str, part: int, mixed: bool) -> Tap:
         return Tap(module, "out", of=QKV, part=part, mixed=mixed)
@@ -346,19 +342,19 @@ def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[
 
 
 def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
-    """A family like another, with some `points` changed, and without the words of `why`."""
+    """Derive a family from another: change some `points`, and remove the sites of `why`."""
     gone = {STREAM.get(word, (word, 0))[0] for word in why} - set(points)
     kinds = {name: kind for name, kind in (family.points | points).items() if name not in gone}
     return Family(name, tuple(architectures.split()), kinds, why)
 
 
 def on_backend(family: Family) -> Family:
-    """The family, run by vLLM's Transformers backend: its vLLM taps are at that backend's modules."""
+    """The family on vLLM's Transformers backend: its vLLM taps are that backend's modules."""
     return msgspec.structs.replace(family, backend=True)
 
 
 def in_attention(family: Family) -> dict[str, PointKind]:
-    """The family's points of attention, as those of a family that has attention in some layers only."""
+    """The family's points of attention, for a family with attention in some layers only."""
     return {
         word: msgspec.structs.replace(kind, layers="attention")
         for word, kind in family.points.items()
@@ -367,17 +363,17 @@ def in_attention(family: Family) -> dict[str, PointKind]:
 
 
 def recurrent(tap: Tap, vllm: Tap | None = None) -> PointKind:
-    """What a state space or linear attention adds to the stream, in the layers that have such a mixer."""
+    """The output of a state space or linear attention, in the layers with such a mixer."""
     return kind(tap, vllm, layers="recurrent", elsewhere="attn_out")
 
 
 _NO_EXPERTS = {"router": NO_EXPERTS["router"]}
 _NO_ATTENTION = "none of its layers has attention"
-_KEYWORDS = Tap(L, "in", "hidden_states", "residual")  # vLLM calls these layers with names
+_KEYWORDS = Tap(L, "in", "hidden_states", "residual")  # vLLM passes these by keyword
 
 
 def hybrids(llama: Family, granite: Family) -> tuple[Family, ...]:
-    """The tables, some of them made of another family's."""
+    """The tables of hybrid families; some are derived from Llama's and Granite's."""
     return (
         _granite(granite),
         _granite_experts(granite),
@@ -428,7 +424,7 @@ _FORWARD = L + ".feed_forward"
 
 
 def _feed_forward(**rest: Any) -> dict[str, PointKind]:
-    """The points around an MLP that is called so, and the model's end."""
+    """The points of an MLP named `feed_forward`."""
     return {
         "mlp_in": same(L + ".pre_ff_layernorm"),
         "neurons": sharded(Tap(_FORWARD + ".down_proj", "in"), width="M", **rest),
@@ -437,7 +433,7 @@ def _feed_forward(**rest: Any) -> dict[str, PointKind]:
 
 
 def _falcon_h1(llama: Family) -> Family:
-    """Attention and a state space read the same normed stream, each times a factor of its own, and both add to it."""
+    """Falcon-H1: attention and a state space read the normed stream, each times its own factor, and both add to it."""
     family = without(
         llama, "falcon_h1", "FalconH1ForCausalLM", _NO_EXPERTS, **_feed_forward(), **end("model.final_layernorm"),
         stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")), mid=same(L + ".pre_ff_layernorm", "in"),
@@ -449,7 +445,7 @@ def _falcon_h1(llama: Family) -> Family:
 
 
 def _jamba(llama: Family) -> Family:
-    """vLLM's state space writes its result where it is told to: it is read as the next norm's first input."""
+    """Jamba: vLLM's state space writes into an output argument, so its result is read as the next norm's input."""
     norm = L + ".pre_ff_layernorm"
     vllm = projections(ATTENTION + ".{w}_proj", L + ".qkv_proj", "q", "k", "v") | {
         "z": results(ATTENTION + ".o_proj", L + ".attn"), "attn_in": same(L + ".input_layernorm"),
@@ -465,14 +461,14 @@ def _jamba(llama: Family) -> Family:
     )  # fmt: skip
     return msgspec.structs.replace(
         family, points={"mixer_out": mixer, **family.points}
-    )  # before the stream's tap there
+    )  # `mixer_out` first: it is tapped before `mid` at the same norm
 
 
 _MIXER = L + ".mixer"
 
 
 def _nemotron_h() -> Family:
-    """Each layer is one block: attention, a state space, an MLP or experts."""
+    """Nemotron-H: each layer is one block: attention, a state space, an MLP or experts."""
     attention = {
         "attn_in": same(L + ".norm"),
         **projections(_MIXER + ".{w}_proj", _MIXER + ".qkv_proj", "q", "k", "v"),
@@ -494,7 +490,7 @@ def _nemotron_h() -> Family:
 
 
 def _in_a(block: str) -> list[str]:
-    """The words of a block, but for what any mixer adds; those between mixer and MLP are an MLP's."""
+    """The sites of a block, except `mixer_out`. `resid_mid` counts as a site of the MLP."""
     named = [word for word, spec in SITES.items() if spec.block == block and word != "mixer_out"]
     return named + (["resid_mid"] if block == "mlp" else [])
 

@@ -1,4 +1,4 @@
-"""The site map of one model: every point numbered, and every site word resolved to points."""
+"""The site map of one model: numbers every point, and resolves every site to points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patchclamp.language.tokens import Index
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
-NONE_HAS = {  # why a model has no layer of a kind
+NONE_HAS = {  # the reason for an error, by the kind of layer that a model does not have
     "dense": "each of its layers has experts, which run in one fused kernel",
     "sparse": "none of its layers has experts",
     "attention": "none of its layers has attention",
@@ -29,14 +29,14 @@ LAYERS_WITH = {
     "mlp": ", the layers with an MLP",
     "all": "",
 }
-MAX_INDEXED_COLUMNS = 0xFFFF  # of a site whose parts can be named: records have 16 bits for a column (`plan.table`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # of an indexed site: records have 16 bits per column (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):
     """A point kind of one layer, by number.
 
-    width: how many numbers a row has
-    rows: the tokens of a step, or only those that are sampled from
+    width: the numbers in a row
+    rows: one for each token of a step, or only for those that are sampled from
     """
 
     number: int
@@ -47,13 +47,13 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Where a point's columns lie in the tensor of its tap.
+    """The location of a point's columns in the tensor of its tap.
 
     tensor_width: columns of the tensor; 0 if it is [B, H, T, E]
-    first: the point's first column; where heads are mixed, its first in each key/value head's columns
-    heads: where heads are mixed, how many key/value heads the tensor has; otherwise 0
-    size: where heads are mixed, how many columns of each key/value head are the point's
-    by_head: whether the tensor is [B, H, T, E]
+    first: the point's first column; if heads are mixed, its first within each key/value head's columns
+    heads: the tensor's number of key/value heads if heads are mixed; otherwise 0
+    size: the point's columns in each key/value head, if heads are mixed
+    by_head: True if the tensor is [B, H, T, E]
     factor: the point is the tensor times this
     """
 
@@ -66,11 +66,11 @@ class View(msgspec.Struct, frozen=True):
 
 
 class SiteRef(msgspec.Struct, frozen=True):
-    """A site word of one layer, such as `resid_post[3]` or `z[3, 5]`.
+    """A site of one layer, such as `resid_post[3]` or `z[3, 5]`.
 
     point: the number of its point
     index: its second index, as text
-    columns: (first, end) of its columns, first … end − 1, where it is a part of the point's row
+    columns: (first, end): columns first … end − 1, if it is a part of the point's row; None: the whole row
     """
 
     name: str
@@ -85,8 +85,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of a row: its columns first … end − 1. Of the workers that have the same shard, one `keeps` what
-    is captured."""
+    """Shard `number` of a row: columns first … end − 1. Among workers with the same shard, one `keeps` its captures."""
 
     number: int
     first: int
@@ -95,13 +94,13 @@ class Shard(NamedTuple):
 
 
 class SiteMap:
-    """The points and site refs of a model that `tensor_parallel` workers share, in each of `stages` pipeline stages."""
+    """The points and site refs of a model, with `tensor_parallel` workers in each of `stages` pipeline stages."""
 
     def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
         family = _family_named(family) if isinstance(family, str) else family
         self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
-        self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
+        self.withdrawn: dict[str, str] = {}  # sites that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
         self._layers_of = {name: sizes.layers_with(kind.layers) for name, kind in family.points.items()}
@@ -112,23 +111,23 @@ class SiteMap:
 
     @property
     def names(self) -> list[str]:
-        """The site words this model has, in the language's order."""
+        """The names of the model's sites, in the language's order."""
         return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
     def _has(self, name: str) -> bool:
-        """Whether the model has a site word, by its table."""
+        """True if the model has a site, according to its table."""
         kind, _ = self.family.sites.get(name, ("", 0))
         if kind == "" or (self.tensor_parallel > 1 and self.family.points[kind].layout == "partial sum"):
             return False
         return not self.family.points[kind].per_layer or bool(self._having(kind))
 
     def _having(self, kind: str) -> list[int]:
-        """The layers in which a point kind's word names a point."""
+        """The layers in which the site of a point kind has a point."""
         elsewhere = self.family.points[kind].elsewhere
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
-        """Every point with its tap on an engine. The taps' module paths name the layer."""
+        """Every point with its tap on an engine. Module paths contain the layer's number."""
         return [(point, self._tap(point, engine)) for point in self.points]
 
     def _tap(self, point: Point, engine: str) -> Tap:
@@ -136,13 +135,13 @@ class SiteMap:
         return msgspec.structs.replace(tap, module=tap.module.format(l=point.layer))
 
     def local(self) -> SiteMap:
-        """The map of one tensor-parallel worker, with the sizes of its shards. Its points have the same numbers."""
+        """The map of one tensor-parallel worker, with its shard sizes. Point numbers stay the same."""
         s, workers = self.sizes, self.tensor_parallel
         local = {"heads": s.heads // workers, "kv_heads": max(1, s.kv_heads // workers), "d_mlp": s.d_mlp // workers}
         return self if workers == 1 else SiteMap(self.family, msgspec.structs.replace(s, **local))
 
     def view(self, tap: Tap) -> View | None:
-        """Where the columns of a tap's point lie in its tensor; None if the tensor has no others."""
+        """The location of the point's columns in a tap's tensor; None if the tensor is the point."""
         if tap.by_head:
             return View(0, by_head=True)
         if tap.scale:
@@ -156,7 +155,7 @@ class SiteMap:
         return View(sum(sizes), sum(sizes[: tap.part]) // groups, groups, sizes[tap.part] // groups)
 
     def shard_count(self, point: int) -> int:
-        """How many shards a point's row has among the workers of one pipeline stage."""
+        """The number of shards of a point's row among the workers of one pipeline stage."""
         kind = self.family.points[self.points[point].kind]
         if kind.layout != "sharded":
             return 1
@@ -170,25 +169,24 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """Where a point comes in the order in which the model computes. Points of one layer have one depth, but for the
-        stream that goes into it."""
+        """A point's rank in the order of computation. Points of a layer share one, except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
         return 2 * layer if kind == "stream" else 2 * layer + 1
 
     def whole(self, ref: SiteRef) -> bool:
-        """Whether one worker has all the columns of a site ref, and so can sum over them."""
+        """True if one worker has all columns of a site ref, and so can sum over them."""
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
 
     def refs(self) -> list[SiteRef]:
-        """The site refs of all words that the model has, without second indices."""
+        """The refs of all sites of the model, without second indices."""
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
-        """Of a site's row the heads, neurons or experts that have some columns, packed (`plan.bound`); 0: all."""
+        """The heads, neurons or experts of a site's row at some columns, packed as in `plan.bound`; 0: all."""
         parts = self.parts(ref.name)
         if not columns or parts is None:
             return ref
@@ -198,14 +196,11 @@ class SiteMap:
         return msgspec.structs.replace(ref, index=index, columns=(first, end))
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """How many heads, neurons or experts a site's row has, and how wide each is; None if it has none."""
+        """The number of heads, neurons or experts in a site's row, and the width of each; None if it has no parts."""
         return self.sizes.parts(SITES[name].width) if SITES[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
-        """The site refs that a site names, by layer.
-
-        Raises: `UnsupportedSite` for a word, layer or index that this model does not have.
-        """
+        """The refs of a site, by layer. Raises `UnsupportedSite` if the model lacks the site, a layer or an index."""
         self._check_has(site.name)
         if not SITES[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]
@@ -215,7 +210,7 @@ class SiteMap:
         ]
 
     def _check_has(self, name: str) -> None:
-        """Raises `UnsupportedSite` for a word that this model does not have, or that was withdrawn."""
+        """Raise `UnsupportedSite` for a site that this model does not have, or that was withdrawn."""
         if name in self.withdrawn:
             raise UnsupportedSite(f"{name} was not proved on this model: {self.withdrawn[name]}")
         if self._has(name):
@@ -230,7 +225,7 @@ class SiteMap:
         )
 
     def _columns(self, site: Site) -> tuple[int, int]:
-        """The columns of a site's row that its second index names."""
+        """The columns (first, end) of a site's second index."""
         parts, index = self.parts(site.name), site.index
         assert parts is not None
         (count, size), kind = parts, SITES[site.name].index
@@ -249,7 +244,7 @@ class SiteMap:
         return chosen.start * size, chosen.stop * size
 
     def _layers(self, site: Site) -> list[int]:
-        """The layers that a site names."""
+        """The layers of a site on this model."""
         index: Index | None = site.layers
         kind, shift = self.family.sites[site.name]
         having = self._having(kind) if shift == 0 else list(range(self.layers))
@@ -276,11 +271,11 @@ class SiteMap:
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:
-        """A point's name for people: its word of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
+        """A point's name for people: the site of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
         return self._labels[point][0]
 
     def labels(self, point: int) -> list[str]:
-        """Every word of a point, those of the earliest layer first."""
+        """All names of a point, those of the earliest layer first."""
         return self._labels[point]
 
     @functools.cached_property
@@ -294,13 +289,13 @@ class SiteMap:
         return labels
 
     def describe_point(self, point: int) -> str:
-        """A point's name with the modules at which its taps are: `mlp_in[0] (model.layers.0.mlp)`."""
+        """A point's name with the modules of its taps: `mlp_in[0] (model.layers.0.mlp)`."""
         taps = [self._tap(self.points[point], engine) for engine in ("transformers", "vllm")]
         return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"
 
 
 def _fits(index: Index, count: int) -> bool:
-    """Whether an index reaches beyond none of `count` items."""
+    """True if the index is within `count`."""
     if isinstance(index, int):
         return -count <= index < count
     return all(-count <= end <= count for end in index.ends if end is not None)

@@ -1,4 +1,4 @@
-"""The site tables: one a model family, Transformers and vLLM side by side."""
+"""The site tables, one per model family, Transformers and vLLM side by side."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from patchclamp.sites.families import (
     without,
 )
 
-# vLLM hands a layer (positions, hidden, residual): the stream is hidden + residual; a fused norm's two inputs are what
-# was added last and the stream before it
+# vLLM calls a layer with (positions, hidden, residual), and the stream is hidden + residual. A fused norm's two inputs
+# are the last addition and the stream before it.
 LLAMA = Family(
     name="llama",
     architectures=(
@@ -64,7 +64,7 @@ NORMED = {
 }
 QWEN3 = without(LLAMA, "qwen3", "Qwen3ForCausalLM", NO_EXPERTS, **NORMED)
 PHI3 = without(LLAMA, "phi3", "Phi3ForCausalLM", NO_EXPERTS, **merged(ATTENTION + ".qkv_proj"))
-# a norm before and another after attention and MLP: what comes out of the second is added to the stream
+# Attention and MLP have a norm before and one after; the output of the second is added to the stream.
 GEMMA2 = without(
     LLAMA, "gemma2", "Gemma2ForCausalLM", NO_EXPERTS,
     mid=kind(Tap(L + ".pre_feedforward_layernorm", "in"), Tap(L + ".pre_feedforward_layernorm", "in", 0, 1)),
@@ -82,7 +82,7 @@ _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 
 def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
-    """A layer ends with an embedding of its own, in smaller models, and a factor for the whole stream."""
+    """A Gemma 4 table. A layer ends with an embedding of its own (smaller models) and a factor for the whole stream."""
     family = without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
@@ -100,7 +100,7 @@ GEMMA4 = (
         {}, router=same(L + ".router.proj", width="X", layers="sparse"),
     ),
 )  # fmt: skip
-# what attention and MLP make is added times a factor; `attn_out` and `mlp_out` are what is added
+# Outputs of attention and MLP are multiplied by a factor before they are added; `attn_out` and `mlp_out` include it.
 GRANITE = without(
     LLAMA, "granite", "GraniteForCausalLM", NO_EXPERTS,
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
@@ -127,7 +127,7 @@ STABLELM = msgspec.structs.replace(without(
     LLAMA, "stablelm", "StableLmForCausalLM", NO_EXPERTS,
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
 ), needs={"use_parallel_residual": False, "qk_layernorm": False})  # fmt: skip
-# attention and MLP read the same normed tensor: attention is handed a copy of it, so that an edit is one of the two's
+# Attention and MLP read the same normed tensor; attention gets a copy, so that an edit reaches only one of them.
 PARALLEL_ATTENTION = NO_EXPERTS | {"resid_mid": PARALLEL}
 COHERE = msgspec.structs.replace(without(
     LLAMA, "cohere", "CohereForCausalLM Cohere2ForCausalLM", PARALLEL_ATTENTION,
@@ -209,7 +209,7 @@ GPT2 = Family(
     },
     lacks=NO_EXPERTS,
 )
-# what their embedding puts into the stream is the whole of it
+# Without learned position embeddings, `embed` is the whole stream before layer 0
 _NO_POSITIONS = msgspec.structs.replace(GPT2, points={w: kind for w, kind in GPT2.points.items() if w != "embed"})
 _ATTN = _H + ".attn"
 GPT_J = without(
@@ -257,7 +257,7 @@ OPT = Family(
     needs={"do_layer_norm_before": True, "word_embed_proj_dim": "hidden_size", "_remove_final_layer_norm": False},
 )
 
-# through vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
+# On vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
 BACKEND = on_backend(without(
     LLAMA, "llama_backend", "SmolLM3ForCausalLM SeedOssForCausalLM HunYuanDenseV1ForCausalLM", NO_EXPERTS,
     stream=same(L, "in"), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
@@ -310,10 +310,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 class Decoder(NamedTuple):
-    """The decoder within models of one class that also read images.
+    """The decoder within a class of models that also read images.
 
-    model_type: of the decoder's config
-    family: whose table it has
+    model_type: `model_type` of the decoder's config
+    family: the family of its table
     below: the path of its base model on Transformers
     """
 
@@ -333,12 +333,12 @@ DECODERS: dict[str, Decoder] = {
 
 
 def is_listed(architectures: list[str] | tuple[str, ...]) -> bool:
-    """Whether a table lists one of these classes, be a config as it needs or not."""
+    """True if a table lists one of these classes, whether or not the config meets its needs."""
     return any(set(family.architectures) & set(architectures) for family in FAMILIES)
 
 
 def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
-    """Whether `family_of` finds a family."""
+    """True if `family_of` finds a family."""
     try:
         return bool(family_of(architectures, config))
     except ModelError:
@@ -346,10 +346,10 @@ def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 
 
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
-    """The family whose table lists one of a config's `architectures`; of a model that also reads images, that of its
-    decoder, whose config this is.
+    """The family whose table lists one of a config's `architectures`. For a model that also reads images, the config is
+    its decoder's, and so is the family.
 
-    Raises: `ModelError` if none does, and for a config that is not as the family `needs` it.
+    Raises `ModelError` if no table lists one, or if the config does not meet the family's `needs`.
     """
     families = [family for family in FAMILIES if set(family.architectures) & set(architectures or ())]
     unmet = [_unmet(family, config) for family in families]
@@ -366,7 +366,7 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 
 
 def _unmet(family: Family, config: Any) -> str:
-    """What a config does not have of what the family needs; "" if it has all of it."""
+    """The first of the family's needs that a config does not meet, as an error message; "" if it meets all."""
     for name, needed in family.needs.items():
         right = getattr(config, needed, None) if isinstance(needed, str) else needed
         if config is not None and getattr(config, name, right) != right:
@@ -375,8 +375,8 @@ def _unmet(family: Family, config: Any) -> str:
 
 
 def within(decoder: Decoder, architecture: str) -> Family:
-    """A family's table for decoders within models of another class, below other names."""
-    beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # of its head
+    """A family's table for decoders within models of another class, with the module paths moved."""
+    beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # prefix of `lm_head`
 
     def moved(tap: Tap, below: str) -> Tap:
         inner = tap.module.removeprefix("model.")

@@ -1,24 +1,14 @@
-"""A site table for a decoder that has none, found by one run of its modules on tensors without data.
+"""Derive a site table for a decoder that has none, from one run of its modules on meta tensors.
 
-The modules are made from the config, without weights, so every process finds the same. A site that is not certain is
-not offered, and what is offered is proved on the live model.
+The modules are built from the config, without weights, so every process derives the same table. Uncertain sites are
+left out; the others are proved on the live model.
 
-    T tokens of the trial run · D model width · l layer
-
-Where the stream, and what is added to it, lie in a model: read from a record of one run, which knows how every value
-was computed.
-
-A layer is called with the stream, or with two tensors whose sum it is. What a layer adds is what is left of the next
-layer's stream, as a sum, without its own. Each such term is looked for among the results of the layer's modules.
+1. `Recorder` records the run: the dataflow between values, and the arguments and results of every module call.
+2. `Flow` finds the stream. A layer is called with the stream, or with two tensors whose sum it is. The layer's gain is
+   the next layer's stream, as a sum, minus its own. Each term of a gain is looked up among the results of its modules.
+3. `places` finds the sites, as plain data that any process can use; `untabled` makes the table.
 
     T tokens of the run · D model width · l layer
-
-Where the words of a decoder without a table lie, read from a record of one run; in plain data, for any process.
-
-A record of one run of a model on tensors without data: which values were computed of which, and what every module
-was called with and returned.
-
-    T tokens of the run · D model width
 """
 
 from __future__ import annotations
@@ -43,8 +33,8 @@ from patchclamp.language.site import SITES
 from patchclamp.sites.families import PARALLEL, Family, Moment, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
 from patchclamp.sites.tables import DECODERS
 
-Key = int | str  # of an argument: its number or its name
-Sum = dict[int, float]  # values, each with its factor
+Key = int | str  # an argument's number or name
+Sum = dict[int, float]  # factor by value
 MIXER = re.compile(
     r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv"
 )
@@ -52,10 +42,10 @@ ATTENTION_NAME = re.compile(r"att(ention|n)")
 
 
 class Value(msgspec.Struct):
-    """A tensor's numbers.
+    """The content of a tensor.
 
-    op, of: how they were computed, and of which values: `add` and `scale` (by `factor`) are arithmetic
-    path: the innermost module that computed them
+    op, of: the op that computed it, and its inputs; `add` and `scale` (by `factor`) are arithmetic
+    path: the innermost module that computed it
     """
 
     op: str
@@ -70,7 +60,7 @@ class Call(msgspec.Struct):
 
     given, result: its tensor arguments and results, as values
     shapes, result_shapes: their shapes
-    begin, end: how many values there were before and after
+    begin, end: the number of values before and after
     """
 
     path: str
@@ -82,11 +72,11 @@ class Call(msgspec.Struct):
     end: int = -1
 
     def takes(self, key: Key, width: int, tokens: int) -> bool:
-        """Whether an argument is rows [T, width]."""
+        """True if an argument is rows [T, width]."""
         return _is_rows(self.shapes.get(key, ()), width, tokens)
 
     def returns(self, item: int, width: int, tokens: int) -> bool:
-        """Whether an item of the result is rows [T, width]."""
+        """True if an item of the result is rows [T, width]."""
         return _is_rows(self.result_shapes.get(item, ()), width, tokens)
 
 
@@ -95,11 +85,11 @@ def _is_rows(shape: tuple[int, ...], width: int, tokens: int) -> bool:
 
 
 class Record(msgspec.Struct, dict=True):
-    """One run.
+    """The record of one run.
 
-    kinds: of every module, its classes' names
-    ids: the token ids
-    guessed: modules that did not run without data, and why; what they return was taken to be like what they take
+    kinds: the class names of every module (`kinds_of`)
+    ids: the value of the token ids
+    guessed: modules that failed on meta tensors, and why; they are assumed to return a tensor like their first one
     """
 
     kinds: dict[str, str]
@@ -121,7 +111,7 @@ class Record(msgspec.Struct, dict=True):
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The values that were computed of each value."""
+        """The values computed directly from each value."""
         readers: dict[int, list[int]] = {}
         for number, value in enumerate(self.values):
             for source in value.of:
@@ -130,7 +120,7 @@ class Record(msgspec.Struct, dict=True):
 
     @functools.cached_property
     def returned(self) -> dict[int, list[tuple[Call, int]]]:
-        """The calls that returned each value, and as which item; outer calls first."""
+        """The calls that returned each value, with the item's index; outer calls first."""
         returned: dict[int, list[tuple[Call, int]]] = {}
         for call in sorted(self.calls, key=lambda call: len(call.path)):
             for item, number in call.result.items():
@@ -141,7 +131,7 @@ class Record(msgspec.Struct, dict=True):
         return "norm" in path.rpartition(".")[2] or "norm" in self.kinds[path]
 
     def sources(self, number: int) -> set[int]:
-        """The values that a value was computed of, and itself."""
+        """A value and all values that it was computed from."""
         waiting, seen = [number], set()
         while waiting:
             at = waiting.pop()
@@ -160,7 +150,7 @@ class Record(msgspec.Struct, dict=True):
 
 
 class NotFound(Exception):
-    """Why there is no such place."""
+    """A site or the stream was not found; the message is the reason."""
 
 
 class Flow:
@@ -168,9 +158,9 @@ class Flow:
 
     layers: the path of the list of layers
     keys: the arguments that carry the stream
-    adds: whether layers do nothing to the stream but add to it
+    adds: True if layers only add to the stream
     end, end_keys: the call that takes the stream after the last layer, and the arguments that carry it
-    gains: what each layer adds
+    gains: the sum that each layer adds
     """
 
     def __init__(self, record: Record, count: int, width: int, tokens: int) -> None:
@@ -181,7 +171,7 @@ class Flow:
         self.gains = [self._gains(layer) for layer in range(count)]
 
     def _list_of_layers(self) -> str:
-        """The path of the one list with as many modules as there are layers, each called once."""
+        """The path of the only list with one module per layer, each called once."""
         record, lists = self.record, {}
         for path, kinds in record.kinds.items():
             if "modulelist" in kinds.split() and not any(path.startswith(f"{outer}.") for outer in lists):
@@ -237,12 +227,12 @@ class Flow:
         return [given[key] for key in (self.keys if keys is None else keys) if key in given]
 
     def _is_kept(self, before: list[int], after: list[int]) -> bool:
-        """Whether a stream is an earlier one with something added."""
+        """True if a stream is an earlier one plus other terms."""
         total = self.total(after, frozenset(before))
         return bool(before) and all(total.get(value) == 1 for value in before)
 
     def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[Call, tuple[Key, ...]]]:
-        """The calls in a part of the run, each with the arguments whose sum it may take."""
+        """The calls in a part of the run, each with every set of arguments whose sum may be the stream."""
         for call in self.record.calls:
             if begin <= call.begin and call.end <= end:
                 wide = list(self.wide(call))
@@ -251,13 +241,13 @@ class Flow:
                         yield call, keys
 
     def unread(self, value: int, until: int) -> bool:
-        """Whether nothing was computed of a value before the moment `until`."""
+        """True if nothing was computed from a value before the moment `until`."""
         return not any(reader < until for reader in self.record.readers.get(value, ()))
 
     # -- sums
 
     def total(self, values: Iterable[int], terms: frozenset[int]) -> Sum:
-        """A sum of values as a sum of `terms` and of what modules returned."""
+        """Expand a sum of values to a sum of `terms` and module results."""
         total: Sum = {}
         for value in values:
             for term, factor in self._expanded(value, terms).items():
@@ -273,7 +263,7 @@ class Flow:
         return {term: factor * value.factor for term, factor in self.total(value.of, terms).items()}
 
     def _reaches(self, number: int, terms: frozenset[int]) -> bool:
-        """Whether a value is a sum with a term in it."""
+        """True if a value is a sum that contains a term."""
         waiting, seen = [number], set()
         first = min(terms, default=-1)
         while waiting:
@@ -286,14 +276,14 @@ class Flow:
         return False
 
     def _gains(self, layer: int) -> Sum:
-        """What a layer adds."""
+        """The terms that a layer adds to the stream."""
         before = self.carried(layer)
         after = self.carried(layer + 1) if layer + 1 < self.count else [self.end.given[key] for key in self.end_keys]
         total = self.total(after, frozenset(before))
         return {term: factor for term, factor in total.items() if term not in before}
 
     def part_of(self, layer: int, term: int) -> str:
-        """Which part of a layer computes a term: attention, another mixer of tokens, or the MLP."""
+        """The part of a layer that computes a term: "attention", "mixer" (any other mixer of tokens) or "mlp"."""
         terms, waiting, seen, names = frozenset(self.carried(layer)), [term], set(), set()
         while waiting:
             number = waiting.pop()
@@ -311,7 +301,7 @@ class Flow:
 
 
 def _upwards(path: str, above: str) -> Iterator[str]:
-    """A module's path and its owners', below another."""
+    """The paths of a module and of its parents below `above`, innermost first."""
     while path.startswith(f"{above}."):
         yield path
         path = path.rpartition(".")[0]
@@ -322,15 +312,15 @@ ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 PARTS = {"attn_out": "attention", "mlp_out": "mlp"}
-WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # of rows that are not as wide as the stream
+WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites whose rows are not D wide
 ENDS = {"z": (ATTENTION, ATTENTION_END), "neurons": (MLP, MLP_END)}
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """A tensor at a module's border, in each of some `layers` (`{l}` in the path), or once (None).
+    """A tensor at a module's input or output, in each of some `layers` (`{l}` in the path), or once (None).
 
-    keys: which arguments' sum it is, or which item of the result
-    factor: the tensor times this is what is added to the stream
+    keys: the arguments whose sum it is, or the item of the result
+    factor: the tensor times this is added to the stream
     """
 
     path: str
@@ -341,11 +331,11 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 class Places(msgspec.Struct, frozen=True):
-    """What was found in a model.
+    """The sites found in a model.
 
     architecture: its class
-    spots: by names of point kinds
-    lacks: the site words that lie nowhere, and why
+    spots: by name of the point kind
+    lacks: the sites that were not found, and why
     """
 
     architecture: str
@@ -354,7 +344,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
-    """What a record of a run of `tokens` tells. Raises `NotFound` if there is no stream."""
+    """Find the sites in a record of a run of `tokens` tokens. Raises `NotFound` if there is no stream."""
     flow = Flow(record, sizes.layers, sizes.d_model, tokens)
     spots = {
         "stream": Spot(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
@@ -372,7 +362,7 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
 
 
 def _spot(flow: Flow, name: str, sizes: Sizes) -> Spot | None:
-    """Where one kind of point lies; None if it is the stream."""
+    """The spot of one kind of point; None if it is the stream."""
     if name in PARTS:
         return _added(flow, PARTS[name])
     if name in ENDS:
@@ -387,7 +377,7 @@ def _final_norm(flow: Flow) -> Spot:
 
 
 def _embed(flow: Flow) -> Spot | None:
-    """The result of the token embedding; None where the first layer's stream is made of that alone."""
+    """The result of the token embedding; None if the first layer's stream is made of nothing else."""
     record = flow.record
     results = [
         (call, call.result[0])
@@ -408,7 +398,7 @@ def _embed(flow: Flow) -> Spot | None:
 
 
 def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
-    """By layer, the terms that a part of it adds to the stream, each with its factor."""
+    """The terms that a part of each layer adds to the stream, with their factors, by layer."""
     return {
         layer: [(term, factor) for term, factor in gains.items() if flow.part_of(layer, term) == part]
         for layer, gains in enumerate(flow.gains)
@@ -416,7 +406,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 
 
 def _added(flow: Flow, part: str) -> Spot:
-    """What attention, or the MLP, adds to the stream."""
+    """The result of attention, or of the MLP, that is added to the stream."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than to add to it")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
@@ -429,7 +419,7 @@ def _added(flow: Flow, part: str) -> Spot:
 
 
 def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
-    """The outermost module of a layer that returns a term before anything reads it."""
+    """The outermost module of a layer that returns a term before it is read."""
     inside = f"{flow.layers}.{layer}."
     for call, item in flow.record.returned.get(term, ()):
         if call.path.startswith(inside) and flow.unread(term, call.end):
@@ -439,7 +429,7 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
 
 
 def _mid(flow: Flow) -> Spot:
-    """The stream between what a layer adds first, attention, and its MLP."""
+    """The stream between attention and MLP."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than to add to it")
     mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
@@ -450,7 +440,7 @@ def _mid(flow: Flow) -> Spot:
 
 
 def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
-    """The first module of a layer that takes the stream without what the MLP adds."""
+    """The first module of a layer that takes the layer's final stream minus the MLP's terms."""
     inside, call, before = f"{flow.layers}.{layer}.", flow.calls[layer], flow.carried(layer)
     wanted = dict.fromkeys(before, 1.0) | {term: by for term, by in flow.gains[layer].items() if term not in mlp}
     for inner, keys in flow.calls_with_sums(call.begin, call.end):
@@ -464,7 +454,7 @@ def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
 
 
 def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
-    """One spot for several layers."""
+    """Merge the spots of several layers into one. Raises `NotFound` if they differ."""
     if len(set(spots)) > 1:
         differing = ", ".join(sorted({spot.path for spot in spots}))
         raise NotFound(f"layers differ in where it is, or by which factor it is added: {differing}")
@@ -472,8 +462,8 @@ def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
 
 
 def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> Spot:
-    """The input of the last projection of a layer's module that has one of these `names`. That module may have nothing
-    but another one with such a name, as EXAONE's `attn.attention`."""
+    """The input of the last projection in a layer's module with one of these `names`. That module may only wrap another
+    one with such a name, like EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
     holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
     layers = holding or list(range(flow.count))
@@ -488,7 +478,7 @@ def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) 
 
 
 def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
-    """The one of some names that a module has in every layer."""
+    """The one child, among some names, that a module has in every layer."""
     children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
     shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
     if len(shared) != 1:
@@ -498,7 +488,7 @@ def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) 
 
 
 def _check_taken(flow: Flow, path: str, width: int) -> None:
-    """Raises `NotFound` unless a module was called once, with rows [T, width] that no norm made."""
+    """Raise `NotFound` unless a module was called once, with rows [T, width] that no norm returned."""
     calls, record = flow.record.by_path.get(path, []), flow.record
     taken = calls[0].given.get(0) if len(calls) == 1 else None
     if taken is None or not calls[0].takes(0, width, flow.tokens):
@@ -509,24 +499,24 @@ def _check_taken(flow: Flow, path: str, width: int) -> None:
             raise NotFound(f"what {path} takes was normed by {call.path}")
 
 
-# ops whose result has the numbers of their first argument, if it is as large
+# Ops whose result has the content of their first argument, if it has as many elements
 SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh",
         "permute", "reshape", "select", "slice", "squeeze", "transpose", "unsqueeze", "view"}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a `Record` of what runs under it. Tensors are the same value if they lie at the same place in memory that
-    nothing was written to in between, or if they are copies."""
+    """Dispatch mode that records ops and module calls. Tensors are the same value if they are copies, or if they share
+    memory that was not written in between."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.record = Record({path: kinds_of(module) for path, module in modules.items()})
-        self._at: dict[tuple[int, int, int], int] = {}  # value by place
-        self._alive: list[torch.Tensor] = []  # so that no place is used twice
+        self._at: dict[tuple[int, int, int], int] = {}  # value by memory location
+        self._alive: list[torch.Tensor] = []  # keeps memory locations unique
         self._under: list[Call] = []
 
     def value(self, tensor: torch.Tensor) -> int:
-        """The value that a tensor has now; a new one, if no op was seen to make it."""
+        """The current value of a tensor; a new one if no recorded op made it."""
         place = _place(tensor)
         if place not in self._at:
             self._make(tensor, "given", ())
@@ -580,7 +570,7 @@ class Recorder(TorchDispatchMode):
         call.end = len(self.record.values)
 
     def guessed(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a module returns. Of one that does not run without data: a tensor like its first, made of all."""
+        """The result of a module. If it fails on meta tensors, a tensor like its first argument, computed from all."""
         depth, calls = len(self._under), len(self.record.calls)
         try:
             return forward(*args, **kwargs)
@@ -597,7 +587,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: False) -> Iterator[Recorder]:
-    """Records what runs in the context. A module that `may_guess`, by its path, need not run without data."""
+    """Record what runs in the context. A module whose path satisfies `may_guess` may fail on meta tensors."""
     modules = dict(net.named_modules())
     recorder = Recorder(modules)
     handles = []
@@ -619,7 +609,7 @@ def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: Fal
 
 
 def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
-    """The record of a run of a model on token ids. Modules within its layers need not run without data."""
+    """The record of a run of a model on token ids. Modules within its layers may fail on meta tensors."""
     with recorded(net, in_layers(net, sizes)) as recorder:
         recorder.record.ids = recorder.value(ids)
         run()
@@ -627,7 +617,7 @@ def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[],
 
 
 def in_layers(net: nn.Module, sizes: Sizes) -> Callable[[str], bool]:
-    """Whether a path is of a module within a decoder layer."""
+    """A predicate that is true for the paths of modules within a decoder layer."""
     lists = [
         path
         for path, module in net.named_modules()
@@ -638,12 +628,12 @@ def in_layers(net: nn.Module, sizes: Sizes) -> Callable[[str], bool]:
 
 
 def kinds_of(module: nn.Module) -> str:
-    """The names of a module's class and of those it is made of, in small letters."""
+    """The names of a module's class and its base classes, in lower case."""
     return " ".join(kind.__name__ for kind in type(module).__mro__).lower()
 
 
 def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op gives. One that only writes to its arguments need not know of tensors without data."""
+    """The result of an op. An op that only writes to its arguments may lack a meta implementation."""
     try:
         return func(*args, **kwargs)
     except NotImplementedError:
@@ -661,7 +651,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[torch.Tensor, bool]]:
-    """Every tensor argument, and whether the op writes to it."""
+    """Every tensor argument, with True if the op writes to it."""
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -672,7 +662,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
 def _arithmetic(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], of: tuple[int, ...], tensors: list[torch.Tensor]
 ) -> tuple[str, tuple[int, ...], float]:
-    """An op as `add` of two values, `scale` of one by a factor, or itself."""
+    """Normalize an op to `add` of two values or `scale` of one by a factor; other ops keep their name."""
     name = name.rstrip("_")
     numbers = [value for value in args if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if name == "add" and len(tensors) == 2 and tensors[0].numel() == tensors[1].numel():
@@ -685,10 +675,10 @@ def _arithmetic(
 
 
 T = 5
-OTHERWISE = {  # modules whose names mislead, by model type and site word
+OTHERWISE = {  # modules with misleading names, by model type and site
     "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
 }
-SEVERAL_STREAMS = {  # models whose layers carry no one stream, by model type
+SEVERAL_STREAMS = {  # models without a single residual stream, by model type
     "gemma3n_text": "each of its layers makes four streams of four (AltUp), and none of them is the residual stream",
 }
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
@@ -696,16 +686,16 @@ LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per
 
 
 def check_stream(config: Any) -> None:
-    """Raises `ModelError` for a model that is known to have no residual stream."""
+    """Raise `ModelError` for a model that is known to have no single residual stream."""
     why = SEVERAL_STREAMS.get(config.model_type)
     if why is not None:
         raise ModelError(f"{', '.join(architectures_of(config))} has no sites: {why}")
 
 
 def untabled(config: Any, trust_remote_code: bool = False) -> Family:
-    """The table of a decoder-only model, made from its Transformers config.
+    """Derive the table of a decoder-only model from its Transformers config.
 
-    Raises: `ModelError` if its layers are not found, or are not called with the stream.
+    Raises `ModelError` if its layers are not found, or are not called with the stream.
     """
     check_stream(config)
     try:
@@ -721,8 +711,8 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def family_of_places(name: str, config: Any, transformers: Places | None, vllm: Places, sizes: Sizes) -> Family:
-    """The table of what was found in vLLM's class, and in Transformers'. A site that only vLLM's class has stands in
-    both columns at vLLM's module, whose name is mostly the checkpoint's."""
+    """Make the table from the sites found in vLLM's class and in Transformers' class. A site found only in vLLM's uses
+    vLLM's module for both engines, since its name is usually the checkpoint's."""
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
@@ -751,12 +741,12 @@ def _tap(spot: Spot) -> Tap:
 
 
 def _moved(spot: Spot, prefix: str, below: str) -> Spot:
-    """A spot of a model whose base model has another name."""
+    """A spot with the base model's path replaced."""
     return msgspec.structs.replace(spot, path=f"{below}{spot.path.removeprefix(prefix)}")
 
 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
-    """The error of a config whose text decoder is one of its parts."""
+    """The error for a config whose text decoder is one part of the model."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
         f"for images or sound. Of such models there are tables for {', '.join(DECODERS)}; many families have "
@@ -765,7 +755,7 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
-    """What is found in Transformers' class of a config, and the path of its base model."""
+    """The sites found in Transformers' class of a config, and the path of its base model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -790,10 +780,10 @@ def refuse(architecture: str, why: str) -> ModelError:
 
 
 def _record(net: Any, sizes: Sizes) -> Record:
-    """The record of a run of a model on tensors that have shapes only."""
+    """The record of a run of a model on meta tensors."""
     import torch
 
-    # given a mask and positions, most models need no values of either
+    # if mask and positions are given, most models never read their values, which meta tensors do not have
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
     for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):

@@ -1,1 +1,1 @@
-"""KEEP: the vectors that ops read, and the rows that captures leave."""
+"""Storage for the vectors that ops read, the rows that captures record, and the journals of studies."""

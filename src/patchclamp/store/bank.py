@@ -1,6 +1,6 @@
-"""The bank: rows of fp32 numbers, resident on the device at addresses that do not move.
+"""The bank: rows of fp32 numbers on the device, at fixed addresses.
 
-Where rows lie is said by whoever admits programs (`plan.room`), who also knows when they may be written over.
+The process that admits programs allocates the rows, and decides when they may be overwritten (`plan.room`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import torch
 
 
 class Bank:
-    """`data`: a flat fp32 tensor of so many `numbers` on `device`."""
+    """`data`: a flat fp32 tensor of `numbers` numbers on `device`."""
 
     def __init__(self, numbers: int, device: str | torch.device = "cpu") -> None:
         self.data = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
-        """Puts rows [n, W], one tensor after the other, at numbers `begin` … of the bank, on the current stream; the
-        host does not wait for it."""
+        """Write tensors of rows [n, W] consecutively from offset `begin` on, asynchronously on the current stream."""
         flat = [rows.reshape(-1) for rows in neighbours]
         numbers = flat[0] if len(flat) == 1 else torch.cat([rows.float() for rows in flat])
         if self.data.is_cuda and not numbers.is_cuda:

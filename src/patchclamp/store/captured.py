@@ -1,6 +1,6 @@
-"""The table that says whose the rows of a capture chunk are (`store.captures`); without torch, for planners.
+"""The table of a capture chunk (`store.captures`), which maps rows to runs, and helpers for captured rows.
 
-Captured rows of several ops, put together, and in the dtype that was asked for. Torch is loaded when needed.
+Torch is imported only when needed, since planners import this module.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CAPTURED = np.dtype(
         ("run", "<i8"),        # the run's number
         ("point", "<i4"),
         ("op", "<i4"),         # the op's ordinal in its program
-        ("position", "<i4"),   # the first position in the first step; in each further step it is one more
+        ("position", "<i4"),   # the first position in the first step; it grows by one per step
         ("count", "<i4"),      # consecutive positions, the same in every step
-        ("offset", "<i8"),     # where the rows begin among the bytes of a step
+        ("offset", "<i8"),     # of the rows, in the bytes of a step
         ("row_bytes", "<i4"),
         ("dtype", "<i4"),      # index into `DTYPES`
     ]
@@ -27,7 +27,7 @@ CAPTURED = np.dtype(
 
 
 class CapturedEntry(NamedTuple):
-    """An entry of the table, in Python's numbers."""
+    """An entry of the table, as Python integers."""
 
     run: int
     point: int
@@ -40,19 +40,19 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """Says whose a chunk's rows are; the table of a wide batch takes longer to make than a step may."""
+    """The source of a chunk's table, built lazily: for a wide batch this would take too long within a step."""
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """The bytes that each run has of a step, by the run's number."""
+        """The bytes of each run in a step, by run number."""
         ...
 
     def table(self) -> np.ndarray:
-        """What a step captured as `CAPTURED`, in order of runs' numbers."""
+        """The captures of a step as `CAPTURED`, in order of run numbers."""
         ...
 
 
 def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[np.ndarray, torch.Tensor]:
-    """Positions and rows of several ops together; of two that have a position the later counts."""
+    """Merge the positions and rows of several ops; if two have the same position, the later op wins."""
     import torch
 
     last: dict[int, tuple[int, int]] = {}
@@ -65,14 +65,14 @@ def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[n
 
 
 def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
-    """Rows in a dtype, named without "torch."."""
+    """Convert rows to a dtype, named without "torch."."""
     import torch
 
     return torch.as_tensor(rows).to(getattr(torch, dtype))
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """The first float16 row on the host that has an infinity; None of finite rows and of other dtypes."""
+    """The index of the first float16 row on the host with an infinity; None for finite rows and other dtypes."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)

@@ -1,4 +1,4 @@
-"""Captured rows: kept as the kernel left them, in chunks of many steps; a fetch views a chunk, or gathers from several.
+"""Captured rows, stored as the kernel wrote them, in chunks of many steps. A fetch views one chunk or gathers several.
 
 S steps of a chunk · W width of a point · T positions
 """
@@ -20,17 +20,17 @@ from patchclamp.language.values import DTYPES
 from patchclamp.store.captured import CapturedEntry, CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 
-ALIGNED = 16  # regions begin at multiples of so many bytes
-MIN_VIEW_BYTES = 1 << 16  # less is copied, so that it does not keep the memory of many other rows
-SPARSE_TURNS = 8  # turns after which a chunk shrinks of which less than half is kept
-MAX_SPARSE_BYTES = 1 << 31  # of a step of such chunks; beyond, they shrink at once
-MAX_UNCOUNTED = 8  # chunks that wait until it is known whose they are
+ALIGNED = 16  # byte alignment of regions
+MIN_VIEW_BYTES = 1 << 16  # less is copied, since a view keeps the memory of a whole chunk
+SPARSE_TURNS = 8  # turns after which a chunk shrinks if less than half of it is kept
+MAX_SPARSE_BYTES = 1 << 31  # per step, of such chunks; beyond this they shrink at once
+MAX_UNCOUNTED = 8  # chunks whose `live_bytes` are not computed yet
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
 class BufferSlice(msgspec.Struct):
-    """Where the bytes of some steps lie in a block: from `offset` on, one step after the other."""
+    """The bytes of consecutive steps, contiguous in a block from `offset` on."""
 
     block: HostBlock
     offset: int
@@ -48,8 +48,8 @@ class BufferSlice(msgspec.Struct):
 
 
 class ScatteredSlices(msgspec.Struct):
-    """One step's bytes in several blocks. Each of `parts` (begin, end, block, offset) says that the step's bytes
-    begin … end−1 lie in the block from `offset` on; the first part that has a byte counts."""
+    """One step's bytes in several blocks. Each of `parts` is (begin, end, block, offset): the step's bytes begin …
+    end−1 are in the block from `offset` on. The first part that contains a byte wins."""
 
     parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
@@ -65,9 +65,10 @@ class ScatteredSlices(msgspec.Struct):
 
 
 class CaptureChunk(msgspec.Struct, dict=True, eq=False):
-    """Rows of consecutive steps that captured alike: `places` holds `stride` bytes a step, `source` says whose.
+    """Rows of consecutive steps with the same layout: `places` holds `stride` bytes per step, `source` maps them to
+    runs.
 
-    `live_bytes`: of `stride`, what belongs to runs that are still kept, once that was counted.
+    `live_bytes`: the part of `stride` that belongs to runs that are still kept, once it has been counted
     """
 
     places: list[BufferSlice | ScatteredSlices]
@@ -81,16 +82,16 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def _table_of_run(self) -> dict[int, np.ndarray]:
-        """The chunk's table, cut where the next run begins."""
+        """The chunk's table, split by run."""
         return _split_by_run(self.source.table())
 
     @functools.cached_property
     def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
-        """By run, for runs that were fetched from, and by point: the entries of the table."""
+        """The table's entries by run and point, for runs that were fetched."""
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """What a run captured at a point, by one op or by all."""
+        """The entries of a run at a point, of one op or of all."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -104,11 +105,11 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all its bytes are in host memory."""
+        """True if all its bytes are in host memory."""
         return all(block.has_arrived for place in self.places for block in place.blocks)
 
     def append(self, place: BufferSlice | ScatteredSlices) -> None:
-        """Takes one step more."""
+        """Append one step."""
         last = self.places[-1]
         if isinstance(place, ScatteredSlices) or isinstance(last, ScatteredSlices) or place.block is not last.block:
             self.places.append(place)
@@ -118,7 +119,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
             self.places.append(place)
 
     def positions(self, entry: CapturedEntry) -> np.ndarray:
-        """The positions of an entry of the table, [S · count]."""
+        """The positions of an entry, [S · count]."""
         first, steps = entry.position, self.steps
         if 1 in (steps, entry.count):
             return np.arange(first, first + steps * entry.count)
@@ -130,15 +131,15 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return [place.cut(begin, end, self.stride) for place in self.places]
 
     def shrink(self, runs: list[int]) -> None:
-        """Moves the rows of some runs to memory of their own, and drops the others."""
+        """Move the rows of some runs to new memory, and drop the others."""
         table = np.concatenate([self._table_of_run[run] for run in sorted(runs)])
-        # rows of one size that begin alike are moved in one take: those of decode steps nearly always are
+        # one `np.take` moves all rows of one size and alignment, which covers nearly all decode steps
         shape = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"]])
         _, shape_of_entry = np.unique(shape, axis=1, return_inverse=True)
         order = np.argsort(shape_of_entry.reshape(-1), kind="stable")
         groups = np.split(order, np.flatnonzero(np.diff(shape_of_entry.reshape(-1)[order])) + 1)
         kept, stride = table.copy(), 0
-        for entries in groups:  # each begins aligned, for rows of one size may be of numbers of another
+        for entries in groups:  # align each group: row sizes may have different item sizes
             sizes = table["count"][entries].astype(np.int64) * table["row_bytes"][entries]
             kept["offset"][entries] = stride + np.cumsum(sizes) - sizes
             stride += -(-int(sizes.sum()) // ALIGNED) * ALIGNED
@@ -155,7 +156,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
 
 class _Table(msgspec.Struct):
-    """The source of a chunk whose table was made before."""
+    """A chunk source whose table already exists."""
 
     rows: np.ndarray
 
@@ -169,7 +170,7 @@ class _Table(msgspec.Struct):
 
 
 def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride: int, to: np.ndarray) -> None:
-    """Copies the rows of entries, whose sizes and remainders are alike, side by side to the beginning of `to`."""
+    """Copy the rows of entries with equal row size and alignment side by side to the beginning of `to`."""
     size, count, offset = int(table["row_bytes"][0]), table["count"].astype(np.int64), table["offset"]
     if isinstance(place, ScatteredSlices):
         at = 0
@@ -185,7 +186,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class _Run(msgspec.Struct):
-    """A run's number, and the turns from `since` to before `until` (None: now) in which it may have captured."""
+    """A run's number, and the turns `since` … `until` − 1 (None: now) in which it may have captured."""
 
     number: int
     since: int
@@ -193,32 +194,32 @@ class _Run(msgspec.Struct):
 
 
 class CaptureStore:
-    """Captured rows of every run that has not been released. `widths` [P]: numbers in a row of each point. `flush`
-    returns once all copies that are queued are done.
+    """Captured rows of every run that has not been released. `widths` [P]: the numbers in a row of each point. `flush`
+    returns once all queued copies are done.
 
-    `keeps_last`: of a position that was captured again, its last rows count, not its first: with speculative decoding
-    the first may be those of a drafted token that was thrown away.
+    `keeps_last`: if a position was captured twice, its last rows win instead of its first. With speculative decoding
+    the first rows may belong to a rejected draft token.
     """
 
     def __init__(self, widths: np.ndarray, flush: Callable[[], None] = lambda: None) -> None:
         self._widths, self._flush = widths.tolist(), flush
         self.keeps_last = False
         self._runs: dict[str, _Run] = {}
-        self._numbers: set[int] = set()  # of runs that are kept
-        self._chunks: dict[int, CaptureChunk] = {}  # by turn, a count of the chunks ever added
-        self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks not counted yet
+        self._numbers: set[int] = set()  # of kept runs
+        self._chunks: dict[int, CaptureChunk] = {}  # by turn: the number of chunks added before
+        self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks without `live_bytes`
         self._sparse: dict[int, int] = {}  # by turn: the turn since which less than half of the chunk is kept
         self._turn = self._next_number = 0
 
     def __len__(self) -> int:
-        """Runs that are kept."""
+        """The number of kept runs."""
         return len(self._runs)
 
     def __contains__(self, run: str) -> bool:
         return run in self._runs
 
     def open(self, run: str) -> int:
-        """Starts keeping a run; returns its number."""
+        """Start or reopen a run; returns its number."""
         if run not in self._runs:
             self._runs[run] = _Run(self._next_number, self._turn)
             self._numbers.add(self._next_number)
@@ -227,16 +228,16 @@ class CaptureStore:
         return self._runs[run].number
 
     def close(self, run: str) -> None:
-        """A run captures no more; what it has is kept until it is released."""
+        """End a run's captures; its rows are kept until it is released."""
         if run in self._runs:
             self._runs[run].until = self._turn
 
     def release(self, run: str) -> None:
-        """Drops a run's rows; a run that is not here was released before.
+        """Drop a run's rows; no effect if it was already released.
 
-        When less than half of a chunk belongs to runs that are still kept, their rows are copied out and its memory is
-        freed: once the chunk has arrived from the device, and some turns later, because runs are often released one
-        soon after the other, and of a chunk of which nothing is kept there is nothing to copy.
+        When less than half of a chunk belongs to kept runs, their rows are copied out and its memory is freed. This
+        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns: runs are often released soon
+        after one another, and a chunk without kept rows needs no copy.
         """
         if run not in self._runs:
             return
@@ -253,8 +254,7 @@ class CaptureStore:
             self._shrink(0)
 
     def _shrink(self, turns: int) -> None:
-        """Shrinks the chunks that have been mostly of released runs for so many turns, as far as they are in host
-        memory."""
+        """Shrink the chunks in host memory that have been sparse for at least `turns` turns."""
         for turn, since in list(self._sparse.items()):
             chunk = self._chunks.get(turn)
             if chunk is None:
@@ -265,13 +265,13 @@ class CaptureStore:
 
     @property
     def bytes(self) -> int:
-        """Host memory that captures take, or will."""
+        """The host memory of captures, including pending copies."""
         self._count(len(self._uncounted))
         self._shrink(0)
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
-        """Keeps a chunk, to which steps may yet be appended, for those of its runs that are kept."""
+        """Keep a chunk as long as one of its runs is kept. Steps may still be appended to it."""
         if self._sparse:
             self._shrink(SPARSE_TURNS)
         self._chunks[self._turn] = chunk
@@ -281,7 +281,7 @@ class CaptureStore:
             self._count(1)
 
     def _count(self, chunks: int) -> None:
-        """Finds out whose the oldest new chunks are: postponed until somebody asks, or until there are many."""
+        """Compute `live_bytes` of the oldest uncounted chunks; deferred until it is needed, or until there are many."""
         for _ in range(chunks):
             turn = self._uncounted.popleft()
             chunk = self._chunks[turn]
@@ -290,7 +290,7 @@ class CaptureStore:
                 del self._chunks[turn]
 
     def _chunks_of(self, run: _Run) -> list[tuple[int, CaptureChunk]]:
-        """A run's chunks, each with its turn, oldest first."""
+        """A run's chunks with their turns, oldest first."""
         until = self._turn if run.until is None else run.until
         while self._uncounted and self._uncounted[0] < until:
             self._count(1)
@@ -298,16 +298,15 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions [T] ascending and their rows [T, W], of one op or of all that captured there.
+        """The captured positions [T], ascending, and their rows [T, W], of one op or of all ops at the point.
 
-        A position that the same op captured again (after preemption) keeps its first rows, or with `keeps_last` its
-        last; of two ops the later counts.
-        Raises `MissingSource` for a run that is not kept.
+        If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`; of two
+        ops the later wins. Raises `MissingSource` for a run that is not kept.
         """
         return tensors_of(self.find([(run, point, op)]))[0]
 
     def find(self, wanted: Iterable[tuple[str, int, int | None]]) -> list[StoredRows]:
-        """Where the rows of each (run, point, op) lie, as `fetch` gives them. Waits for what is on its way."""
+        """Locate the rows of each (run, point, op), as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
         for run in dict.fromkeys(run for run, _, _ in wanted):
             if run not in self._runs:
@@ -334,8 +333,8 @@ class CaptureStore:
 
 
 class StoredRows(NamedTuple):
-    """The rows of some positions [T] ascending, `width` numbers each: their bytes one after the other, as views of
-    chunks, each [S, n]."""
+    """The rows of positions [T], ascending, `width` numbers each. Their bytes are the concatenation of `parts`, views
+    of chunks, each [S, n]."""
 
     positions: np.ndarray
     parts: list[np.ndarray]
@@ -343,7 +342,7 @@ class StoredRows(NamedTuple):
     width: int
 
     def is_view(self, view_bytes: int) -> bool:
-        """Whether the rows lie contiguous, and have so many bytes at least."""
+        """True if the rows are contiguous and have at least this many bytes."""
         return self.nbytes >= view_bytes and len(self.parts) == 1 and self.parts[0].flags.c_contiguous
 
     @property
@@ -351,7 +350,7 @@ class StoredRows(NamedTuple):
         return len(self.positions) * self.width * self.dtype.itemsize
 
     def window(self, begin: int, end: int) -> StoredRows:
-        """Rows begin … end−1 alone, as far as there are so many."""
+        """Rows begin … end−1, as far as they exist."""
         row_bytes, at, parts = self.width * self.dtype.itemsize, 0, list[np.ndarray]()
         for part in self.parts:
             parts += _between(part, max(begin * row_bytes - at, 0), min(end * row_bytes - at, part.size))
@@ -359,11 +358,11 @@ class StoredRows(NamedTuple):
         return self._replace(positions=self.positions[begin:end], parts=parts)
 
     def tensor(self, data: np.ndarray) -> torch.Tensor:
-        """The rows [T, W], which are these bytes, as a view."""
+        """View these bytes as the rows [T, W]."""
         return torch.from_numpy(data.reshape(-1)).view(self.dtype).view(-1, self.width)
 
     def copies(self, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The copies, pairs (to, from), that put the bytes side by side into memory."""
+        """The copies, as pairs (to, from), that write the bytes contiguously to memory."""
         ends = itertools.accumulate(part.size for part in self.parts)
         return [
             (memory[end - part.size : end].reshape(part.shape), part)
@@ -372,8 +371,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """The bytes begin … end−1 of a part [S, n], in order, as views of two axes: a step's end, whole steps, a step's
-    beginning."""
+    """Bytes begin … end−1 of a part [S, n], in order, as 2-D views: a step's end, whole steps, a step's beginning."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)
@@ -385,8 +383,8 @@ def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
 
 
 def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> list[tuple[np.ndarray, torch.Tensor]]:
-    """Positions and rows of each: a view of the chunk where at least `view_bytes` lie contiguous in it; the others are
-    copied, all together. Chunks are not written again while a view is held."""
+    """The positions and rows of each: a view if at least `view_bytes` are contiguous in a chunk, otherwise a copy (all
+    copies are made together). Chunks are not overwritten while a view is held."""
     copied = [rows for rows in stored if not rows.is_view(view_bytes)]
     begins, size = side_by_side(copied)
     memory = reused.take(size)
@@ -399,22 +397,21 @@ def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> li
 
 
 def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
-    """Where each begins, if all of them lie side by side at aligned places; and the bytes of all."""
+    """The aligned offsets of all rows in one contiguous buffer, and its size in bytes."""
     ends = list(itertools.accumulate((-(-rows.nbytes // ALIGNED) * ALIGNED for rows in stored), initial=0))
     return ends[:-1], ends[-1]
 
 
 def _width_of(entry: CapturedEntry) -> int:
-    """How many numbers a row has."""
+    """The numbers in a row."""
     return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 
-Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk, and an entry of its table
+Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk and an entry of its table
 
 
 def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
-    """The rows of several entries, or of none; of those of one position and op the first or the last. Rows in other
-    dtypes become fp32."""
+    """Join the rows of entries. For equal positions and ops, the first or last wins. Mixed dtypes become fp32."""
     of_entry = [
         StoredRows(chunk.positions(entry), chunk.parts(entry), _TORCH[entry.dtype], width) for chunk, entry in entries
     ]
@@ -436,6 +433,6 @@ def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
 
 
 def _split_by_run(table: np.ndarray) -> dict[int, np.ndarray]:
-    """The rows of a table, which are in order of runs, by run."""
+    """Split a table, sorted by run, into one table per run."""
     parts = np.split(table, np.flatnonzero(np.diff(table["run"])) + 1)
     return {int(part["run"][0]): part for part in parts if len(part)}

@@ -1,12 +1,10 @@
-"""Host memory: pinned slabs, memory that is used again, files that two processes map, and copies by several threads.
+"""Host memory: pinned slabs, reused memory, memory shared between processes, and multithreaded copies.
 
-The system hands out memory page by page at 1 to 2 GB/s on one thread.  So large memory is asked for in huge pages, is
-touched by several threads before CUDA pins it, is made ahead of need, and is used again.
+The system faults pages in at only 1 to 2 GB/s per thread. So large memory uses huge pages, is touched by several
+threads before CUDA pins it, is allocated ahead of need, and is reused.
 
-Open memory: what lies in it can be mapped by another process of the machine, so that nothing is copied to it.
-
-It is an anonymous file of the system's (`memfd`), which the owner keeps open, and which others open through `/proc`. So
-it takes no room of `/dev/shm`, and it is gone with its owner.
+Open memory can be mapped by other processes of the machine without a copy. It is an anonymous file (`memfd`) that the
+owner keeps open and others open through `/proc`, so it takes no space in `/dev/shm` and is freed with its owner.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ import torch
 from patchclamp.store.free_memory import available_bytes
 
 _NAME = "patchclamp-"
-_open: dict[int, tuple[str, int, int]] = {}  # by first address: name, file, and size of all that this process has
+_open: dict[int, tuple[str, int, int]] = {}  # this process's open memory, by first address: name, file, size
 _addresses: list[int] = []  # ascending
 
 
 class Place(NamedTuple):
-    """Where bytes lie, for a process that maps them: the file's name and its path, its size, and their offset."""
+    """The location of bytes for a process that maps them: the file's name, path and size, and their offset."""
 
     name: str
     path: str
@@ -45,7 +43,7 @@ class Place(NamedTuple):
 
 
 def make(size: int) -> np.ndarray | None:
-    """Memory of `size` bytes that others can map, uint8; None where the system has no such thing."""
+    """Allocate open memory of `size` bytes, uint8; None if the system cannot."""
     if not hasattr(os, "memfd_create") or 2 * len(_open) >= _max_files():
         return None
     name = _NAME + secrets.token_hex(8)
@@ -71,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """How many files this process may hold open for it: each memory takes two, and a quarter of the limit is enough."""
+    """The most file descriptors for open memory, two each: a quarter of the limit, after raising it to its maximum."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,9 +92,9 @@ def address_of(data: np.ndarray) -> int:
 
 
 def place_of(data: np.ndarray) -> Place | None:
-    """Where contiguous bytes lie; None for those in other memory."""
+    """The place of contiguous bytes in open memory; None for other memory."""
     first = address_of(data)
-    addresses = _addresses.copy()  # other threads may change it meanwhile
+    addresses = _addresses.copy()  # other threads may change it
     number = bisect.bisect(addresses, first) - 1
     memory = _open.get(addresses[number]) if number >= 0 else None
     if memory is None or first + data.nbytes > addresses[number] + memory[2]:
@@ -106,7 +104,7 @@ def place_of(data: np.ndarray) -> Place | None:
 
 
 def is_open(place: Place) -> bool:
-    """Whether the owner of a place still has it. Raises nothing."""
+    """True if the owner of a place still has it open. Raises nothing."""
     try:
         return f"/memfd:{place.name}" in os.readlink(place.path)
     except OSError:
@@ -114,7 +112,7 @@ def is_open(place: Place) -> bool:
 
 
 def map_place(place: Place) -> mmap.mmap:
-    """Maps the file of a place. Raises `OSError` where it is not that file, as on another machine."""
+    """Map the file of a place. Raises `OSError` if the path is another file, as on another machine."""
     if not is_open(place):
         raise FileNotFoundError(f"{place.path} is another file")
     with open(place.path, "r+b", buffering=0) as file:
@@ -124,23 +122,23 @@ def map_place(place: Place) -> mmap.mmap:
 logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
-MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # of a worker, if nothing else was asked for
+MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
 SLABS_AHEAD = 4  # slabs that are made ahead of need
-MAX_FREE_BYTES = 1 << 28  # bytes that `ReusedMemory` keeps while nobody holds them
+MAX_FREE_BYTES = 1 << 28  # unused bytes that `ReusedMemory` keeps
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
-_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # of a copy: what one thread copies at once, and how many parts there are
-_MIN_THREADED_BYTES = 1 << 17  # of a copy that threads make
+_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # the smallest share of a thread, and the number of shares
+_MIN_THREADED_BYTES = 1 << 17  # smaller copies are not threaded
 
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-copy")
 _unmapped_paths: set[str] = set()  # files that no receiver has mapped yet
 
 
 class HostBlock:
-    """Host memory that captured rows lie in.
+    """Host memory of captured rows.
 
     data: flat bytes, or None until their copy from the device is queued
-    copied: the event after that copy; None for what was never on a device
+    copied: the event after that copy; None if the rows were never on a device
     """
 
     __slots__ = ("__weakref__", "copied", "data")
@@ -151,17 +149,17 @@ class HostBlock:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the bytes are there now; waits for nothing."""
+        """True if the bytes have arrived; does not block."""
         return self.data is not None and (self.copied is None or self.copied.query())
 
 
 def default_pinned_bytes(workers: int) -> int:
-    """What each of so many workers of this machine may pin: together a quarter of the free memory; 4 to 32 GiB each."""
+    """The bytes that each of `workers` workers may pin: a quarter of the free memory in total, 4 to 32 GiB each."""
     return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 
 def huge_memory(size: int) -> mmap.mmap:
-    """Private memory of `size` bytes or a little more, in huge pages if the system has them."""
+    """Map private memory of at least `size` bytes, in huge pages if the system has them."""
     memory = mmap.mmap(-1, -(-size // _HUGE_BYTES) * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -187,7 +185,7 @@ def _cudart() -> Any:
 
 
 class Slab:
-    """`data` [size] uint8 in pinned memory, which is pinned as long as the slab lives; bytes 0 … `used`−1 are taken."""
+    """`data` [size] uint8 in memory that stays pinned while the slab exists; bytes 0 … `used`−1 are in use."""
 
     __slots__ = ("__weakref__", "data", "size", "used")
 
@@ -197,7 +195,7 @@ class Slab:
 
 
 class PinnedSlabs:
-    """Slabs of pinned memory, made in the background. At most `limit_bytes` of unused ones are kept."""
+    """Slabs of pinned memory, made in the background. Slabs above `limit_bytes` in total are not kept once returned."""
 
     def __init__(
         self,
@@ -206,20 +204,20 @@ class PinnedSlabs:
         unregister: Callable[[np.ndarray], None] = _unregister,
     ) -> None:
         self._limit_bytes, self._register, self._unregister = limit_bytes, register, unregister
-        self.is_open = False  # whether other processes are to map new slabs
+        self.is_open = False  # True if other processes should be able to map new slabs
         self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # by size
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._makers = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
         self._touchers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-touch")
-        self.bytes = 0  # of all slabs that were made and not given up
+        self.bytes = 0  # of all slabs not given up
 
     def prepare(self) -> None:
-        """Has some slabs made in the background."""
+        """Start making slabs in the background."""
         while len(self._free[SLAB_BYTES]) + len(self._coming) < SLABS_AHEAD and self.bytes < self._limit_bytes:
             self._order()
 
     def take(self, size: int) -> Slab:
-        """A slab of at least `size` bytes; waits for one to be made if none is free."""
+        """Take a slab of at least `size` bytes; waits for a new one if none is free."""
         rounded = -(-size // SLAB_BYTES) * SLAB_BYTES
         free = self._free[rounded]
         if not free and rounded == SLAB_BYTES:
@@ -234,7 +232,7 @@ class PinnedSlabs:
         return slab
 
     def give(self, slab: Slab) -> None:
-        """Takes back a slab that nobody reads or writes any more."""
+        """Return a slab that is no longer read or written."""
         slab.used = 0
         if self.bytes <= self._limit_bytes:
             self._free[slab.size].append(slab)
@@ -242,11 +240,11 @@ class PinnedSlabs:
             self.give_up(slab)
 
     def give_up(self, slab: Slab) -> None:
-        """Lets go of a slab that somebody may read yet; its memory stays as long as they do."""
+        """Release a slab that may still be read; its memory is freed with the last reference."""
         self.bytes -= slab.size
 
     def close(self) -> None:
-        """Stops the threads and drops the unused slabs."""
+        """Stop the threads and drop the unused slabs."""
         self._makers.shutdown()
         self._touchers.shutdown()
         self._free, self._coming = collections.defaultdict(list), collections.deque()
@@ -262,7 +260,7 @@ class PinnedSlabs:
         list(self._touchers.map(_touch, [memory[i : i + _TOUCH_BYTES] for i in range(0, size, _TOUCH_BYTES)]))
         try:
             self._register(memory)
-        except MemoryError as error:  # copies to it are slower, and as right
+        except MemoryError as error:  # copies to unpinned memory are slower; results are unchanged
             logger.warning("patchclamp: captures go to ordinary memory: %s", error)
             return Slab(memory, lambda memory: None)
         return Slab(memory, self._unregister)
@@ -272,17 +270,17 @@ def _touch(memory: np.ndarray) -> None:
     memory[::_PAGE_BYTES] = 0
 
 
-# -- memory that is used again
+# -- reused memory
 
 
 class ReusedMemory:
-    """Memory for rows that callers hold; what nobody holds any more is used again."""
+    """Memory for rows that are returned to callers, reused once no reference is left."""
 
     def __init__(self) -> None:
         self._free: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """`size` bytes; a few are ordinary memory."""
+        """Take `size` bytes; small requests get ordinary memory."""
         if size < _HUGE_BYTES // 2:
             return np.empty(size, np.uint8)
         for memory in list(self._free):
@@ -298,7 +296,7 @@ class ReusedMemory:
         return data
 
     def _take_back(self, memory: mmap.mmap) -> None:
-        # runs wherever the last reference happens to go: it may wait for no lock
+        # a finalizer may run on any thread at any point, so it must not wait for a lock
         if sum(map(len, list(self._free))) + len(memory) <= MAX_FREE_BYTES:
             self._free.append(memory)
 
@@ -306,13 +304,13 @@ class ReusedMemory:
 reused = ReusedMemory()
 
 
-# -- files that two processes map
+# -- files shared by two processes
 
 
 def make_shared(size: int) -> tuple[str, np.ndarray] | None:
-    """A new file's path and its memory of `size` bytes; None where no device has room.
+    """Create a shared file; returns its path and its memory of `size` bytes, or None if there is no space.
 
-    All of it is reserved at once, so that a full device is an error and not a crash.
+    All space is reserved at once, so that a full device is an error here and not a crash later.
     """
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
@@ -322,7 +320,7 @@ def make_shared(size: int) -> tuple[str, np.ndarray] | None:
         try:
             os.posix_fallocate(file, 0, size)
             memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        except OSError:  # no room here
+        except OSError:  # no space here
             os.unlink(path)
         else:
             _unmapped_paths.add(path)
@@ -333,7 +331,7 @@ def make_shared(size: int) -> tuple[str, np.ndarray] | None:
 
 
 def map_shared(path: str, size: int) -> np.ndarray:
-    """The memory of a file that another process made; the file is deleted, the memory stays. Raises `OSError`."""
+    """Map a file that another process made, and delete the file; the memory stays valid. Raises `OSError`."""
     with open(path, "r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     os.unlink(path)
@@ -341,12 +339,12 @@ def map_shared(path: str, size: int) -> np.ndarray:
 
 
 def forget_shared(path: str) -> None:
-    """The receiver has mapped, and so deleted, a file."""
+    """Forget a file once its receiver has mapped, and thereby deleted, it."""
     _unmapped_paths.discard(path)
 
 
 def delete_shared(path: str) -> None:
-    """Deletes a file that nobody will map."""
+    """Delete a file that will not be mapped."""
     _unmapped_paths.discard(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -362,8 +360,8 @@ def _delete_all() -> None:
 
 
 def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; large ones with several threads. A small
-    one takes less time than a thread waits for its turn in Python."""
+    """Copy arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; large ones on several threads. A small copy
+    takes less time than a thread needs to acquire the GIL."""
     large = [pair for pair in copies if pair[0].size >= _MIN_THREADED_BYTES]
     size = sum(new.size for new, _ in large)
     if size < 4 * _MIN_SHARE_BYTES:
@@ -383,7 +381,7 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _parts(new: np.ndarray, old: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """A copy as `count` copies."""
+    """Split a copy into `count` copies."""
     if count == 1:
         return [(new, old)]
     axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1

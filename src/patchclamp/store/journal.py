@@ -1,7 +1,7 @@
-"""Journals: the records of one computation, appended as they are made, from which an interrupted one is resumed.
+"""Journals: append-only records of a computation, from which it resumes after an interruption.
 
-A journal is an SQLite file. Table `made` has the key of the computation. Table `record` has the records in order, each
-in MessagePack with its CRC-32. The log (`NAME-wal`) lies beside the file while it is open, and after a kill.
+A journal is an SQLite file. Table `made` holds the key of the computation. Table `record` holds the records in order,
+each in MessagePack with its CRC-32. The write-ahead log (`NAME-wal`) exists while the file is open, and after a kill.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import msgspec
 from patchclamp.errors import CapacityError, NameTaken, PatchclampError, ProgramError
 
 APPLICATION, FORMAT = 0x70636A6C, 2  # "pcjl"; format 1 was not an SQLite file
-SYNCHRONOUS = "FULL"  # a commit survives a power loss; "NORMAL" would lose the last ones
-BUSY_S = 0.2  # two processes that open a file at the same moment
+SYNCHRONOUS = "FULL"  # commits survive a power loss; with "NORMAL" the last ones would be lost
+BUSY_S = 0.2  # timeout if two processes open a file at the same moment
 UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY}
 
 Record = TypeVar("Record")
 
 
 class Journal:
-    """Records of one computation, in a file or in memory. One writer at a time has it open.
+    """Records of one computation, in a file or in memory, for one writer at a time.
 
-    path: the file; None keeps the records in the memory of this process
-    wait_s: how long `open` waits for a writer that has this object open
+    path: the file; None keeps the records in memory
+    wait_s: the time that `open` waits for another thread that has this object open
     """
 
     def __init__(self, path: str | Path | None, wait_s: float = 0.0) -> None:
@@ -44,10 +44,10 @@ class Journal:
         self._count = 0
 
     def open(self, made_by: str) -> Self:
-        """Open the journal of the computation with this key, and begin one where there is none.
+        """Open the journal of the computation with key `made_by`, or create it.
 
-        Raises: `NameTaken` while another writer has it; `ProgramError` if it is another computation's, is damaged, is
-        not a journal, or cannot be written.
+        Raises `NameTaken` while another writer has it open; `ProgramError` if it belongs to another computation, is
+        damaged, is not a journal, or cannot be written.
         """
         if not self._opened.acquire(timeout=self._wait_s):
             raise self._taken()
@@ -61,11 +61,11 @@ class Journal:
         return self
 
     def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
-        """The next records that were there when it was opened: `count` at most, or all."""
+        """Read the next records that existed when it was opened: at most `count`, or all."""
         return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
 
     def append(self, records: Sequence[Any]) -> None:
-        """Append records in one transaction. They are on the disk when this returns."""
+        """Append records in one transaction, which is on disk when this returns."""
         bodies = list(map(msgspec.msgpack.encode, records))
         with self._writing, self._transaction() as database:
             rows = ((number, body, zlib.crc32(body)) for number, body in enumerate(bodies, self._count + 1))
@@ -87,7 +87,7 @@ class Journal:
         return not self._count
 
     def close(self) -> None:
-        """Close it, for the next writer. The log becomes part of the file."""
+        """Close it for the next writer, and merge the log into the file."""
         if self._path is not None and self._database is not None:
             self._database.close()
             self._database = None
@@ -95,7 +95,7 @@ class Journal:
             self._opened.release()
 
     def _read(self, made_by: str) -> list[bytes]:
-        """Lock the file, check whose it is, and return its records."""
+        """Lock the file, check its key, and return its records."""
         if self._database is None:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Journal:
                 self._path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
         database = self._database
-        database.execute("PRAGMA locking_mode=EXCLUSIVE")  # until it is closed; the log needs no shared memory then
+        database.execute("PRAGMA locking_mode=EXCLUSIVE")  # until it is closed; the log then needs no shared memory
         database.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
         with database:
             database.execute("BEGIN EXCLUSIVE")
@@ -114,7 +114,7 @@ class Journal:
         return records
 
     def _check(self, database: sqlite3.Connection, made_by: str) -> None:
-        """Make the tables of a new file. Raises `ProgramError` unless the file is a journal with this key."""
+        """Create the tables of a new file. Raises `ProgramError` unless the file is a journal with this key."""
         found = database.execute("SELECT * FROM pragma_application_id, pragma_user_version").fetchone()
         if found == (0, 0) and not database.execute("SELECT * FROM sqlite_master").fetchall():
             database.execute(f"PRAGMA application_id={APPLICATION}")
@@ -131,8 +131,8 @@ class Journal:
             )
 
     def _records(self, database: sqlite3.Connection) -> list[bytes]:
-        """All records. Raises `ProgramError` for a file that was damaged or cut off since it was written."""
-        [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # of pages; SQLite has no sums of their bytes
+        """All records. Raises `ProgramError` for a damaged or truncated file."""
+        [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # page structure; SQLite has no page checksums
         records: list[bytes] = []
         for number, body, crc in database.execute("SELECT number, body, crc FROM record ORDER BY number"):
             if (number, crc) != (len(records) + 1, zlib.crc32(body)):
@@ -141,7 +141,7 @@ class Journal:
             records.append(body)
         if found != "ok":
             raise self._no_journal(found)
-        database.execute("DELETE FROM record WHERE number < 0")  # deletes nothing; fails where it cannot be written
+        database.execute("DELETE FROM record WHERE number < 0")  # deletes nothing; fails if read-only
         return records
 
     @contextlib.contextmanager
@@ -153,13 +153,13 @@ class Journal:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of SQLite as ours."""
+        """Translate SQLite and OS errors to the package's errors."""
         try:
             yield
         except OSError as error:
             raise ProgramError(f"{self._name} cannot be written: {error.strerror}") from None
-        except (sqlite3.Error, UnicodeDecodeError, TypeError) as error:  # the last two if a value's type is damaged
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without its details
+        except (sqlite3.Error, UnicodeDecodeError, TypeError) as error:  # the last two for a value of the wrong type
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the primary code
             if code == sqlite3.SQLITE_BUSY:
                 raise self._taken() from None
             if code == sqlite3.SQLITE_FULL:

@@ -1,16 +1,13 @@
-"""The bank of names: vectors, means, whole programs and runs that ops use by name. `lm.bank`.
+"""The bank of names (`lm.bank`): vectors, means, whole programs and runs that ops use by name.
 
-A name is resolved when a request is made; what goes to the worker, and into the keys of the prefix cache, is the
-content.
+A name is resolved when a request is made; the worker and the keys of the prefix cache receive the content.
 
-File: safetensors. A vector is a tensor of its name. Means are one tensor [n, D]; the sites of its rows stand in the
-metadata under `means` (JSON: name to a list of site refs), programs there under `programs` (JSON: name to
+File format: safetensors. A vector is a tensor of its name. Means are one tensor [n, D]; the metadata field `means` has
+the sites of their rows (JSON: name to a list of site refs), the field `programs` the programs (JSON: name to
 `Program.to_json`).
 
-One vector, or the means under one name, as the bytes of a safetensors file: what a server's bank takes and gives.
-
-The file is that of `store.named`, with one tensor in it, whatever its name: [D] or [n, D], of floating point. Bytes
-come from anybody: what they say of themselves is checked before anything is made of it.
+A server's bank sends and receives one vector, or the means of one name, as such a file with one floating-point tensor,
+[D] or [n, D], of any name. The bytes are untrusted, and are checked before they are used.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from patchclamp.language.values import ValueLike, as_file, as_items, check_name
 
 
 class Means(msgspec.Struct, frozen=True):
-    """A row for each of some site refs, by their text: `Named` writes the row of the site ref that it is written at."""
+    """A row for each of some site refs, by their text. `Named` writes the row of the site ref where it acts."""
 
     rows: dict[str, Vector]
 
@@ -46,23 +43,23 @@ class Means(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """A run that `From` reads. Its captures stay as long as it does."""
+    """A run that `From` reads. Its captures exist as long as this object."""
 
     key: str
 
     def positions_of(self, point: int) -> np.ndarray:
-        """Positions it captured at a point, ascending; empty if none."""
+        """The captured positions at a point, ascending; possibly empty."""
         ...
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """The positions that a selection names, in its order."""
+        """The positions of a selection, in its order."""
         ...
 
 
 class CapturedRun(Source, Protocol):
-    """A run whose captures are read here."""
+    """The part of a `Run` that means are computed from."""
 
-    def __getitem__(self, site: str) -> Any:  # a torch tensor, or NumPy's of the fake engine
+    def __getitem__(self, site: str) -> Any:  # a torch tensor, or a NumPy array from the fake engine
         ...
 
     def positions(self, site: str) -> list[int]: ...
@@ -71,7 +68,7 @@ class CapturedRun(Source, Protocol):
 
 
 class Edits(Protocol):
-    """What is made into edits, such as a study's steering vectors: their program is kept, at a scale of 1."""
+    """An object that provides edits, such as a study's steering vectors; the bank stores its edits at scale 1."""
 
     def edits(self, scale: float = 1.0) -> Sequence[Op]: ...
 
@@ -81,7 +78,7 @@ EntryLike = Entry | ValueLike | Op | Sequence[Op] | Edits
 
 
 class NamedBank(MutableMapping[str, Entry]):
-    """By name: vectors [D] or [n, D] (tensors, arrays and lists are taken, too), `Means`, edits, and runs."""
+    """Entries by name: vectors [D] or [n, D] (also from tensors, arrays and lists), `Means`, edits, and runs."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -109,7 +106,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return len(self._entries)
 
     def copy(self) -> NamedBank:
-        """A bank with the same entries, which keeps them when this one changes."""
+        """A shallow copy, unaffected by later changes to this bank."""
         made = NamedBank()
         made._entries = dict(self._entries)
         return made
@@ -120,10 +117,10 @@ class NamedBank(MutableMapping[str, Entry]):
     def mean(
         self, name: str, runs: Iterable[CapturedRun], site: Site | str, tokens: Tokens | str | None = None
     ) -> Means:
-        """Puts the means of what some runs captured at a site under a name: a row for each layer, over all positions or
-        those of `tokens`.
+        """Store the means of some runs' captures at a site under a name: one row per layer, over all positions or those
+        of `tokens`.
 
-        Raises: `MissingSource` for what a run did not capture, `ProgramError` where nothing is selected.
+        Raises `MissingSource` if a run did not capture the site, `ProgramError` if no position is selected.
         Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593).
         """
         check_name(name)
@@ -146,7 +143,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return means
 
     def save(self, file: str | Path, names: Iterable[str] | None = None) -> None:
-        """Writes everything, or what is named, to a safetensors file. An old file stays until the new one is whole."""
+        """Write all entries, or those in `names`, to a safetensors file, replacing an existing file atomically."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
@@ -173,10 +170,10 @@ class NamedBank(MutableMapping[str, Entry]):
             raise ProgramError(f"{file} cannot be written: {error}", "file") from None
 
     def load(self, file: str | Path, prefix: str = "") -> list[str]:
-        """Takes all that a safetensors file has, our own or anybody's whose tensors are [D] or [n, D], each under
-        `prefix` and its name; returns the names.
+        """Load a safetensors file written by `save`, or any other with tensors [D] or [n, D]. Each entry is named
+        `prefix` plus the tensor's name; returns the names.
 
-        Raises: `ProgramError` with the file's and the tensor's name for what cannot be taken; then nothing is taken.
+        Raises `ProgramError` with the file's and the tensor's name for an invalid entry; then nothing is loaded.
         """
         if not isinstance(prefix, str):
             raise ProgramError(f"expected text, got {type(prefix).__name__} {prefix!r:.100}", "prefix")
@@ -207,7 +204,7 @@ def _to_json(name: str, program: Program) -> str:
 
 
 def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
-    """A tensor of a file: a vector, or the means at some site refs."""
+    """Convert a file's tensor to a vector, or to means if it has site refs."""
     if refs is None:
         return Vector.of(tensor)
     if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
@@ -216,7 +213,7 @@ def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
 
 
 def as_entry(entry: Any) -> Entry:
-    """What the bank keeps of what it is given. Raises `ProgramError` for a program that captures or edits nothing."""
+    """Convert a value to a bank entry. Raises `ProgramError` for a program that captures, or has no edits."""
     if isinstance(entry, (Vector, Means)) or is_run(entry):
         return entry
     if callable(edits := getattr(entry, "edits", None)):
@@ -230,7 +227,7 @@ def as_entry(entry: Any) -> Entry:
 
 
 def runs_of(runs: Any) -> list[Any]:
-    """Several runs as a list. Raises `ProgramError` for anything else, a single run included."""
+    """Make a list of runs. Raises `ProgramError` for anything else, including a single run."""
     if is_run(runs) or not all(map(is_run, runs := as_items(runs, "runs"))):
         raise ProgramError(f"expected a list of runs, got {type(runs).__name__}; write [run] for one run", "runs")
     return runs
@@ -241,14 +238,14 @@ def is_run(entry: object) -> TypeGuard[Source]:
 
 
 def _is_edits(entry: object) -> bool:
-    """Whether it is an op, or a list of ops."""
+    """True if it is an op, or a list of ops."""
     return isinstance(entry, Op) or (
         isinstance(entry, (list, tuple)) and bool(entry) and all(isinstance(op, Op) for op in entry)
     )
 
 
 def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.ndarray:
-    """What a run captured at a site ref, of all positions or those of `tokens`: fp64 rows [n, W]."""
+    """A run's captured rows at a site ref, fp64 [n, W], at all positions or those of `tokens`."""
     rows = run[ref]
     if rows.shape[1:] and run.is_projected(ref):
         raise ProgramError(f"{ref} was captured projected; expected whole rows: capture it without project=")
@@ -258,7 +255,7 @@ def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.nda
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors, by way of torch where a file has what NumPy does not (bfloat16), and the file's metadata."""
+    """Read a file's tensors and metadata, through torch if it has a dtype that NumPy does not support (bfloat16)."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -266,7 +263,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
             try:
                 with safe_open(str(file), framework) as opened:
                     return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
-            except (TypeError, AttributeError):  # a dtype that NumPy does not know
+            except (TypeError, AttributeError):  # a dtype that NumPy does not support
                 if framework == "pt":
                     raise
     except (OSError, SafetensorError, ImportError) as error:
@@ -274,7 +271,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     raise AssertionError(file)
 
 
-MAX_HEADER_BYTES = 1 << 20  # a name, a shape, and a ref for each row of means
+MAX_HEADER_BYTES = 1 << 20  # enough for a name, a shape, and a ref per row of means
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -285,7 +282,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def to_bytes(name: str, entry: Vector | Means) -> bytes:
-    """A vector or means as a file with one tensor of that name."""
+    """Serialize a vector or means as a file with one tensor of that name."""
     from safetensors.numpy import save
 
     if isinstance(entry, Vector):
@@ -295,7 +292,7 @@ def to_bytes(name: str, entry: Vector | Means) -> bytes:
 
 
 def from_bytes(data: bytes) -> Vector | Means:
-    """The vector, or the means, of a file. Raises `ProgramError`, and `ShapeError` for a tensor that is neither."""
+    """Parse a file with a vector or means. Raises `ProgramError`, and `ShapeError` for other shapes and dtypes."""
     name, tensor, metadata = _header(data)
     if len(tensor.shape) not in (1, 2) or min(tensor.shape) < 1:
         raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {tensor.shape}"[:400])
@@ -311,7 +308,7 @@ def from_bytes(data: bytes) -> Vector | Means:
 
 
 def _header(data: bytes) -> tuple[str, _Tensor, dict[str, str]]:
-    """The name of the one tensor, what the file says of it, and the file's metadata."""
+    """The name and the header entry of the only tensor, and the file's metadata."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ProgramError("this is no safetensors file: it ends before its header does")
@@ -329,7 +326,7 @@ def _header(data: bytes) -> tuple[str, _Tensor, dict[str, str]]:
 
 
 def _numbers(data: bytes, tensor: _Tensor) -> np.ndarray:
-    """The numbers of the one tensor. Their shape and their bytes agree, or safetensors says why not."""
+    """The numbers of the only tensor; safetensors checks that its shape and its bytes agree."""
     from safetensors import SafetensorError, deserialize
 
     try:
@@ -343,7 +340,7 @@ def _numbers(data: bytes, tensor: _Tensor) -> np.ndarray:
 
 
 def numbers_of_json(data: bytes) -> Vector:
-    """A vector from the JSON of a list of numbers, or of a list of such lists. Raises as `from_bytes`."""
+    """Parse a vector from JSON: a list of numbers, or a list of such lists. Raises as `from_bytes`."""
     nested = data.lstrip()[1:].lstrip().startswith(b"[")
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))

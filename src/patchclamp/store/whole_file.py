@@ -1,4 +1,4 @@
-"""Files that another process never reads half of."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file in one move; does nothing where it cannot."""
+    """Write a file atomically, by renaming a temporary file. Ignores `OSError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=path.parent)
