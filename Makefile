@@ -43,7 +43,7 @@ check: setup  ## lint, formatting, types, and the rules of the package's structu
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest tests/unit/test_structure.py
+	$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_prose.py
 
 docs: setup  ## make anew what the code says of itself: docs/sites.md, docs/recipes.md, docs/rooms.svg, the step in docs/architecture.md
 	$(BIN)/python -m tools.sites_page > docs/sites.md

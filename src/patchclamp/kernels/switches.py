@@ -44,4 +44,6 @@ def give_up(name: str, error: BaseException) -> None:
     """Switch a failed optimization off for the rest of the process, with one warning."""
     if name not in disabled:
         disabled.add(name)
-        logger.warning("patchclamp: %s was switched off, for it failed (%s). It is slower, and as right.", name, error)
+        logger.warning(
+            "patchclamp: %s failed (%s); falling back to the slower path, results are unchanged", name, error
+        )
