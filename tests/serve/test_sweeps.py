@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from patchclamp.language.site import SITES
-from patchclamp.serve.studies import KINDS, schema_of
+from patchclamp.serve.studies import KINDS, StudyResponse, schema_of
 from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
 from .conftest import KEYS, becomes
@@ -102,7 +104,7 @@ def test_what_is_wrong_is_said_before_it_starts(server, change, status, text):
 def test_the_schema_has_every_field_but_those_of_files():
     for name, kind in KINDS.items():
         if not kind.not_served:
-            hidden = {"weights", "translators", "unembedding"}
+            hidden = {"weights", "translators", "unembedding", "refusal"}
             properties = schema_of(kind)["properties"]
             assert properties.keys() - {"resume"} == kind.fields().keys() - hidden, name
             assert all(of["description"] for of in properties.values())
@@ -298,6 +300,7 @@ def test_another_study_is_the_same_as_here(server, local, name):
     assert type(there) is type(here)
     assert there.config == here.config
     assert ("cells" in told) == hasattr(here, "grid")
+    assert "cells" in told or told["progress"][0]["of"] > 0  # `begin` checks the limits
     for field in here.__struct_fields__:
         mine, other = getattr(here, field), getattr(there, field)
         if isinstance(mine, np.ndarray) and mine.dtype.kind == "f":
@@ -315,6 +318,12 @@ def test_another_study_is_the_same_as_here(server, local, name):
         ("logit_lens", {"prompt": "a", "weights": "/etc"}, 400, "weights"),
         ("logit_lens", {"prompt": "a", "unembedding": [[1]]}, 400, "unembedding"),
         ("logit_lens", {"prompt": "a", "top": True}, 400, "top"),
+        ("logit_lens", {"prompt": "a", "top": 10**9}, 400, "top"),
+        ("path_patch", ASKED | {"senders": ["z"], "receivers": [["q[1,0]"] * 100]}, 400, "receivers"),
+        ("ablation_sweep", {"prompt": [5] * 9, "answer": " b", "metric": "logprob", "sites": ["z"], "self": 1}, 400, "self"),
+        ("ablation_sweep", {"prompt": [5] * 9, "answer": " b", "metric": "logprob", "sites": ["resid_pre"],
+                            "source": {"type": "resampled", "prompts": [[5] * 9], "draws": 2**50}}, 413, "limit sweep_cells"),
+        ("fuzz_sweep", {"prompts": ["a"], "refusal": "(a+)+$"}, 400, "refusal"),
         ("fuzz_sweep", {"prompts": ["a"] * 13}, 413, "limit sweep_prompts"),
         ("fuzz_sweep", {"prompts": ["a"], "strengths": ["1"]}, 400, "strengths[0]"),
         ("fuzz_sweep", {"prompts": ["a"], "strengths": [0.1], "relative": 1}, 400, "relative"),
@@ -338,3 +347,20 @@ def test_the_studies_are_listed(server):
     assert "clean" in cards["patch_sweep"]["body"]["required"]
     assert cards["edge_attribution"]["body"] is None
     assert "gradients" in cards["edge_attribution"]["not_served"]
+
+
+def test_a_study_stops_even_if_its_events_never_begin():
+    stopped = []
+
+    async def events():
+        yield "never"
+
+    async def left():
+        return {"type": "http.disconnect"}
+
+    async def blocked(message):
+        await asyncio.sleep(60)
+
+    response = StudyResponse(SimpleNamespace(stop=lambda: stopped.append(True)), events())
+    asyncio.run(response({"type": "http", "asgi": {"spec_version": "2.3"}}, left, blocked))
+    assert stopped == [True]

@@ -33,7 +33,7 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, carrying, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, carrying, planned, zoom_in
 from patchclamp.studies.metric import FLIPS, grade, spread
 from patchclamp.studies.sweep_result import PatchSweepResult, Row
 
@@ -619,3 +619,10 @@ def test_unpatched_runs_are_kept_batch_by_batch(monkeypatch):
         monkeypatch.setattr(Journal, "append", append)
         resumed = pc.studies.patch_sweep(lm, **asked, resume=journal)
         np.testing.assert_array_equal(resumed.each, pc.studies.patch_sweep(lm, **asked).each)
+
+
+def test_the_number_of_trials_is_computed_without_making_them():
+    for count in (*range(60), 1000, 1001):
+        for reruns in (1, 3, 8, 32):
+            assert planned([count, 5], reruns) == sum(len(list(_spread(one, reruns))) for one in (count, 5))
+    assert planned([10**15], 8) > 10**15

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +20,7 @@ pytest.importorskip("matplotlib")
 import patchclamp as pc
 from patchclamp import proving
 from patchclamp.cli import commands
-from patchclamp.cli.app import app, studies_by_command
+from patchclamp.cli.app import app, options_of, studies_by_command
 from patchclamp.cli.commands import read_options
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
@@ -651,3 +653,60 @@ class TestSteer:
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):
         monkeypatch.setattr(PROVING, "ProvedLM", None)  # no model is loaded
         assert failed(*sides, *arguments).removeprefix("error: ").startswith(text)
+
+
+def test_every_numeric_option_is_read_as_a_number():
+    for name, kind in studies_by_command().items():
+        for field in kind.fields().values():
+            types = {type_ for one in (field.type, *get_args(field.type)) for type_ in (one, *get_args(one))}
+            if types & {int, float} and not types & {bool, str} and field.arg.parse is not None:
+                shown = get_args(options_of(kind)["fields"][field.name][0])[0]
+                read = {int, float} & {shown, *get_args(shown)} or isinstance(field.arg.parse("1"), (int, float))
+                assert read, f"{name} --{field.name}"
+
+
+def test_noise_of_a_trace_has_the_given_size(tmp_path):
+    saved = tmp_path / "trace"
+    asked = ("causal-trace", "fake", "--engine", "fake", "--prompt", "The Eiffel is in", "--subject", " Eiffel")
+    status, output = run(*asked, "--answer", " Paris", "--std", "0.5", "--layers", "1", "--save", str(saved))
+    assert status == 0, output
+    assert CausalTraceResult.load(saved).config["std"] == 0.5
+
+
+def test_a_picture_that_cannot_be_written_is_one_line():
+    for option, ending in (("--png", "png"), ("--html", "html")):
+        status, output = run(*SWEEP, "--layers", "1", option, f"/proc/sweep.{ending}")
+        assert status == 2, output
+        assert f"error: /proc/sweep.{ending}: cannot be written" in output.replace("\n", "")
+
+
+@pytest.mark.parametrize(("on", "there"), [("vllm", {"dtype": "bfloat16", "max_model_len": 512}),
+                                           ("http://h:8000", {"max_model_len": 512})])  # fmt: skip
+def test_options_are_those_of_the_engine_of_exact_patches(monkeypatch, on, there):
+    loads: list[tuple[str, str | None, dict]] = []
+
+    @contextmanager
+    def loaded(model, engine, options, prove=True):
+        loads.append((model, engine, options))
+        if len(loads) == 2:
+            raise pc.ProgramError("enough")
+        yield None
+
+    for module in (commands, sys.modules[studies_by_command.__module__]):
+        monkeypatch.setattr(module, "loaded", loaded)
+    asked = ("propose", "m", "--clean", "a", "--corrupt", "b", "--answer", "c", "--on", on)
+    failed(*asked, "--dtype", "bfloat16", "--option", "max_model_len=512")
+    assert loads[0] == ("m", "transformers", {"dtype": "bfloat16"})
+    assert loads[1][2] == there
+
+
+def test_an_answer_without_held_out_prompts_is_of_the_curve(tmp_path):
+    sides = {"--positive": ["I love it", "so good"], "--negative": ["I hate it", "so bad"], "--prompts": ["It was"]}
+    asked = []
+    for option, prompts in sides.items():
+        (tmp_path / option[2:]).write_text("\n".join(prompts))
+        asked += [option, str(tmp_path / option[2:])]
+    status, output = run(
+        "steer", "fake", "--engine", "fake", *asked, "--answer", " good", "--held-out", "0", "--layers", "1"
+    )
+    assert status == 0, output

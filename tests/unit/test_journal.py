@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,15 @@ def test_a_studys_error_names_the_argument(path):
     with pc.LM("fake") as lm, pytest.raises(ProgramError, match="expected a journal") as raised:
         pc.studies.patch_sweep(lm, **asked, resume=path)
     assert raised.value.path == "resume"
+
+
+def test_several_threads_append_to_one_journal(path):
+    journal, every = Journal(path).open(MADE), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda value: journal.append([float(value)]), range(200)))
+    finally:
+        sys.setswitchinterval(every)
+    journal.close()
+    assert sorted(known(path)) == list(range(200))

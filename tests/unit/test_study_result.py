@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import patchclamp as pc
@@ -71,3 +73,51 @@ def test_other_files_are_refused(tmp_path: Path, what: str):
         Other(provenance=example().provenance, floor=1.0).save(path)
     with pytest.raises(pc.ProgramError, match="file"):
         Example.load(path)
+
+
+ASKED: dict[str, Any] = {"clean": [11, 12, 13], "corrupt": [11, 14, 13], "answer": 5, "layers": 1}
+
+
+def test_a_config_has_the_hash_of_an_array_and_can_be_saved(tmp_path: Path):
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(3000, 16)).astype(np.float32)
+    for made in (rows, torch.from_numpy(rows)):
+        config = pc.studies.LogitLens(prompt="a", unembedding=made, translators={0: made}).to_dict()
+        assert config["unembedding"] == config["translators"]["0"]
+        assert config["unembedding"]["shape"] == [3000, 16]
+        assert len(msgspec.json.encode(config)) < 500
+    other = pc.studies.LogitLens(prompt="a", unembedding=rows + 1).to_dict()
+    assert other["unembedding"] != config["unembedding"]
+    Example.load(msgspec.structs.replace(example(), config=config).save(tmp_path / "result"))
+
+
+def test_a_config_is_what_was_given_and_stays_so():
+    prompts = ["a", "b"]
+    study = pc.studies.FuzzSweep(prompts=prompts, seeds=range(2), strengths=(x / 10 for x in range(3)))
+    before = study.to_dict()
+    prompts.append("c")
+    assert before["prompts"] == ["a", "b"]
+    assert before["seeds"] == [0, 1]
+    assert before["strengths"] == [0.0, 0.1, 0.2]
+    assert study.to_dict() == before
+    assert pc.studies.AblationSweep(prompt="a", answer="b", positions=slice(0, 2)).to_dict()["positions"] == "0:2"
+    for change in (lambda: setattr(study, "seeds", 1), lambda: delattr(study, "seeds")):
+        with pytest.raises(AttributeError, match="frozen"):
+            change()
+
+
+def test_a_study_may_be_derived_from():
+    class Narrow(pc.studies.PatchSweep):
+        """A sweep with one more field."""
+
+        width: int = 3
+        """Its width."""
+
+    assert list(Narrow.fields()) == [*pc.studies.PatchSweep.fields(), "width"]
+    assert Narrow.fields()["width"].doc == "Its width."
+    assert Narrow.fields()["clean"].doc == pc.studies.PatchSweep.fields()["clean"].doc
+    assert (Narrow(**ASKED).width, Narrow(**ASKED).answer) == (3, 5)
+
+
+def test_a_result_without_a_picture_shows_as_text():
+    assert example()._repr_html_() is None

@@ -141,9 +141,13 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     config = study(**{name: value for name, value in fields.items() if not callable(value)})
     steered = commands.prompts_of(given["steer"].get("prompts"), "--prompts")
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
+    asked = config
+    if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
+        config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     on = run.pop("on", None)
+    here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (
-        loaded(model, "transformers" if "on" in given["run"] else engine, options) as lm,
+        loaded(model, "transformers" if "on" in given["run"] else engine, here) as lm,
         commands.serving(on, model, lm, options) as exact,
     ):
         if given["source"].get("bank") is not None:
@@ -152,7 +156,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
         if late:
             config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
         result = config.run(lm, **run, **({} if on is None else {"on": exact}))
-        curve = None if steered is None else commands.curve_of(lm, config, result, steered, run.get("resume"))
+        curve = None if steered is None else commands.curve_of(lm, asked, result, steered, run.get("resume"))
     show(OUT, result, saved.get("top", 5))
     if curve is not None:
         show(OUT, curve, saved.get("top", 5))

@@ -261,11 +261,13 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """The `LM` of exact patches: the same one, another engine's, or a server's."""
+    """The `LM` of exact patches: the same one, another engine's with the options, or a server's."""
     if on is None:
         yield lm
         return
     is_url = on.startswith(("http://", "https://"))
+    if is_url:
+        options = {name: value for name, value in options.items() if name != "dtype"}
     with loaded(on if is_url else model, None if is_url else on, options) as other:
         yield other
 

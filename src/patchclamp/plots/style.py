@@ -10,7 +10,8 @@ import functools
 import importlib
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -157,6 +158,17 @@ def _file(path: Path) -> Path:
     return path
 
 
+MAX_PIXELS = 65_000  # of a side, which matplotlib limits to 2¹⁶
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ProgramError(f"cannot be written: {error.strerror or error}", str(path)) from None
+
+
 class Picture(Protocol):
     """The picture of a result: a `Heatmap`, a `TokenGrid` or `Curves`."""
 
@@ -183,7 +195,9 @@ def save_picture(picture: Picture, path: str | Path) -> Path:
     target, ending = picture_file(path)
     figure = picture.draw()
     _as_text(figure)
-    figure.savefig(target, format=ending, dpi="figure", facecolor="white")
+    dpi = min(figure.dpi, MAX_PIXELS / max(figure.get_size_inches()))
+    with _writing(target):
+        figure.savefig(target, format=ending, dpi=dpi, facecolor="white")
     return target
 
 
@@ -196,11 +210,12 @@ def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str =
     plot = picture.figure().to_html(full_html=False, include_plotlyjs=include_plotlyjs, config={"displaylogo": False})
     sections = "".join(f"<h2>{escape(name)}</h2>\n{body}\n" for name, body in picture.sections())
     parts = (escape(picture.title), _STYLE, escape(picture.title), escape(picture.provenance), plot, sections)
-    target.write_text(_PAGE.format(*parts), encoding="utf-8")
-    if include_plotlyjs == "directory":
-        script = target.with_name("plotly.min.js")
-        if not script.exists():
-            script.write_text(need("plotly.offline").get_plotlyjs(), encoding="utf-8")
+    with _writing(target):
+        target.write_text(_PAGE.format(*parts), encoding="utf-8")
+        if include_plotlyjs == "directory":
+            script = target.with_name("plotly.min.js")
+            if not script.exists():
+                script.write_text(need("plotly.offline").get_plotlyjs(), encoding="utf-8")
     return target
 
 

@@ -13,13 +13,14 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from patchclamp import studies
 from patchclamp.errors import (
@@ -39,7 +40,6 @@ from patchclamp.serve.captures import data_event
 from patchclamp.serve.front import Front, log
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
-from patchclamp.store.journal import Journal
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
@@ -47,6 +47,7 @@ from patchclamp.studies.sweep_result import Cell, Column, Sweep
 
 BATCH = 64  # runs that are read together: a study ends within two batches after its client disconnects
 MAX_ITEMS = 64  # sites, senders or receivers
+MAX_TOP = 100  # tokens per cell
 PART_BYTES = 96 << 10  # of a result per event, which keeps its line below 256 KiB
 EVERY_S = 0.2  # between two progress events
 KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
@@ -64,7 +65,7 @@ _under_way: Counter[tuple[int, str]] = Counter()  # studies by front and owner
 def served(name: str) -> type[Study]:
     """The study of a path. Raises `MissingSource` if it is unknown, `UnsupportedStudy` if servers do not run it."""
     if name not in KINDS:
-        raise MissingSource(f"unknown study {name!r}{near(name, KINDS)}; there are: {', '.join(KINDS)}", "study")
+        raise MissingSource(f"unknown study {name!r:.100}{near(name, KINDS)}; there are: {', '.join(KINDS)}", "study")
     if KINDS[name].not_served:
         raise UnsupportedStudy(f"a server does not run {name}: {KINDS[name].not_served}", "study")
     return KINDS[name]
@@ -104,8 +105,10 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
     for name, value in asked.items():
         if name in kind.fields() and name not in known:
             raise ProgramError("it is a file or an object of the client's, which a server does not read", name)
-        if isinstance(value, list) and name in ("sites", "senders", "receivers", "at") and len(value) > MAX_ITEMS:
-            raise ProgramError(f"expected at most {MAX_ITEMS}, got {len(value)}", name)
+        if name in ("sites", "senders", "receivers", "freeze", "at") and (count := _leaves(value)) > MAX_ITEMS:
+            raise ProgramError(f"expected at most {MAX_ITEMS}, got {count}", name)
+        if name == "top" and isinstance(value, (int, float)) and value > MAX_TOP:
+            raise ProgramError(f"expected at most {MAX_TOP}, got {value}", name)
     if kind is studies.LogitLens:
         if asked.get("readout", "engine") != "engine":
             raise ProgramError("expected engine: a server reads no files for a client", "readout")
@@ -119,6 +122,11 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
 
 def _is_prompts(field: StudyField) -> bool:
     return field.name in ("prompt", "prompts", "clean", "corrupt", "positive", "negative", "source", "target")
+
+
+def _leaves(value: Any) -> int:
+    """The number of items of a list, and of the lists in it."""
+    return sum(map(_leaves, value)) if isinstance(value, list) else 1
 
 
 def _count(prompts: Any) -> int:
@@ -182,45 +190,51 @@ async def study(
     front, owner = caller(request)
     kind = served(name)
     asked, resume = read_study(front, kind, await read_body(request, front.limits, "json_bytes"))
-    key = (id(front), owner)
-    front.limits.check_room("sweeps", _under_way[key], 1, "studies at once")
-    journal = None if resume is None else front.kept_sweeps.journal(owner, resume)
-    _under_way[key] += 1
-    running, began_s = RunningStudy(front, owners_lm(front, owner), asked, journal), time.perf_counter()
+    front.limits.check_room("sweeps", _under_way[id(front), owner], 1, "studies at once")
+    running = RunningStudy(front, owner, asked, resume)
     try:
         first = await running.events.get()
         if isinstance(first, PatchclampError):
             raise first
     except BaseException:
         running.stop()
-        _under_way[key] -= 1
-        front.kept_sweeps.ended(owner, resume or "")
         raise
 
     async def events() -> AsyncIterator[str]:
-        try:
-            event = first
-            while event is not None:
-                if isinstance(event, PatchclampError):
-                    front.failed(event, owner)
-                    yield _event("error", error_object(event))
-                else:
-                    yield _event(*event)
-                event = await running.events.get()
-        finally:
-            running.stop()
-            _under_way[key] -= 1
-            front.kept_sweeps.ended(owner, resume or "")
-            log("sweep", owner, cells=running.told, took_s=round(time.perf_counter() - began_s, 6))
+        event = first
+        while event is not None:
+            if isinstance(event, PatchclampError):
+                front.failed(event, owner)
+                yield _event("error", error_object(event))
+            else:
+                yield _event(*event)
+            event = await running.events.get()
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+    return StudyResponse(running, events())
+
+
+class StudyResponse(StreamingResponse):
+    """The events of a study, which it stops at its end, even if the client left before the first."""
+
+    def __init__(self, running: RunningStudy, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._running.stop()
 
 
 class RunningStudy(Reporter):
-    """Runs a study on its own thread and queues its events: (name, data), an error, and None at the end."""
+    """Runs a study on its own thread and queues its events: (name, data), an error, and None at the end. It counts as
+    under way until its thread ends."""
 
-    def __init__(self, front: Front, lm: LM, asked: Study, journal: Journal | None) -> None:
-        self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
+    def __init__(self, front: Front, owner: str, asked: Study, resume: str | None) -> None:
+        self._limits, self._lm, self._asked = front.limits, owners_lm(front, owner), asked
+        self._front, self._owner, self._resume, self._began_s = front, owner, resume, time.perf_counter()
+        self._journal = None if resume is None else front.kept_sweeps.journal(owner, resume)
         self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
         self._stopped = threading.Event()
@@ -228,6 +242,7 @@ class RunningStudy(Reporter):
         self._total, self._done, self._sent_s = 0, 0, 0.0
         self.told = 0  # cells
         threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
+        _under_way[id(front), owner] += 1
 
     def stop(self) -> None:
         """Ends the study after its client disconnected."""
@@ -244,7 +259,14 @@ class RunningStudy(Reporter):
                 self._put(("result", event))
         except Exception as error:
             self._put(unpack(pack(as_patchclamp_error(error))))  # drops the traceback, whose frames reference the runs
-        self._put(None)
+        self._on_loop(self._ended)
+
+    def _ended(self) -> None:
+        self.events.put_nowait(None)
+        _under_way[id(self._front), self._owner] -= 1
+        if self._resume is not None:
+            self._front.kept_sweeps.ended(self._owner, self._resume)
+        log("sweep", self._owner, cells=self.told, took_s=round(time.perf_counter() - self._began_s, 6))
 
     def _how(self) -> dict[str, Any]:
         options: dict[str, Any] = {"batch": BATCH, "show_progress": self, "listener": self, "resume": self._journal,
@@ -301,8 +323,11 @@ class RunningStudy(Reporter):
         return {"cells": [[*place, *of] for place, *of in zip(cells, *numbers, strict=True)], "each": each}
 
     def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
+        self._on_loop(self.events.put_nowait, event)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self._loop.call_soon_threadsafe(call, *args)
 
 
 def check_sweep(limits: Any, plan: SweepPlan) -> None:

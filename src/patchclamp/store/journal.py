@@ -70,7 +70,7 @@ class Journal:
         with self._writing, self._transaction() as database:
             rows = ((number, body, zlib.crc32(body)) for number, body in enumerate(bodies, self._count + 1))
             database.executemany("INSERT INTO record VALUES (?, ?, ?)", rows)
-        self._count += len(bodies)
+            self._count += len(bodies)
 
     def clear(self) -> None:
         """Delete all records."""

@@ -35,9 +35,9 @@ from patchclamp.studies.inputs import (
     Divergence,
     Flag,
     NoisedSites,
-    OptionalText,
     Progress,
     PromptFile,
+    Regex,
     ResumeFile,
     Sampled,
     SeedList,
@@ -361,7 +361,7 @@ class FuzzSweep(Study):
     rest combined, which is a lower bound; none."""
     perplexity: Flag = True
     """Compute the perplexity of answers under the unedited model."""
-    refusal: OptionalText = REFUSAL
+    refusal: Regex = REFUSAL
     """Regular expression that detects a refusal; None skips this measure."""
     quick: Flag = False
     """5 prompts and 7 strengths, unless given."""

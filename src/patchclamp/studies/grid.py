@@ -289,7 +289,7 @@ _Planned = tuple[int, int | None]  # the number of a round, and of a trial in it
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
     """The number of trials and reruns that `Cells.run` makes for rounds with these numbers of trials."""
-    return sum(len(list(_spread(count, reruns))) for count in counts)
+    return sum(count + -(-count // max(count // reruns, 1)) + 1 for count in counts)
 
 
 def _spread(count: int, reruns: int) -> Iterator[int | None]:

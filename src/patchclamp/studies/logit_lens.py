@@ -12,7 +12,7 @@ unembedding · C chosen tokens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -35,6 +35,7 @@ from patchclamp.studies.inputs import (
     Layers,
     OptionalText,
     Positions,
+    Progress,
     Prompt,
     PythonOnly,
     ResumeFile,
@@ -46,7 +47,7 @@ from patchclamp.studies.inputs import (
     positions_of,
 )
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Stored, Study, StudyResult, keeping, provenance, recorded
+from patchclamp.studies.study import Stored, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
     import pandas
@@ -227,7 +228,7 @@ class LogitLens(Study):
     weights: Weights = None
     """Folder or hub id of the model's files, if not the model's own name."""
 
-    def _run(self, lm: LM, *, resume: ResumeFile = None) -> LogitLensResult:
+    def _run(self, lm: LM, *, show_progress: Progress = None, resume: ResumeFile = None) -> LogitLensResult:
         prompt = self.prompt
         top = self.top
         import torch
@@ -251,8 +252,9 @@ class LogitLens(Study):
             "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
             "unembedding": _digest(own_VD),
         }  # fmt: skip
-        with keeping(lm, question, resume) as journal:
-            measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen)
+        cells = rows_PLD.shape[0] * rows_PLD.shape[1]
+        with keeping(lm, question, resume) as journal, progress("reading", cells, show_progress) as advance:
+            measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen, advance)
         ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
@@ -284,7 +286,7 @@ class _Measured(msgspec.Struct):
 
 def _measure(
     lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
-    chosen: list[int],
+    chosen: list[int], advance: Callable[[int], None],
 ) -> _Measured:  # fmt: skip
     """Measure rows [P, 1 + L, D], with the final layer's row first at each position, some positions at a time."""
     together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
@@ -297,6 +299,7 @@ def _measure(
 
         [arrays] = recorded(journal, 1, list[Stored], compute)
         parts.append([of.array() for of in arrays])
+        advance(rows.shape[0] * rows.shape[1])
     return _Measured(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from patchclamp.engines import base
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Site
-from patchclamp.language.values import as_file, as_plain, check_dense
+from patchclamp.language.values import as_array, as_file, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.run import Run
@@ -167,9 +167,12 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """
         return save_page(self.picture(*of), path, include_plotlyjs)
 
-    def _repr_html_(self) -> str:
-        """The figure, shown by notebooks."""
-        return self.figure()._repr_html_()
+    def _repr_html_(self) -> str | None:
+        """The figure, shown by notebooks; None, for the plain text, if there is no figure or no plotly."""
+        try:
+            return self.figure()._repr_html_()
+        except (PatchclampError, NotImplementedError):
+            return None
 
     def to_bytes(self) -> bytes:
         """The result as a safetensors file: each array is a tensor, everything else JSON in its metadata."""
@@ -299,6 +302,8 @@ class StudyField(NamedTuple):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
+        if isinstance(given, (list, Iterator)):
+            given = list(given)  # neither used up by the first run, nor changed by its owner
         optional = type(None) in get_args(getattr(self.type, "__origin__", self.type))
         if self.arg.read is None or (given is None and (self.default is None or optional)):
             return given
@@ -322,7 +327,7 @@ class Study:
     short: ClassVar[str] = ""  # the name of its short form, and of its route
     not_served: ClassVar[str] = ""  # the reason if a server does not run it for a client
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, /, **given: Any) -> None:
         fields = self.fields()
         check_options((n for n in given if n not in fields), f"{type(self).__name__}()", fields, hints_for(fields))
         for name, field in fields.items():
@@ -333,6 +338,9 @@ class Study:
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is frozen: make another with {name}=")
 
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
+
     def __repr__(self) -> str:
         given = (name for name, field in self.fields().items() if getattr(self, name) is not field.default)
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r:.60}' for name in given)})"
@@ -341,9 +349,11 @@ class Study:
     @functools.cache
     def fields(cls) -> dict[str, StudyField]:
         """The fields in order, by name."""
-        types, docs = get_type_hints(cls, include_extras=True), _docs(cls)
-        return {name: StudyField(name, types[name], getattr(cls, name, REQUIRED), docs.get(name, ""))
-                for name in cls.__annotations__ if get_origin(types[name]) is not ClassVar}  # fmt: skip
+        types, docs = get_type_hints(cls, include_extras=True), {}
+        for one in reversed(cls.__mro__):
+            docs |= dict.fromkeys(inspect.get_annotations(one), "") | _docs(one)
+        return {name: StudyField(name, types[name], getattr(cls, name, REQUIRED), docs[name])
+                for name in docs if get_origin(types[name]) is not ClassVar}  # fmt: skip
 
     @classmethod
     @functools.cache
@@ -430,15 +440,19 @@ def _docs(cls: type) -> dict[str, str]:
 
 def _plain_data(value: Any) -> Any:
     """A value as plain JSON data; an array as its shape and the hash of its numbers."""
+    if "float" in str(getattr(value, "dtype", "")):
+        numbers = as_array(value)
+        return {"shape": list(numbers.shape), "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}
     value = as_plain(value)
+    if isinstance(value, slice):
+        parts = (value.start, value.stop) if value.step is None else (value.start, value.stop, value.step)
+        return ":".join("" if part is None else str(part) for part in parts)
     if isinstance(value, (str, int, float, type(None))):
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain_data(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, range)):
         return [_plain_data(one) for one in value]
-    if isinstance(value, np.ndarray):
-        return {"shape": list(value.shape), "sha256": hashlib.sha256(value.tobytes()).hexdigest()}
     if isinstance(value, msgspec.Struct) and not isinstance(value, (StudyResult, Site)):
         return {"type": type(value).__name__, **{k: _plain_data(v) for k, v in msgspec.structs.asdict(value).items()}}
     return str(value)[:1000]
