@@ -21,7 +21,7 @@ def count_of(sampling: dict[str, Any]) -> int:
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
-        raise ProgramError(f"a whole number from 1 to {MAX_RUNS} is needed, not {count!r}", "sampling.n")
+        raise ProgramError(f"expected a whole number from 1 to {MAX_RUNS}, got {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
         raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
     return int(count)
@@ -55,7 +55,7 @@ def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
     if seed in (None, -1):
         return sampling
     if not is_token_id(seed) or not -(2**63) <= seed + number < 2**63:
-        raise ProgramError(f"a whole number of 64 bits is needed, not {seed!r}", "sampling.seed")
+        raise ProgramError(f"expected a whole number of 64 bits, got {seed!r}", "sampling.seed")
     if seed + number == -1:
         raise ProgramError(
             f"of runs from {seed} on one would have the seed -1, which is none: begin elsewhere", "sampling.seed"
@@ -65,7 +65,7 @@ def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
 
 def fuzz_of(extra: Any) -> tuple[Op, ...]:
     if extra is not None and not isinstance(extra, Mapping):
-        raise ProgramError(f"names and values are needed, not {type(extra).__name__}", "sampling.extra_args")
+        raise ProgramError(f"expected names and values, got {type(extra).__name__}", "sampling.extra_args")
     try:
         return fuzz(dict(extra or {}))
     except PatchclampError as error:

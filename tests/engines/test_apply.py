@@ -148,7 +148,7 @@ def test_code_needs_leave(shallow):
     lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours .* allow_code=True"):
         lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)], logprobs=True)
-    with pytest.raises(pc.ProgramError, match="a function of rows is needed"):
+    with pytest.raises(pc.ProgramError, match="expected a function of rows, got"):
         pc.Apply("h * 2", AT)
     with pytest.raises(pc.ProgramError, match="Apply is code, which is neither written down nor sent"):
         pc.Program.of([pc.Apply(lambda h: h, AT)]).to_json()

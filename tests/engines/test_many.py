@@ -37,9 +37,9 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
     mixed = lm.run([PROMPTS[0], PROMPTS[1]], max_tokens=2, sampling=[sampling, {"n": 1}], logprobs=True)
     assert [len(mixed[0]), type(mixed[1])] == [3, pc.Run]
     for wrong, text in (
-        ({"n": 0}, "sampling.n: a whole number from 1 to 16384"),
+        ({"n": 0}, "sampling.n: expected a whole number from 1 to 16384"),
         ({"n": 2}, "would all be the same"),
-        ({"n": 10**9, "temperature": 1.0}, "sampling.n: a whole number from 1 to 16384"),
+        ({"n": 10**9, "temperature": 1.0}, "sampling.n: expected a whole number from 1 to 16384"),
     ):
         with pytest.raises(pc.ProgramError, match=text):
             lm.run(PROMPTS[0], sampling=wrong, logprobs=True)

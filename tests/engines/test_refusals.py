@@ -656,10 +656,10 @@ def test_iterators_lists_in_any_order_and_places_in_the_program(shallow, engine)
 
 WRONG_SAMPLING = [
     ({"seed": 1.5}, "sampling.seed: "), ({"seed": "a"}, "sampling.seed: "), ({"seed": True}, "sampling.seed: "),
-    ({"seed": 2**70}, "sampling.seed: a whole number of 64 bits"), ({"logit_bias": {5: "x"}}, "sampling.logit_bias: "),
-    ({"logit_bias": [1]}, "sampling.logit_bias: "), ({"logit_bias": {7: float("nan")}}, "a number is needed"),
-    ({"repetition_detection": 5}, "RepetitionDetectionParams of vLLM is needed, not 5"),
-    ({"structured_outputs": {"json": 1}}, "StructuredOutputsParams of vLLM is needed"),
+    ({"seed": 2**70}, "sampling.seed: expected a whole number of 64 bits"), ({"logit_bias": {5: "x"}}, "sampling.logit_bias: "),
+    ({"logit_bias": [1]}, "sampling.logit_bias: "), ({"logit_bias": {7: float("nan")}}, "sampling.logit_bias: expected a number, got {7: nan}"),
+    ({"repetition_detection": 5}, "expected RepetitionDetectionParams of vLLM, got 5"),
+    ({"structured_outputs": {"json": 1}}, "expected StructuredOutputsParams of vLLM, got"),
     ({"skip_reading_prefix_cache": "x"}, "sampling.skip_reading_prefix_cache: "), ({"min_tokens": 1.5}, "sampling.min_tokens: "),
     ({"logit_bias": {(1, 2): 0.5}}, "sampling.logit_bias: "), ({"bad_words": "a"}, "sampling.bad_words: "), ({"stop": (5,)}, "sampling.stop: "),
     ({"temperature": None}, "sampling.temperature: "), ({"stop_token_ids": ["a"]}, "sampling.stop_token_ids: "),
@@ -681,7 +681,7 @@ def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, 
     {"capture": {"resid_post[3]": pc.prompt[-1]}}, {"edits": {"resid_post[3]": pc.prompt[-1]}},
 ])  # fmt: skip
 def test_names_and_values_are_no_program(shallow, asked):
-    with pytest.raises(pc.ProgramError, match="a list is needed, not names and values"):
+    with pytest.raises(pc.ProgramError, match="expected a list, got names and values"):
         shallow.get("transformers", "float32").run(PROMPTS[0], **asked, logprobs=True)
 
 

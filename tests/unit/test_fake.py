@@ -308,7 +308,7 @@ def test_errors_before_the_run(lm):
     ):
         lm.run(EIFFEL, sampling={"top_q": 1})
     with pytest.raises(
-        pc.ProgramError, match=r"sampling\.temperature: the fake engine is greedy: 0 is needed, not 0\.7"
+        pc.ProgramError, match=r"sampling\.temperature: the fake engine is greedy: expected 0, got 0\.7"
     ):
         lm.run(EIFFEL, sampling={"temperature": 0.7})
 
@@ -317,9 +317,9 @@ def test_errors_before_the_run(lm):
     ("options", "text"),
     [
         ({"layer": 2}, r"layer: no engine option 'layer' \(did you mean 'layers'\?\); there are: layers, d_model, "),
-        ({"chunk": 0}, "chunk: at least 1 is needed, not 0"),
-        ({"layers": 1.5}, r"layers: a whole number is needed, not 1\.5"),
-        ({"d_vocab": 2}, "d_vocab: at least 3 is needed, not 2"),
+        ({"chunk": 0}, "chunk: expected at least 1, got 0"),
+        ({"layers": 1.5}, r"layers: expected a whole number, got 1\.5"),
+        ({"d_vocab": 2}, "d_vocab: expected at least 3, got 2"),
         ({"heads": 16}, "heads: 16 heads of an even size do not make d_model=16"),
     ],
 )
@@ -564,13 +564,13 @@ def test_strengths_of_a_batch_are_each_requests_own():
 @pytest.mark.parametrize(("sampling", "text"), [
     ({"extra_args": {"fuzz_strenth": 1}}, "sampling.extra_args.fuzz_strenth: no extra argument 'fuzz_strenth' (did you"),
     ({"extra_args": {"fuzz_strength": "much"}}, "sampling.extra_args.fuzz_strength: expected a number, got str 'much'"),
-    ({"extra_args": {"fuzz_strength": -1}}, "sampling.extra_args.fuzz_strength: a number of at least 0 is needed"),
+    ({"extra_args": {"fuzz_strength": -1}}, "sampling.extra_args.fuzz_strength: expected a number of at least 0, got"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": ""}}, "sampling.extra_args.fuzz_mode: no way to fuzz ''"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "scale", "fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: scaling"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_seed": 0.5}}, "sampling.extra_args.fuzz_seed: a seed is a whole number"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "add"}}, "sampling.extra_args.fuzz_mode: no way to fuzz 'add'"),
     ({"extra_args": {"fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: a fuzz_strength is needed"),
-    ({"extra_args": [1]}, "sampling.extra_args: names and values are needed, not list"),
+    ({"extra_args": [1]}, "sampling.extra_args: expected names and values, got list"),
     ([{}, {}], "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
     ("", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
     ("greedy", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
@@ -592,7 +592,7 @@ def test_what_is_no_token_id_is_not_scored(lm, score):
 
 @pytest.mark.parametrize("answer", [True, 5.7, None, {}, [[5], []]])
 def test_an_answer_is_a_text_or_a_token_id(lm, answer):
-    with pytest.raises(pc.ProgramError, match=f"^answer: a text or token ids are needed, not {type(answer).__name__}"):
+    with pytest.raises(pc.ProgramError, match=f"^answer: expected a text or token ids, got {type(answer).__name__}"):
         pc.studies.patch_sweep(lm, clean=EIFFEL, corrupt=EIFFEL, answer=answer, foil=" Rome", sites=[pc.resid_pre])
 
 

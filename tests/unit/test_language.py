@@ -528,7 +528,7 @@ ERRORS = [
     (lambda: pc.Use(3), pc.ProgramError, "name: a name is text, not empty and of at most 200 characters: not 3"),
     (lambda: read({"type": "ablate", "at": "embed", "directions": {"type": ["x"]}}), pc.ProgramError,
      "edits[1].directions: a value is a list of numbers, or an object of type 'vector', 'from', 'named', 'same_run'"),
-    (lambda: pc.Noise(-1, "embed"), pc.ProgramError, "std: a number of at least 0 is needed, not -1.0"),
+    (lambda: pc.Noise(-1, "embed"), pc.ProgramError, "std: expected a number of at least 0, got -1.0"),
     (lambda: pc.Noise(1, "embed", seed=1.5), pc.ProgramError, "seed: a seed is a whole number, not 1.5"),
     (lambda: pc.Noise(1, "embed", seed=1 << 63), pc.ProgramError,
      f"seed: a seed is at least 0 and below 2**63, not {1 << 63}"),
@@ -538,7 +538,7 @@ ERRORS = [
      "edits[1].directions: numbers are needed here, not a row still to be read: give run[site][i] for "
      "From(run='r', site=None, position=None)"),
     (lambda: pc.Replace([1.0], "embed", alpha=float("inf")), pc.ProgramError,
-     "alpha: a finite number is needed, not inf"),
+     "alpha: expected a finite number, got inf"),
     (lambda: pc.Capture("embed", dtype="torch.flot32"), pc.UnknownName,
      "dtype: no capture dtype 'flot32' (did you mean 'float32' or 'float16'?); there are: float32, bfloat16, float16"),
     (lambda: pc.Capture("embed", project=np.ones((257, 4))), pc.ShapeError,

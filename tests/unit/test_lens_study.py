@@ -122,7 +122,7 @@ class TestPatchscope:
 
     @pytest.mark.parametrize(("asked", "text"), [
         (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
-        (dict(top=0), "top: a whole number from 1 on is needed, not 0"),
+        (dict(top=0), "top: expected a whole number from 1 on, got 0"),
     ])  # fmt: skip
     def test_numbers_are_checked_before_anything_runs(self, lm, asked, text, monkeypatch):
         monkeypatch.setattr(lm, "run", None)
@@ -137,8 +137,8 @@ class TestPatchscope:
     (dict(batch=2.0), "batch: runs are submitted at least one at a time, not 2.0"),
     (dict(seed=-1), "seed: a seed is a whole number from 0 on, not -1"),
     (dict(seed="x"), "seed: a seed is a whole number from 0 on, not 'x'"),
-    (dict(steps=-1), "steps: a whole number from 0 on is needed, not -1"),
-    (dict(verify=None), "verify: a whole number from 0 on is needed, not None"),
+    (dict(steps=-1), "steps: expected a whole number from 0 on, got -1"),
+    (dict(verify=None), "verify: expected a whole number from 0 on, got None"),
 ])  # fmt: skip
 def test_proposals_check_their_numbers_first(lm, study, asked, text):
     with pytest.raises(pc.ProgramError) as raised:

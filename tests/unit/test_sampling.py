@@ -44,7 +44,7 @@ def test_each_of_several_runs_has_a_seed_of_its_own():
     with pytest.raises(pc.ProgramError, match=r"sampling.seed: of runs from -3 on one would have the seed -1"):
         seeded({"seed": -3}, 2)
     for seed, number in ((1.5, 0), ("a", 0), (True, 0), (2**70, 0), (2**63 - 1, 1), (-(2**63) - 1, 0)):
-        with pytest.raises(pc.ProgramError, match=r"sampling.seed: a whole number of 64 bits is needed"):
+        with pytest.raises(pc.ProgramError, match=r"sampling.seed: expected a whole number of 64 bits, got"):
             seeded({"seed": seed}, number)
 
 

@@ -328,7 +328,7 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(site="embed"), "site: embed has no layers"),
         (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
         (dict(layers=[]), "layers: "),
-        (dict(held_out=1.0), "held_out: a share from 0 to below 1"),
+        (dict(held_out=1.0), "held_out: expected a share from 0 to below 1"),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),
         (dict(foil=" not"), "foil: a foil is beside an answer"),
         (dict(answer=" the", held_out=0), "answer: it is scored on held-out prompts"),

@@ -129,7 +129,7 @@ def test_a_streamed_run_is_a_source():
 @pytest.mark.parametrize(("call", "text"), [
     ({"prompt": [PROMPT]}, "prompt: one at a time is streamed, not a list"),
     ({"messages": [[{"role": "user", "content": "a"}]]}, "messages: one at a time is streamed, not a list"),
-    ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: a whole number from 1 to"),
+    ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: expected a whole number from 1 to"),
     ({"prompt": PROMPT, "edits": pc.Zero("resid_post[9]")}, "edits[0].at: resid_post[9]: this model has 3 layers"),
     ({"prompt": PROMPT, "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: at least one token"),

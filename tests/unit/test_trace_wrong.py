@@ -105,9 +105,9 @@ IN_A_LINE = {
     "None": (lambda t: put(t.layers[1].output, -1, None), E, "NoneType: a number or a vector"),
     "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: expected a number, got bool True"),
     "a computed value blended in": (lambda t: t.layers[1].output.replace(2 * t.embed), E, "is computed, blended in"),
-    "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), E, "a finite number is needed"),
+    "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), E, "expected a finite number, got"),
     "no Apply without leave": (lambda t: t.layers[1].output.apply(lambda h: h), E, "allow_code=True"),
-    "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "a function of rows is needed"),
+    "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "expected a function of rows, got"),
     # what is not there
     "a layer too far": (lambda t: t.layers[3].output, X, "this model has 3 layers"),
     "a layer too far back": (lambda t: t.layers[-4].output, X, "this model has 3 layers"),
@@ -272,7 +272,7 @@ def test_what_is_wrong_with_the_trace_itself(lm, no_run):
         lm.trace(score=[1])
     with pytest.raises(E, match="one run a prompt"):
         lm.trace(EIFFEL, sampling={"n": 2, "temperature": 1.0})
-    with pytest.raises(E, match="names and values are needed"):
+    with pytest.raises(E, match="expected names and values, got"):
         lm.trace(EIFFEL, sampling=[{}])
     with pytest.raises(E, match="one prompt is streamed at a time"), lm.trace(stream=True) as t:
         t.invoke(EIFFEL)

@@ -201,7 +201,7 @@ class FakeEngine(Engine):
         check_sampling(sampling, SAMPLING, "fake")
         if sampling.get("temperature", 0) != 0:
             temperature = sampling["temperature"]
-            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {temperature!r}", "sampling.temperature")
+            raise ProgramError(f"the fake engine is greedy: expected 0, got {temperature!r}", "sampling.temperature")
 
     def status(self) -> dict[str, int]:
         """Return counts of resources. Tables exist only during a batch."""
@@ -550,9 +550,9 @@ def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_
     sizes = (layers, d_model, d_vocab, heads, max_model_len, chunk)
     for (name, minimum), size in zip(lowest.items(), sizes, strict=True):
         if not isinstance(size, int) and not (name == "chunk" and size is None):
-            raise ProgramError(f"a whole number is needed, not {size!r}", name)
+            raise ProgramError(f"expected a whole number, got {size!r}", name)
         if size is not None and size < minimum:
-            raise ProgramError(f"at least {minimum} is needed, not {size}", name)
+            raise ProgramError(f"expected at least {minimum}, got {size}", name)
     if d_model % (2 * heads):
         raise ProgramError(f"{heads} heads of an even size do not make d_model={d_model}", "heads")
 

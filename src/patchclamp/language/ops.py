@@ -55,7 +55,7 @@ def as_site(value: Site | At | str) -> Site:
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
     """Check that a value is a function of rows, as `Apply` describes."""
     if not callable(value):
-        raise ProgramError(f"a function of rows is needed, not {value!r}")
+        raise ProgramError(f"expected a function of rows, got {value!r}")
     _wanted_arguments(value)
     return value
 

@@ -183,7 +183,7 @@ def _as_list(items: Any, path: str) -> Sequence[Any]:
         return (items,)
     if isinstance(items, Mapping):
         raise ProgramError(
-            "a list is needed, not names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path
+            "expected a list, got names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path
         )
     if isinstance(items, Selection):
         raise ProgramError(f"{items} is a selection of tokens; a site is needed, as in pc.resid_post @ {items}", path)

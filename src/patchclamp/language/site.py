@@ -332,7 +332,7 @@ def parse_site(text: Site | str) -> Site:
     if not isinstance(text, str):
         raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
     if len(text) > MAX_TEXT:
-        raise ProgramError(f"a site of at most {MAX_TEXT} characters is needed, not {len(text)}")
+        raise ProgramError(f"expected a site of at most {MAX_TEXT} characters, got {len(text)}")
     if hooked := hook(text.strip()):
         return Site(*hooked)
     if reason := elsewhere(text.strip()):

@@ -454,7 +454,7 @@ def parse_tokens(text: TokensLike) -> Tokens:
     if not isinstance(text, str):
         raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
     if len(text) > MAX_TEXT:
-        raise ProgramError(f"a selection of at most {MAX_TEXT} characters is needed, not {len(text)}")
+        raise ProgramError(f"expected a selection of at most {MAX_TEXT} characters, got {len(text)}")
     selection, end = _joined(text, 0, 0)
     if end < len(text):
         raise _malformed(text)

@@ -363,7 +363,7 @@ def as_number(value: SupportsFloat) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ProgramError(f"expected a number, got {type(value).__name__} {value!r:.200}") from None
     if not math.isfinite(number):
-        raise ProgramError(f"a finite number is needed, not {number}")
+        raise ProgramError(f"expected a finite number, got {number}")
     if abs(number) > MAX_FP32:
         raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
     return number
@@ -372,7 +372,7 @@ def as_number(value: SupportsFloat) -> float:
 def as_strength(value: SupportsFloat) -> float:
     number = as_number(value)
     if number < 0:
-        raise ProgramError(f"a number of at least 0 is needed, not {number}")
+        raise ProgramError(f"expected a number of at least 0, got {number}")
     return number
 
 

@@ -108,7 +108,7 @@ class Call:
         on_own_route: bool = True,
     ) -> None:  # fmt: skip
         if not isinstance(data, dict):
-            raise ProgramError(f"an object with {', '.join(FIELDS)} is needed, not {type(data).__name__}", "patchclamp")
+            raise ProgramError(f"expected an object with {', '.join(FIELDS)}, got {type(data).__name__}", "patchclamp")
         for field in data:
             if field not in FIELDS:
                 raise unknown("field", str(field), FIELDS, f"patchclamp.{field}")
@@ -119,7 +119,7 @@ class Call:
             program = from_dict(parts)
             for field in FLAGS:
                 if not isinstance(data.get(field, False), bool):
-                    raise ProgramError(f"true or false is needed, not {data[field]!r}", field)
+                    raise ProgramError(f"expected true or false, got {data[field]!r}", field)
             self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
         except PatchclampError as error:
             raise error.under("patchclamp") from None

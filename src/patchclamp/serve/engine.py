@@ -279,7 +279,7 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
     for key, rows in vectors.items():
         if rows.dtype != np.float32 or rows.ndim != 2:
             raise ProgramError(
-                f"rows [n, W] of fp32 are needed, not {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
+                f"expected rows [n, W] of fp32, got {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
             )
         if not is_content(key, rows):  # keys are shared between clients by content
             raise ProgramError("its key is not the hash of its content", f"vectors.{key}"[:200])

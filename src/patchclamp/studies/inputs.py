@@ -162,9 +162,9 @@ R = TypeVar("R")
 def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int:
     """A whole number from `least` to `most`. Raises `ProgramError` for anything else."""
     if is_token_id(value) and value > most:
-        raise ProgramError(f"a whole number of at most {most} is needed, not {value}", path)
+        raise ProgramError(f"expected a whole number of at most {most}, got {value}", path)
     if not is_token_id(value) or value < least:
-        raise ProgramError(f"a whole number from {least} on is needed, not {value!r}", path)
+        raise ProgramError(f"expected a whole number from {least} on, got {value!r}", path)
     return int(value)
 
 

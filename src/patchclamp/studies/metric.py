@@ -110,7 +110,7 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
                 raise TokensError(f"token id {token} is outside the vocabulary of {lm.model.d_vocab}", path)
         return tuple(int(token) for token in several)
     if not isinstance(answer, str):
-        raise ProgramError(f"a text or token ids are needed, not {type(answer).__name__} {answer!r}", path)
+        raise ProgramError(f"expected a text or token ids, got {type(answer).__name__} {answer!r}", path)
     ids = bare_ids(lm, answer, path)
     if not ids:
         raise TokensError(f"{answer!r} has no tokens", path)

@@ -619,7 +619,7 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
     """Numbers of the held-out prompts of each class, the same for pairs. Unless the share is 0, each class has at least
     one held-out prompt and one that is not."""
     if not 0 <= (share := as_float(share, "held_out")) < 1:
-        raise ProgramError(f"a share from 0 to below 1 is needed, not {share!r}", "held_out")
+        raise ProgramError(f"expected a share from 0 to below 1, got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
     if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
         raise ProgramError(

@@ -121,7 +121,7 @@ class Trace(Place):
     def _new(self, prompt: Any, messages: Any, sampling: Any, score: Sequence[int]) -> Invoke:
         read = read_prompt(self._lm, prompt, messages)
         if sampling is not None and not isinstance(sampling, Mapping):
-            raise ProgramError(f"names and values are needed, not {type(sampling).__name__}", "sampling")
+            raise ProgramError(f"expected names and values, got {type(sampling).__name__}", "sampling")
         if sampling is not None and not all(isinstance(name, str) for name in sampling):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
@@ -230,7 +230,7 @@ class Trace(Place):
             cache.fill(run, self._lm.fetch([run], cache.sites, copy=False)[0])
             return cache
         if not isinstance(value, Pending):
-            raise ProgramError(f"a value of .save() or t.cache(...) is needed, not {type(value).__name__}")
+            raise ProgramError(f"expected a value of .save() or t.cache(...), got {type(value).__name__}")
         return self._execution.value_so_far(value.saved, run)
 
     def __iter__(self) -> Iterator[Part]:

@@ -108,5 +108,5 @@ def with_config(options: Sequence[str]) -> list[str]:
         except ValueError as error:
             raise ProgramError(f"not JSON: {error}", CONFIG) from None
         if not isinstance(config, dict):
-            raise ProgramError(f"an object is needed, not {text}", CONFIG)
+            raise ProgramError(f"expected an object, got {text}", CONFIG)
     return [*rest, CONFIG, json.dumps({KEY: {}, **config})]

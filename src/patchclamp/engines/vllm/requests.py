@@ -122,7 +122,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
     if classes:
         if value is not None and not isinstance(value, classes):
-            raise ProgramError(f"{classes[0].__name__} of vLLM is needed, not {value!r}", f"sampling.{name}")
+            raise ProgramError(f"expected {classes[0].__name__} of vLLM, got {value!r}", f"sampling.{name}")
         return
     try:
         converted = msgspec.convert(value, kind)
@@ -130,7 +130,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise ProgramError(f"{str(error).replace('`', '')}: {value!r}", f"sampling.{name}") from None
     numbers = converted.values() if isinstance(converted, dict) else [converted]
     if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-        raise ProgramError(f"a number is needed, not {value!r}", f"sampling.{name}")
+        raise ProgramError(f"expected a number, got {value!r}", f"sampling.{name}")
 
 
 DATA, TEXT = "multi_modal_data", ("prompt", "prompt_token_ids")

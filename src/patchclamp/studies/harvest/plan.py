@@ -64,7 +64,7 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
         as_items(data, "documents")  # raises
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
-        raise ProgramError(f"a list, a file or a data set of documents is needed, not {type(data).__name__}; an "
+        raise ProgramError(f"expected a list, a file or a data set of documents, got {type(data).__name__}; an "
                            "iterator cannot be read again", "documents")  # fmt: skip
     return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
@@ -252,7 +252,7 @@ def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
 
 def _norm(value: Any) -> float | None:
     if value is not None and not as_number(value) > 0:
-        raise ValueError(f"a norm above 0 is needed, not {value!r}")
+        raise ValueError(f"expected a norm above 0, got {value!r}")
     return None if value is None else float(value)
 
 
@@ -599,7 +599,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     if context is not None and check_whole(context, "context", 1) > longest:
         raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
     if overlong not in OVERLONG:
-        raise ProgramError(f"one of {', '.join(OVERLONG)} is needed, not {overlong!r}", "overlong")
+        raise ProgramError(f"expected one of {', '.join(OVERLONG)}, got {overlong!r}", "overlong")
     longest = context or longest
     parts, starts, prompts, total, cut = [], [0], [0], 0, 0
     for number, document in enumerate(documents):

@@ -143,7 +143,7 @@ def can_project(lm: LM, refs: Mapping[SiteRef, Reduction]) -> set[SiteRef]:
 def _matrix(value: Any) -> np.ndarray:
     matrix = as_array(value, "project")
     if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
-        raise ShapeError(f"a finite matrix [K, D] is needed, not {list(matrix.shape)}", "project")
+        raise ShapeError(f"expected a finite matrix [K, D], got {list(matrix.shape)}", "project")
     return matrix
 
 
@@ -429,7 +429,7 @@ def _seed(seed: Any) -> int:
 def _shard(shard: Any) -> tuple[int, int]:
     whole = isinstance(shard, tuple) and len(shard) == 2 and all(map(is_token_id, shard))
     if not (whole and 0 <= shard[0] < shard[1]):
-        raise ProgramError(f"(i, n) with 0 <= i < n is needed, not {shard!r}", "shard")
+        raise ProgramError(f"expected (i, n) with 0 <= i < n, got {shard!r}", "shard")
     return int(shard[0]), int(shard[1])
 
 
