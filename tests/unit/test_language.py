@@ -21,6 +21,7 @@ from patchclamp.language.program import Program, to_dict
 from patchclamp.language.site import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, NNTERP, TRANSFORMER_LENS, unmoved
 from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import DTYPES, orthonormal
+from patchclamp.plan import Prompt
 from patchclamp.sites.tables import FAMILIES
 from patchclamp.studies.sweep_result import rows_of
 
@@ -33,7 +34,8 @@ indices = st.none() | st.integers(-40, 40) | ranges
 def sites(draw) -> pc.Site:
     name = draw(st.sampled_from(sorted(SITES)))
     kind = SITES[name]
-    return pc.Site(name, draw(indices) if kind.layered else None, draw(indices) if kind.index else None)
+    layers = indices | st.lists(st.integers(-40, 40), min_size=1, max_size=4, unique=True).map(tuple)
+    return pc.Site(name, draw(layers) if kind.layered else None, draw(indices) if kind.index else None)
 
 
 @st.composite
@@ -478,7 +480,7 @@ ERRORS = [
      r'span("\x41"): Invalid \escape: line 1 column 2 (char 1)'),
     (lambda: pc.span("cat").find([(0, 3)], "dog"), pc.TokensError, "span(\"cat\"): not in the prompt 'dog'"),
     (lambda: pc.span("cat", 1).find([(0, 3)], "cat"), pc.TokensError,
-     "span(\"cat\", 1): the prompt 'cat' has 1 of it, numbered from 0"),
+     "span(\"cat\", 1): 1 matches in 'cat', numbered from 0"),
     (lambda: pc.prompt[5].select(5, 9), pc.TokensError,
      "prompt[5]: there is no position 5; the prompt has 5 tokens (0 to 4)"),
     (lambda: pc.generated[4].select(5, 9), pc.TokensError,
@@ -775,3 +777,33 @@ def test_a_mask_may_be_of_booleans(kind):
     assert mask == pc.Vector.of([1.0, 0.0])
     with pytest.raises(pc.ShapeError):
         pc.Replace(kind([True, False]), at=pc.embed)
+
+
+def test_a_site_takes_a_list_of_layers():
+    site = pc.resid_post[[9, 1, -1]]
+    assert (site.layers, str(site)) == ((9, 1, -1), "resid_post[[9, 1, -1]]")
+    for each in (site, pc.z[[0, 2], 3], pc.z[[4], 1:3]):
+        assert pc.site(str(each)) == each
+        assert pc.Program.from_json(pc.Program.of((), [each]).to_json()).capture[0].at == each
+    for wrong in ([], [1, 1], [True], [1.0], [None], [[1]]):
+        with pytest.raises(pc.ProgramError):
+            pc.resid_post[wrong]
+    for wrong in (
+        "resid_post[[]]",
+        "z[1, [2]]",
+        "z[[1], 2, 3]",
+        "resid_post[[1:3]]",
+        "resid_post[[1]][2]",
+        "embed[[1]]",
+    ):
+        with pytest.raises(pc.ProgramError):
+            pc.site(wrong)
+
+
+def test_a_span_that_occurs_several_times_must_be_chosen():
+    prompt = Prompt([1, 2, 3], lambda: ("a cat a", [(0, 1), (1, 5), (5, 7)]))
+    with pytest.raises(pc.TokensError, match=r"4 matches.*span\(\"a\", 0\), the first, to span\(\"a\", 3\)"):
+        Prompt([1], lambda: ("a a a a", [(0, 7)])).select(pc.span("a"), 1)
+    assert prompt.select(pc.span("cat"), 3).tolist() == [1]
+    assert [prompt.select(pc.span("a", n), 3).tolist() for n in (0, 1, 2, -1)] == [[0], [1], [2], [2]]
+    assert str(pc.span("a")) == 'span("a")' != str(pc.span("a", 0))

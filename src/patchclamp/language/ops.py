@@ -234,7 +234,8 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add std · ε to h; if `relative`, std is multiplied by the root mean square of the row.
 
     ε is standard normal and depends only on `seed`, the token's position, the site and the index in the row
-    (`kernels.noise`), so it is the same on every engine and in every batch.
+    (`kernels.noise`), so it is the same on every engine and in every batch. With `n` samples of a prompt, sample i
+    draws from `seed` + i.
     Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
 

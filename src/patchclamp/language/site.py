@@ -25,7 +25,18 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, UnknownName, UnsupportedSite, unknown
-from patchclamp.language.tokens import Index, IndexLike, Selection, TokensLike, as_index, parse_index, parse_tokens
+from patchclamp.language.tokens import (
+    Index,
+    IndexLike,
+    Indices,
+    IndicesLike,
+    Selection,
+    TokensLike,
+    as_index,
+    as_indices,
+    parse_index,
+    parse_tokens,
+)
 
 Width = Literal["D", "V", "Q", "K", "Z", "M", "X"]
 Block = Literal["", "attention", "mlp"]
@@ -248,21 +259,21 @@ class Site(msgspec.Struct, frozen=True):
     """A named tensor: its name, its layers (None: all), and an index within its row (None: the whole row)."""
 
     name: str
-    layers: Index | None = None
+    layers: Indices | None = None
     index: Index | None = None
 
     def __post_init__(self) -> None:
         spec = SITES.get(self.name) if isinstance(self.name, str) else None
         if spec is None:
             raise unknown("site", self.name, SITES)
-        for field in ("layers", "index"):
-            msgspec.structs.force_setattr(self, field, as_index(getattr(self, field)))
+        msgspec.structs.force_setattr(self, "layers", as_indices(self.layers))
+        msgspec.structs.force_setattr(self, "index", as_index(self.index))
         if self.layers is not None and not spec.layered:
             raise ProgramError(f"{self.name} has no layers: write {self.name!r} without brackets")
         if self.index is not None and not spec.index:
             raise ProgramError(f"{self.name} takes a layer only; it has no second index")
 
-    def __getitem__(self, key: IndexLike | tuple[IndexLike, ...]) -> Site:
+    def __getitem__(self, key: IndicesLike | tuple[IndicesLike, IndexLike]) -> Site:
         if self.layers is not None or self.index is not None:
             raise ProgramError(f"{self} is already indexed")
         keys = key if isinstance(key, tuple) else (key,)
@@ -270,7 +281,7 @@ class Site(msgspec.Struct, frozen=True):
             raise ProgramError(f"a site takes a layer and at most one index, not {len(keys)}")
         if any(key is None for key in keys):
             raise ProgramError(f"expected a layer or a range, got None; {self.name} without brackets is all layers")
-        return Site(self.name, *map(as_index, keys))
+        return Site(self.name, *keys)  # pyright: ignore[reportArgumentType]  converted by __post_init__
 
     def __matmul__(self, tokens: Selection | str) -> At:
         return At(self, parse_tokens(tokens))
@@ -278,7 +289,8 @@ class Site(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.layers is None and self.index is None:
             return self.name
-        layers = ":" if self.layers is None else str(self.layers)
+        layers = self.layers
+        layers = ":" if layers is None else str(list(layers)) if isinstance(layers, tuple) else str(layers)
         return f"{self.name}[{layers}]" if self.index is None else f"{self.name}[{layers}, {self.index}]"
 
     def __repr__(self) -> str:
@@ -315,7 +327,9 @@ def parse_edited_site(text: Site | str) -> Site:
     return site
 
 
-_BRACKETS = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
+_BRACKETS = re.compile(
+    r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[\s*(?:\[(?P<layers>[^\[\]]*)\]\s*,?)?(?P<keys>[^\[\]]*)\])?\s*"
+)
 
 
 MAX_TEXT = 1 << 12  # characters of a site's text form
@@ -343,7 +357,8 @@ def parse_site(text: Site | str) -> Site:
     name = NNTERP.get(words["name"], words["name"])
     if name not in SITES:
         raise unknown("site", name, SITES)
-    keys = [] if words["keys"] is None else words["keys"].split(",")
-    if len(keys) > 2:
+    listed = [] if words["layers"] is None else [tuple(parse_index(key) for key in words["layers"].split(","))]
+    keys = [] if words["keys"] is None or (listed and not words["keys"].strip()) else words["keys"].split(",")
+    if len(listed) + len(keys) > 2:
         raise ProgramError(f"{text!r}: a site takes a layer and at most one index")
-    return Site(name, *(parse_index(key) for key in keys))
+    return Site(name, *listed, *(parse_index(key) for key in keys))  # pyright: ignore[reportArgumentType]

@@ -47,7 +47,9 @@ class Range(msgspec.Struct, frozen=True):
 
 
 Index = int | Range
+Indices = Index | tuple[int, ...]
 IndexLike = SupportsIndex | slice | Range | None
+IndicesLike = IndexLike | Sequence[SupportsIndex]
 
 
 def as_integer(value: SupportsIndex) -> int:
@@ -67,6 +69,16 @@ def as_index(key: IndexLike) -> Index | None:
     if key is None or isinstance(key, Range):
         return None if key == Range() else key
     return as_integer(key)
+
+
+def as_indices(key: IndicesLike) -> Indices | None:
+    """Make an index, or a tuple of indices in their order, from a subscript."""
+    if not isinstance(key, (list, tuple, range)):
+        return as_index(key)  # pyright: ignore[reportArgumentType]
+    listed = tuple(map(as_integer, key))
+    if not listed or len(set(listed)) < len(listed):
+        raise ProgramError(f"expected distinct numbers, got {list(key)}")
+    return listed
 
 
 _NUMBER = r"\s*(-?\d{1,9})\s*"
@@ -115,7 +127,7 @@ class Positions(Selection, frozen=True, tag="positions"):
     """Positions of a group (`prompt`, `generated` or `every`), by number, list or range (None: all)."""
 
     of: str
-    index: Index | tuple[int, ...] | None = None
+    index: Indices | None = None
 
     def __post_init__(self) -> None:
         if self.of not in GROUPS:
@@ -171,7 +183,7 @@ class Role(Selection, frozen=True, tag="role"):
 
     role: str
     message: int | None = None
-    index: Index | tuple[int, ...] | None = None
+    index: Indices | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, str) or not self.role or re.search("[\ud800-\udfff]", self.role):
@@ -213,7 +225,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
     """
 
     number: int | None = None
-    index: Index | tuple[int, ...] | None = None
+    index: Indices | None = None
 
     def __post_init__(self) -> None:
         if self.number is not None:
@@ -255,7 +267,7 @@ Key = SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]
 _Indexed = Positions | Role | ImageTokens
 
 
-def _index_of(indexed: _Indexed, key: Any) -> Index | tuple[int, ...] | None:
+def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
     """The index of a subscript of a selection."""
     if indexed.index is not None:
         raise ProgramError(f"{indexed} is already indexed")
@@ -287,7 +299,7 @@ def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], 
     return chosen
 
 
-def _brackets(index: Index | tuple[int, ...] | None) -> str:
+def _brackets(index: Indices | None) -> str:
     """The text form of a selection's index."""
     if index is None:
         return ""
@@ -296,16 +308,18 @@ def _brackets(index: Index | tuple[int, ...] | None) -> str:
 
 
 class TextSpan(Selection, frozen=True, tag="span"):
-    """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance."""
+    """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance, or
+    with its only one (None)."""
 
     text: str
-    occurrence: int = 0
+    occurrence: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise ProgramError(f"expected a text, got {type(self.text).__name__} {self.text!r:.200}", "text")
         try:
-            msgspec.structs.force_setattr(self, "occurrence", as_integer(self.occurrence))
+            if self.occurrence is not None:
+                msgspec.structs.force_setattr(self, "occurrence", as_integer(self.occurrence))
         except ProgramError as error:
             raise error.under("occurrence") from None
         if re.search("[\ud800-\udfff]", self.text):
@@ -314,22 +328,31 @@ class TextSpan(Selection, frozen=True, tag="span"):
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
-        """The positions of tokens that share a character with the span. Raises `TokensError` if the prompt lacks it.
+        """The positions of tokens that share a character with the span. Raises `TokensError` if the prompt lacks it, or
+        has it several times and none was chosen.
 
         offsets: each token's (first, last + 1) character in the prompt
         """
         starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
         if not starts:
             raise TokensError(f"{self}: not in the prompt {prompt_text!r}")
-        if not -len(starts) <= self.occurrence < len(starts):
-            raise TokensError(f"{self}: the prompt {prompt_text!r} has {len(starts)} of it, numbered from 0")
-        begin = starts[self.occurrence]
+        count, chosen = len(starts), self.occurrence
+        if chosen is None and count > 1:
+            text = json.dumps(self.text, ensure_ascii=False)
+            raise TokensError(
+                f"{self}: {count} matches in {prompt_text!r}; choose one, from span({text}, 0), the first, to "
+                f"span({text}, {count - 1}), the last, or join several with |"
+            )
+        chosen = chosen or 0
+        if not -count <= chosen < count:
+            raise TokensError(f"{self}: {count} matches in {prompt_text!r}, numbered from 0")
+        begin = starts[chosen]
         end = begin + len(self.text)
         return [position for position, (a, b) in enumerate(offsets) if a < end and b > begin and b > a]
 
     def __str__(self) -> str:
         text = json.dumps(self.text, ensure_ascii=False)
-        return f"span({text})" if self.occurrence == 0 else f"span({text}, {self.occurrence})"
+        return f"span({text})" if self.occurrence is None else f"span({text}, {self.occurrence})"
 
 
 class TokenIds(Selection, frozen=True, tag="token"):
@@ -410,8 +433,9 @@ every = Positions("every")
 image = ImageTokens()
 
 
-def span(text: str, occurrence: int = 0) -> TextSpan:
-    """The prompt tokens that spell `text`; `occurrence` counts from 0, or from the end if negative."""
+def span(text: str, occurrence: int | None = None) -> TextSpan:
+    """The prompt tokens that spell `text`. `occurrence` chooses one of several matches, from 0, or from the end if
+    negative; without it, the text must occur once."""
     return TextSpan(text, occurrence)
 
 
@@ -490,7 +514,8 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
             raise _malformed(text)
         return selection, closed.end()
     if match := _SPAN.match(text, at):
-        return TextSpan(_unquote(match["text"]), int(match["n"] or 0)), match.end()
+        number = None if match["n"] is None else int(match["n"])
+        return TextSpan(_unquote(match["text"]), number), match.end()
     if match := _ROLE.match(text, at):
         number = None if match["n"] is None else int(match["n"])
         return Role(_unquote(match["text"]), number, _keys(match["keys"], text)), match.end()
@@ -518,7 +543,7 @@ def _group(match: re.Match[str], text: str) -> Positions:
     return Positions(match["of"], _keys(match["keys"], text))
 
 
-def _keys(keys: str | None, text: str) -> Index | tuple[int, ...] | None:
+def _keys(keys: str | None, text: str) -> Indices | None:
     """Parse the text of a selection's subscript."""
     if keys is None:
         return None

@@ -9,7 +9,7 @@ import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language.site import SITES, Site
-from patchclamp.language.tokens import Index
+from patchclamp.language.tokens import Index, Range
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
@@ -245,14 +245,20 @@ class SiteMap:
 
     def _layers(self, site: Site) -> list[int]:
         """The layers of a site on this model."""
-        index: Index | None = site.layers
+        index = site.layers
         kind, shift = self.family.sites[site.name]
         having = self._having(kind) if shift == 0 else list(range(self.layers))
         if index is None:
             return having
-        chosen = [index % self.layers] if isinstance(index, int) else list(index.indices(self.layers))
-        if not chosen or not _fits(index, self.layers):
+        if isinstance(index, Range):
+            chosen, fits = list(index.indices(self.layers)), _fits(index, self.layers)
+        else:
+            named = index if isinstance(index, tuple) else (index,)
+            chosen, fits = [i % self.layers for i in named], all(_fits(i, self.layers) for i in named)
+        if not chosen or not fits:
             raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
+        if len(set(chosen)) < len(chosen):
+            raise UnsupportedSite(f"{site}: expected distinct layers, got {chosen}")
         lacking = [layer for layer in chosen if layer not in having] if len(having) < self.layers else []
         if lacking:
             kinds = self.family.points[kind].layers
