@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
@@ -167,34 +168,48 @@ class Run:
     def finish_reason(self) -> str | None:
         return self.answer.finish_reason
 
-    def __getitem__(self, site: Site | str) -> torch.Tensor | np.ndarray:
-        """The captured rows of one site: a CPU tensor [T, W] of the captured positions, in the capture's dtype (a NumPy
-        array from the fake engine). Sites with heads return [T, H, E]; an integer index drops its axis, so
-        `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] returns [T, k].
+    def __getitem__(self, site: Site | str) -> torch.Tensor:
+        """The captured rows of a site, on the CPU, in the capture's dtype: [T, W] for one layer, whose T captured
+        positions `run.positions(site)` lists, and [L, T, W] for several, which `run.layers(site)` lists.
+        `run[pc.resid_post]` has the layers that were captured; a list or a range of layers must have been captured
+        whole. Sites with heads have [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A
+        capture projected by W [k, D] has [T, k].
 
         A site captured twice returns the union of positions, with the later op's row at a position that both captured.
         A path such as "edits[0]" returns the rows of that `Capture` alone, as they were at its place in the program.
         Each read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids it.
+        The fake engine, which works without PyTorch, returns NumPy arrays.
 
-        Raises `MissingSource` if the site was not captured, and the run's own error if it failed.
+        Raises `MissingSource` if the site was not captured, `ProgramError` if its layers have different positions, and
+        the run's own error if it failed.
         """
         return self.read(site)
 
-    def read(self, site: Site | str, *, copy: bool = True) -> torch.Tensor | np.ndarray:
-        """Returns `run[site]`; with `copy=False` the captured memory itself, which later reads and `From` share: do not
-        change it in place."""
+    def read(self, site: Site | str, *, copy: bool = True) -> torch.Tensor:
+        """Returns `run[site]`. With `copy=False`, one layer's rows are the captured memory itself, which later reads
+        and `From` share: do not change it in place."""
         as_flag(copy, "copy")
-        at, ref, ordinal = self._locate(site)
-        return self.rows_of(str(site), at, ref, ordinal, copy=copy)
+        at, refs, ordinal = self._locate(site)
+        if not is_stacked(at):
+            return self.rows_of(str(site), at, refs[0], ordinal, copy=copy)
+        if ordinal is None and (unread := self.unread({ref.point for ref in refs})):
+            captured = self._owner.engine.fetch_many([(self.key, *key) for key in unread])
+            self.take_fetched(dict(zip(unread, captured, strict=True)))
+        self._shared_positions(site, refs, ordinal)
+        return stacked([self.rows_of(str(site), at, ref, ordinal, copy=False) for ref in refs])
+
+    def layers(self, site: Site | str) -> list[int]:
+        """The layers of `run[site]`, in the order of its first axis: those of the site that were captured."""
+        return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None]
 
     def rows_of(
         self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True
-    ) -> torch.Tensor | np.ndarray:
+    ) -> torch.Tensor:
         """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
         rows = self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
         if not copy:
-            return rows
-        return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()
+            return rows  # pyright: ignore[reportReturnType]  arrays are the fake engine's
+        return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
 
     def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         """Slices and shapes the rows of a point into those of one site."""
@@ -208,8 +223,19 @@ class Run:
 
     def positions(self, site: Site | str) -> list[int]:
         """The position of each row of `run[site]`."""
-        _, ref, ordinal = self._locate(site)
-        return self._fetch(ref, ordinal, str(site))[0].tolist()
+        _, refs, ordinal = self._locate(site)
+        return self._shared_positions(site, refs, ordinal).tolist()
+
+    def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
+        """The positions of a site. Raises `ProgramError` if its layers have different ones."""
+        first, *others = [self._fetch(ref, ordinal, str(site))[0] for ref in refs]
+        for ref, positions in zip(refs[1:], others, strict=True):
+            if not np.array_equal(first, positions):
+                raise ProgramError(
+                    f"{site}: {refs[0]} has {len(first)} positions and {ref} has {len(positions)}, or others; read one "
+                    f"layer at a time, as in run[pc.{ref}]"
+                )
+        return first
 
     @property
     def sites(self) -> list[str]:
@@ -248,7 +274,7 @@ class Run:
 
     def is_projected(self, site: Site | str) -> bool:
         """True if the site was captured as products with a matrix and not as rows."""
-        return self._locate(site)[1].point in self._projected
+        return self._locate(site)[1][0].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
         """The site's names layer by layer, each valid in `run[...]`."""
@@ -284,7 +310,10 @@ class Run:
 
     def layout(self, site: Site | str) -> Layout:
         """The description of `run[site]`, without reading its rows. Raises the same errors."""
-        at, ref, ordinal = self._locate(site)
+        at, refs, ordinal = self._locate(site)
+        if len(refs) > 1:
+            raise ProgramError(f"expected one layer, got {at}, which has {len(refs)}, such as {refs[0]}")
+        ref = refs[0]
         self._check_part(ref, str(site))
         ordinals = self._ordinals(ref.point, ordinal, str(site))
         if any(_conditional(self._ops[i]) for i in ordinals):
@@ -352,15 +381,19 @@ class Run:
         """The computed positions among ascending ones."""
         return positions[: np.searchsorted(positions, self._positions)]
 
-    def _locate(self, site: Site | str) -> tuple[Site, SiteRef, int | None]:
-        """The site (or that of the `Capture` at a path), its ref, and the index of that `Capture` (None for a site)."""
+    def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
+        """The site (or that of the `Capture` at a path), its refs, and the index of that `Capture` (None for a site).
+        All layers stand for those that were captured."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
+        return at, self.captured_layers(at), ordinal
+
+    def captured_layers(self, at: Site) -> list[SiteRef]:
+        """The refs of a site; of all its layers, those that were captured if any were."""
         refs = self._sites.resolve(at)
-        if len(refs) > 1:
-            raise ProgramError(f"run[...] takes one layer: {at} names {len(refs)}, as in run[pc.{refs[0]}]")
-        return at, refs[0], ordinal
+        captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
+        return captured or refs
 
     def _fetch(self, ref: SiteRef, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """The positions and rows of a site's point, captured by one op or by all (None)."""
@@ -519,7 +552,77 @@ class Run:
     def __repr__(self) -> str:
         if self.error is not None:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
-        return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        captured = f", captured {self._summary()}" if self.has_captures else ""
+        return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {text!r}{captured}>"
+
+    def _summary(self) -> str:
+        """The captured sites in short: `resid_post[0, 1, … 29], z[5]`."""
+        by_name: dict[str, list[str]] = {}
+        for point in sorted(self._captured):
+            name, _, layer = self._sites.label(point).rstrip("]").partition("[")
+            by_name.setdefault(name, []).extend([layer] if layer else [])
+        short = {name: [*of[:2], "…", of[-1]] if len(of) > 4 else of for name, of in by_name.items()}
+        return ", ".join(name + (f"[{', '.join(of)}]" if of else "") for name, of in short.items())
+
+    def _repr_html_(self) -> str:
+        """The text of prompt and generation, and the captured sites, for notebooks."""
+        if self.error is not None:
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        strings = [html.escape(token) for token in self.token_strings]
+        prompt, rest = strings[: len(self.prompt_token_ids)], strings[len(self.prompt_token_ids) :]
+        logprobs = self.answer.logprobs or [None] * len(rest)
+        generated = [
+            f"<b>{token}</b>" if value is None else f'<b title="log-probability {value:.3f}">{token}</b>'
+            for token, value in zip(rest, logprobs, strict=False)
+        ]
+        captured = f"<p>captured: <code>{html.escape(self._summary())}</code></p>" if self.has_captures else ""
+        text = f'<span style="opacity: 0.6">{"".join(prompt)}</span>{"".join(generated)}'
+        return f'<div style="white-space: pre-wrap">{text}</div>{captured}'
+
+
+class Captures(dict[str, "torch.Tensor"]):
+    """The captures of one run, from `lm.fetch`: tensors by site name, such as "resid_post[3]".
+
+    `captures[pc.resid_post[3]]` takes a site by any of its names, and `captures[pc.resid_post]` stacks the layers that
+    were fetched: [L, T, W], in the order of `captures.keys()`.
+    """
+
+    def __init__(self, rows: dict[str, torch.Tensor], sites: SiteMap) -> None:
+        super().__init__(rows)
+        self._sites = sites
+
+    def __missing__(self, site: Site | str) -> torch.Tensor:
+        at = parse_site(site)
+        names = self._names(at)
+        if not names:
+            raise MissingSource(f"{site} was not fetched; these are: {', '.join(self) or 'no captures'}")
+        return stacked([self[name] for name in names]) if is_stacked(at) else self[names[0]]
+
+    def __contains__(self, site: object) -> bool:
+        return super().__contains__(site) or (isinstance(site, (str, Site)) and bool(self._names(parse_site(site))))
+
+    def _names(self, at: Site) -> list[str]:
+        names = [str(ref) for ref in self._sites.resolve(at)]
+        present = [name for name in names if dict.__contains__(self, name)]
+        return present if at.layers is None or len(present) == len(names) else []
+
+
+def is_stacked(at: Site) -> bool:
+    """True if a site's rows have a first axis for layers."""
+    return SITES[at.name].layered and not isinstance(at.layers, int)
+
+
+def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Stacks the rows of layers, which are tensors, or arrays of the fake engine."""
+    shapes = list(dict.fromkeys(str(list(row.shape)) for row in rows))
+    if len(shapes) > 1:
+        raise ProgramError(f"expected layers of one shape, got {' and '.join(shapes)}; read one layer at a time")
+    if isinstance(rows[0], np.ndarray):
+        return np.stack(rows)  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
+    import torch
+
+    return torch.stack(rows)
 
 
 def _conditional(op: BoundOp) -> bool:

@@ -171,3 +171,80 @@ def test_captures_are_limited_by_the_memory_that_is_left(monkeypatch):
         with pytest.raises(pc.ProgramError) as raised:
             pc.LM("fake", capture_bytes=wrong)
         assert raised.value.path == "capture_bytes"
+
+
+def test_a_site_of_several_layers_is_read_as_one_array():
+    run = LM.run([5, 6, 7], max_tokens=2, capture=[pc.resid_post[[1, 0]], pc.z[1], pc.embed @ pc.prompt[-1]])
+    assert (run.layers(pc.resid_post), run.layers(pc.z), run.layers(pc.embed)) == ([0, 1], [1], [])
+    each = [run[pc.resid_post[layer]] for layer in (0, 1)]
+    assert np.array_equal(run[pc.resid_post], np.stack(each))
+    assert np.array_equal(run[pc.resid_post[[1, 0]]], np.stack(each[::-1]))
+    assert np.array_equal(run[pc.resid_post[1:2]], each[1][None])
+    assert np.array_equal(run[pc.z[:, 1]], run[pc.z[1, 1]][None])
+    assert run.positions(pc.resid_post) == [0, 1, 2, 3]
+    assert np.array_equal(run["capture[0]"], run[pc.resid_post])  # all layers of the capture
+    with pytest.raises(pc.MissingSource):
+        run[pc.z[:2]]  # a range is not cut to what was captured
+    with pytest.raises(pc.MissingSource):
+        run[pc.mlp_out]
+    assert repr(run).endswith("captured embed, z[1], resid_post[0, 1]>")
+    assert "z[1]" in run._repr_html_()
+    run[pc.resid_post][:] = 7
+    assert np.array_equal(run[pc.resid_post], np.stack(each))
+
+
+def test_layers_of_different_positions_are_not_stacked():
+    run = LM.run([5, 6, 7], max_tokens=1, capture=[pc.resid_post[0] @ pc.prompt[0], pc.resid_post[1]])
+    with pytest.raises(pc.ProgramError, match=r"run\[pc.resid_post\[1\]\]"):
+        run[pc.resid_post]
+    with pytest.raises(pc.ProgramError, match="positions"):
+        run.positions(pc.resid_post)
+    assert run.layers(pc.resid_post) == [0, 1]
+
+
+def test_fetched_captures_take_sites_by_any_name():
+    runs = [LM.run([5, 6, 7], max_tokens=1, capture=[pc.resid_post[of], pc.embed]) for of in (0, 1)]
+    for run, captures in zip(runs, LM.fetch(runs, [pc.resid_post, pc.embed]), strict=True):
+        [layer] = run.layers(pc.resid_post)
+        assert list(captures) == [f"resid_post[{layer}]", "embed"]
+        assert np.array_equal(captures[pc.resid_post], run[pc.resid_post])
+        assert np.array_equal(captures[f"blocks.{layer}.hook_resid_post"], run[pc.resid_post[layer]])
+        assert pc.embed in captures
+        assert pc.resid_post[1 - layer] not in captures
+        with pytest.raises(pc.MissingSource):
+            captures[pc.resid_post[1 - layer]]
+    with pytest.raises(pc.MissingSource):
+        LM.fetch(runs, pc.resid_post[0])
+
+
+def test_samples_have_noise_of_their_own():
+    """Sample i has the noise of the seed plus i, also where a program of the bank draws it."""
+    with pc.LM("fake", prove=False) as lm:
+        lm.engine.check_sampling = lambda sampling: None  # the fake engine has no temperature
+        noise = pc.Noise(0.5, pc.embed, seed=3)
+        lm.bank["noise"] = [noise]
+        for edit in (noise, pc.Use("noise")):
+            several = lm.run([5, 6, 7], max_tokens=1, n=3, temperature=1.0, edits=[edit], capture=pc.embed)
+            seeded = [lm.run([5, 6, 7], max_tokens=1, edits=[pc.Noise(0.5, pc.embed, seed=3 + i)], capture=pc.embed)
+                      for i in range(3)]  # fmt: skip
+            assert [run[pc.embed].tobytes() for run in several] == [run[pc.embed].tobytes() for run in seeded]
+            assert len({run[pc.embed].tobytes() for run in several}) == 3
+        assert len(lm.run([5], max_tokens=1, n=1, temperature=1.0)) == 1
+        assert [len(runs) for runs in lm.run([[5], [6]], max_tokens=1, n=2, temperature=1.0)] == [2, 2]
+        for wrong in ({"n": 2}, {"n": 0}, {"n": True}, {"n": 2, "temperature": 1.0, "sampling": {"n": 2}}):
+            with pytest.raises(pc.ProgramError):
+                lm.run([5], **wrong)
+
+
+def test_text_is_scored_if_it_is_one_token():
+    token = LM.tokenizer.token_strings([9])[0]
+    assert LM.run([5, 6], max_tokens=1, score=token).scores == LM.run([5, 6], max_tokens=1, score=[9]).scores
+    with pytest.raises(pc.TokensError, match="one token"):
+        LM.run([5, 6], max_tokens=1, score=[token * 2])
+
+
+def test_dir_lists_public_names_alone():
+    assert set(dir(pc)) == set(pc.__all__)
+    assert {"LM", "studies", "Run", "resid_post"} <= set(dir(pc))
+    assert not {"errors", "language", "importlib", "Any"} & set(dir(pc))
+    assert pc.LM.run.__signature__.parameters.keys() >= {"prompt", "max_tokens", "n", "temperature"}
