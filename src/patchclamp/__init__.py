@@ -58,6 +58,25 @@ if TYPE_CHECKING:
     from patchclamp.stream import Stream
     from patchclamp.trace.load import TracedLM as LM
 
+    # the sites of `language.SITES`, for type checkers and editors
+    embed: Site
+    resid_pre: Site
+    attn_in: Site
+    q: Site
+    k: Site
+    v: Site
+    z: Site
+    attn_out: Site
+    mixer_out: Site
+    resid_mid: Site
+    mlp_in: Site
+    router: Site
+    neurons: Site
+    mlp_out: Site
+    resid_post: Site
+    final_norm: Site
+    logits: Site
+
 site = language.parse_site
 tokens = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
@@ -69,6 +88,10 @@ _LAZY = {
     "Stream": ("patchclamp.stream", "Stream"),
     "studies": ("patchclamp.studies", None),
 }
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Parses the arguments of a call: each is one value for all prompts, or a list with one per prompt."""
+"""The arguments of a call, and their parsing: each is one value for all prompts, or a list with one per prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -16,6 +16,21 @@ from patchclamp.language.values import as_items
 MAX_RUNS = 16_384  # per prompt, as in vLLM
 
 
+class CallArguments(TypedDict, total=False):
+    """The optional arguments that `lm.run`, `lm.arun` and `lm.stream` share, besides `messages` and `n`; `LM.run`
+    explains them, and `LM._read_call` has their defaults."""
+
+    max_tokens: int
+    edits: Any
+    capture: Any
+    sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    temperature: float | None
+    score: Any
+    logprobs: bool | int
+    lora: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 def count_of(sampling: dict[str, Any]) -> int:
     """The number of runs of a prompt. Removes `n` from its sampling parameters."""
     count = sampling.pop("n", None)
@@ -23,19 +38,23 @@ def count_of(sampling: dict[str, Any]) -> int:
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
         raise ProgramError(f"expected a whole number from 1 to {MAX_RUNS}, got {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
-        raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
+        raise ProgramError(f"{count} greedy runs would all be the same; give a temperature", "sampling.n")
     return int(count)
 
 
-def samplings_of(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
-    """The sampling parameters of each prompt."""
+def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[str, Any]]:
+    """The sampling parameters of each prompt. `given`: those that are arguments of the call, None if they are not."""
+    given = {name: value for name, value in given.items() if value is not None}
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
     )
     named = (isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in samplings)
     if len(samplings) != prompts or not all(named):
-        raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
-    return samplings
+        raise ProgramError(f"expected names and values, or a list of {prompts} of them, one per prompt", "sampling")
+    for name in given:
+        if any(name in one for one in samplings):
+            raise ProgramError(f"{name} is given twice: as an argument and in sampling", f"sampling.{name}")
+    return [{**one, **given} for one in samplings] if given else samplings
 
 
 def plain(value: Any) -> Any:
@@ -58,7 +77,7 @@ def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
         raise ProgramError(f"expected a whole number of 64 bits, got {seed!r}", "sampling.seed")
     if seed + number == -1:
         raise ProgramError(
-            f"of runs from {seed} on one would have the seed -1, which is none: begin elsewhere", "sampling.seed"
+            f"seeds count up from {seed}, and -1 means no seed; start from another number", "sampling.seed"
         )
     return {**sampling, "seed": seed + number}
 
@@ -84,7 +103,7 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
         items = sorted(items, key=str) if unordered else as_items(items, name)
     if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in items):
         if not all(isinstance(item, (list, tuple)) for item in items):
-            raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)
+            raise ProgramError("expected one list for all prompts, or a list of lists, one per prompt", name)
         if len(items) != prompts:
             raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
         return items
@@ -96,9 +115,9 @@ def top_logprobs_of(logprobs: Any, scored: bool) -> int | None:
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:
-        raise ProgramError(f"True, or a number from 1 to {MAX_SCORES}, not {logprobs!r}", "logprobs")
+        raise ProgramError(f"expected True, or a number from 1 to {MAX_SCORES}, got {logprobs!r}", "logprobs")
     if scored:
-        raise ProgramError("a run with score= has no likeliest tokens beside it: give logprobs=True", "logprobs")
+        raise ProgramError("top log-probabilities are not available with score=; write logprobs=True", "logprobs")
     return int(logprobs)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import inspect
 import itertools
 import os
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import msgspec
 import numpy as np
 
 from patchclamp.call import (
+    CallArguments,
     as_list,
     count_of,
     fuzz_of,
@@ -31,12 +33,12 @@ from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expande
 from patchclamp.engines.open import open_engine
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
-from patchclamp.language import Program
+from patchclamp.language import Program, Site
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
-from patchclamp.run import Run
-from patchclamp.sites import SiteRef
+from patchclamp.plan.bound import of_sample
+from patchclamp.run import Captures, Run
 from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.stream import Stream, wake
@@ -90,31 +92,51 @@ class LM:
     def tokenizer(self):
         return self.engine.tokenizer
 
+    @overload
+    def run(
+        self, prompt: str | Mapping[str, Any] | Sequence[int], *, n: None = None, **arguments: Unpack[CallArguments]
+    ) -> Run: ...
+    @overload
     def run(
         self,
-        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
+        prompt: Sequence[str | Mapping[str, Any] | Sequence[int]],
         *,
-        messages: list[Any] | None = None,
-        max_tokens: int = 16,
-        edits: Any = (),
-        capture: Any = (),
-        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        score: Sequence[Any] = (),
-        logprobs: bool | int = False,
-        lora: Any = None,
-    ) -> Any:
+        n: None = None,
+        **arguments: Unpack[CallArguments],
+    ) -> list[Run]: ...
+    @overload
+    def run(
+        self, prompt: str | Mapping[str, Any] | Sequence[int], *, n: int, **arguments: Unpack[CallArguments]
+    ) -> list[Run]: ...
+    @overload
+    def run(
+        self, prompt: Sequence[str | Mapping[str, Any] | Sequence[int]], *, n: int, **arguments: Unpack[CallArguments]
+    ) -> list[list[Run]]: ...
+    @overload
+    def run(
+        self, *, messages: Sequence[Mapping[str, Any]], n: None = None, **arguments: Unpack[CallArguments]
+    ) -> Run: ...
+    @overload
+    def run(
+        self, prompt: Any = None, *, messages: Any = None, n: int | None = None, **arguments: Unpack[CallArguments]
+    ) -> Any: ...
+    def run(self, prompt: Any = None, **arguments: Any) -> Any:
         """Runs one prompt and returns its `Run`, or runs a list of prompts as one batch and returns a list of `Run`.
 
         prompt: text or token ids, or a list of either. On vLLM a prompt may have images, in vLLM's own format:
             `{"prompt": text, "multi_modal_data": {"image": image}}`, or with `"prompt_token_ids"`
-        messages: a chat in place of a prompt, or a list of chats; on vLLM also with images as OpenAI content parts
+        messages: a chat in place of a prompt, or a list of chats; on vLLM also with images as OpenAI content parts. A
+            last message of the assistant's is continued
+        chat_template_kwargs: further arguments of the chat template, such as `{"enable_thinking": False}`
         max_tokens: the maximum number of generated tokens
         edits, capture: one program for all prompts, or a list of lists, one per prompt
-        sampling: sampling parameters by vLLM's names, or a list of them, one per prompt; greedy by default. With `n`
-            above 1 a prompt returns a list of `n` runs, each with its own captures and the seed `seed` + its index.
-            `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), applied after the edits
-        score: token ids to score as the next token after the prompt (log-probabilities in `run.scores`), or a list of
-            such lists, one per prompt
+        temperature: of sampling; greedy by default
+        n: the number of samples per prompt, which need a temperature. A prompt then returns a list of `n` runs, each
+            with its own captures. Sample i has the seed `seed` + i, also of `Noise`
+        sampling: further sampling parameters by vLLM's names, or a list of them, one per prompt. `extra_args` may have
+            `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), applied after the edits
+        score: tokens to score as the next one after the prompt (log-probabilities in `run.scores`), as ids or texts of
+            one token, or a list of such lists, one per prompt
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
             top k tokens too (`run.top_logprobs`)
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
@@ -124,7 +146,7 @@ class LM:
         invalid program raises before anything runs.
         """
         with base.rarely():
-            call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
+            call = self._read_call(prompt, **arguments)
             futures = self.engine.submit(call.requests)
             try:
                 answers = [_wait(future) for future in futures]
@@ -133,23 +155,11 @@ class LM:
                 raise
             return self._runs_of(call, answers)
 
-    async def arun(
-        self,
-        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
-        *,
-        messages: list[Any] | None = None,
-        max_tokens: int = 16,
-        edits: Any = (),
-        capture: Any = (),
-        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        score: Sequence[Any] = (),
-        logprobs: bool | int = False,
-        lora: Any = None,
-    ) -> Any:
+    async def arun(self, prompt: Any = None, **arguments: Any) -> Any:
         """The asyncio version of `run`: calls awaited together run concurrently, on vLLM in the same batches. A
         cancelled call stops computing."""
         with base.rarely():
-            call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
+            call = self._read_call(prompt, **arguments)
             futures = self.engine.submit(call.requests)  # no await before `try`: a cancelled call is aborted
             try:
                 answers = await _all_answers(futures)
@@ -158,26 +168,14 @@ class LM:
                 raise
             return self._runs_of(call, answers)
 
-    def stream(
-        self,
-        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
-        *,
-        messages: list[Any] | None = None,
-        max_tokens: int = 16,
-        edits: Any = (),
-        capture: Any = (),
-        sampling: Mapping[str, Any] | None = None,
-        score: Sequence[Any] = (),
-        logprobs: bool | int = False,
-        lora: Any = None,
-    ) -> Stream:
+    def stream(self, prompt: Any = None, *, messages: Any = None, **arguments: Unpack[CallArguments]) -> Stream:
         """Runs one prompt as `run` does and streams its output: `for part in lm.stream(...)`, or `async for`. After the
         last part `stream.run` is the `Run`. Invalid arguments raise here, before anything runs."""
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
+        call = self._read_call(prompt, messages=messages, **arguments)
         if call.listed:
-            raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
+            raise ProgramError("expected one prompt, got a list", "prompt" if messages is None else "messages")
         if call.counts != [1]:
-            raise ProgramError(f"one run is streamed, not {call.counts[0]}: ask for several streams", "sampling.n")
+            raise ProgramError(f"expected one sample, got n={call.counts[0]}; start several streams", "sampling.n")
         request, program = call.requests[0], call.programs[0]
         return Stream(
             self.engine, request, lambda answer: self._runs_of(call, [answer]),
@@ -185,9 +183,21 @@ class LM:
         )  # fmt: skip
 
     def _read_call(
-        self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,
-        logprobs: Any, lora: Any,
-    ) -> _Call:  # fmt: skip
+        self,
+        prompt: Any = None,
+        *,
+        messages: Any = None,
+        max_tokens: int = 16,
+        edits: Any = (),
+        capture: Any = (),
+        temperature: float | None = None,
+        n: int | None = None,
+        sampling: Any = None,
+        score: Any = (),
+        logprobs: bool | int = False,
+        lora: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> _Call:
         """Reads and checks the arguments of a call, and makes one request per run."""
         prompts, listed = self._prompts(prompt, messages)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
@@ -195,7 +205,7 @@ class LM:
         programs = [by_lists.get((id(edit), id(keep)))
                     or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
-        samplings = [plain(one) for one in samplings_of(sampling, len(prompts))]
+        samplings = [plain(one) for one in samplings_of(sampling, len(prompts), temperature=temperature, n=n)]
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
@@ -210,7 +220,7 @@ class LM:
         )
         requests = [
             self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],
-                          f"prompt {i}" if listed else None, top, bindings)
+                          f"prompt {i}" if listed else None, top, bindings, number)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]  # fmt: skip
@@ -222,7 +232,7 @@ class LM:
                 for request in requests if (bound := request.bound) is not None
                 for i, positions in bound.captured.items()
             ))  # fmt: skip
-        return _Call(requests, programs, counts, listed)
+        return _Call(requests, programs, counts, listed, n is not None)
 
     def _check_memory(self, size: int) -> None:
         """Raises `CapacityError` if captures of this size exceed `capture_bytes` or, by default, available memory."""
@@ -240,21 +250,27 @@ class LM:
         """The runs of a call, in the form that `run` returns."""
         runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
         self._runs.update((run.key, run) for run in runs)
-        if call.counts == [1] and not call.listed and runs[0].error is not None:
+        if call.counts == [1] and not call.listed and not call.sampled and runs[0].error is not None:
             runs[0].close()  # the caller never receives it
             raise runs[0].error
         rest = iter(runs)
-        grouped = [next(rest) if n == 1 else list(itertools.islice(rest, n)) for n in call.counts]
+        grouped = [next(rest) if n == 1 and not call.sampled else list(itertools.islice(rest, n)) for n in call.counts]
         return grouped if call.listed else grouped[0]
 
-    def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[dict[str, Any]]:
-        """Fetches the captures of many runs in few engine calls, at some sites or (None) all: one dict per run of its
-        tensors [T, W] by site name, such as "resid_post[3]". They equal `run.read(site, copy=copy)`. Raises
-        `MissingSource` for a site that a run did not capture, and a failed run's own error."""
+    def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[Captures]:
+        """Fetches the captures of many runs in few engine calls, at some sites or (None) all: for each run a dict of
+        its tensors by site name, such as "resid_post[3]", which also takes sites: `fetched[0][pc.resid_post]` is
+        [L, T, W]. A site of all layers stands for those that a run captured. The tensors equal
+        `run.read(site, copy=copy)`. Raises `MissingSource` for a site that a run did not capture, and a failed run's
+        own error."""
         runs, chunk, size = runs_of(runs), [], 0
         as_flag(copy, "copy")
-        refs = self.sites.refs() if sites is None else self._refs(sites)
-        wanted = [run.captured_of(refs) if sites is None else refs for run in runs]
+        refs = self.sites.refs() if sites is None else []
+        asked = [] if sites is None else self._sites_of(sites)
+        wanted = [
+            run.captured_of(refs) if sites is None else [ref for at in asked for ref in run.captured_layers(at)]
+            for run in runs
+        ]
         if copy or not self.engine.has_views:
             self._check_memory(sum(
                 run.stored_bytes_at(point) for run, of_run in zip(runs, wanted, strict=True)
@@ -270,13 +286,16 @@ class LM:
                 chunk, size = [], 0
         self._fetch(chunk)
         return [
-            {places[ref][0]: run.rows_of(*places[ref], ref, copy=copy) for ref in of_run}
+            Captures({places[ref][0]: run.rows_of(*places[ref], ref, copy=copy) for ref in of_run}, self.sites)
             for run, of_run in zip(runs, wanted, strict=True)
         ]
 
-    def _refs(self, sites: Any) -> list[SiteRef]:
+    def _sites_of(self, sites: Any) -> list[Site]:
         try:
-            return [ref for site in as_list(sites) for ref in self.sites.resolve(parse_site(site))]
+            asked = [parse_site(site) for site in as_list(sites)]
+            for site in asked:
+                self.sites.resolve(site)
+            return asked
         except PatchclampError as error:
             raise error.under("sites") from None
 
@@ -396,8 +415,10 @@ class LM:
         path: str | None,
         logprobs: int | None,
         bindings: Bindings,
+        number: int,
     ) -> Request:
-        """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list."""
+        """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list.
+        `number`: of its sample."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -406,7 +427,7 @@ class LM:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
             )
-        max_tokens, score = int(max_tokens), as_items(score, "score")
+        max_tokens, score = int(max_tokens), self._scored(score)
         outside = [token for token in score if not is_token_id(token) or not 0 <= token < self.model.d_vocab]
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
@@ -416,11 +437,26 @@ class LM:
             binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat, images), max_tokens)
         except PatchclampError as error:
             raise error if path is None else error.under(path) from None
+        bound = None if binding.bound is None else of_sample(binding.bound, number)
         return Request(
-            key, ids, max_tokens, binding.bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
+            key, ids, max_tokens, bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
             binding.code, text, binding.sources, adapter=adapter, chat=chat, images=images,
             inputs=None if expanded is None else expanded.inputs,
         )  # fmt: skip
+
+    def _scored(self, score: Any) -> list[Any]:
+        """The token ids of `score=`, whose texts are of one token each."""
+        items = [score] if isinstance(score, str) else as_items(score, "score")
+        if not any(isinstance(item, str) for item in items):
+            return items
+        ids = [self.tokenizer.bare(item) if isinstance(item, str) else [item] for item in items]
+        for item, tokens in zip(items, ids, strict=True):
+            if len(tokens) != 1:
+                raise TokensError(
+                    f"expected a text of one token, got {item!r}, which has {len(tokens)}: "
+                    f"{self.tokenizer.token_strings(tokens)}; pc.studies.teacher_forcing scores longer texts", "score"
+                )  # fmt: skip
+        return [token for [token] in ids]
 
     def _source(self, key: str) -> Run:
         """The run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
@@ -432,6 +468,13 @@ class LM:
         if run.closed:
             raise MissingSource(f"run {key} was closed")
         return run
+
+
+# The methods show the arguments of a call and their defaults.
+for _method in (LM.run, LM.arun, LM.stream):
+    _method.__signature__ = inspect.signature(LM._read_call).replace(  # pyright: ignore[reportFunctionMemberAccess]
+        return_annotation=inspect.signature(_method).return_annotation
+    )
 
 
 class _Prompt(NamedTuple):
@@ -447,12 +490,14 @@ class _Call(NamedTuple):
     requests, programs: one per run; the runs of a prompt are adjacent
     counts: the number of runs of each prompt
     listed: True if the prompts were given as a list
+    sampled: True if each prompt returns a list of runs, even of one
     """
 
     requests: list[Request]
     programs: list[Program]
     counts: list[int]
     listed: bool
+    sampled: bool
 
     @property
     def keys(self) -> list[str]:

@@ -267,10 +267,10 @@ def test_edits_that_are_not_finite_raise_from_the_iteration(shallow, engine):
 def test_what_is_wrong_with_a_call_is_raised_by_it(shallow, engine):
     lm = shallow.get(engine, "float32")
     for call, text in (
-        ({"prompt": [PROMPTS[0]]}, "prompt: one at a time is streamed, not a list"),
+        ({"prompt": [PROMPTS[0]]}, "prompt: expected one prompt, got a list"),
         ({"prompt": PROMPTS[0], "edits": pc.Zero("resid_post[99]")}, r"edits\[0\]\.at: resid_post\[99\]"),
         ({"prompt": PROMPTS[0], "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
-        ({"prompt": PROMPTS[0], "sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: one run is streamed, not 2"),
+        ({"prompt": PROMPTS[0], "sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: expected one sample"),
     ):
         with pytest.raises(pc.ProgramError if "Zero" not in str(call) else pc.PatchclampError, match=text):
             lm.stream(**call)

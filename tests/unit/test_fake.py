@@ -571,9 +571,9 @@ def test_strengths_of_a_batch_are_each_requests_own():
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "add"}}, "sampling.extra_args.fuzz_mode: no way to fuzz 'add'"),
     ({"extra_args": {"fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: a fuzz_strength is needed"),
     ({"extra_args": [1]}, "sampling.extra_args: expected names and values, got list"),
-    ([{}, {}], "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
-    ("", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
-    ("greedy", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
+    ([{}, {}], "sampling: expected names and values, or a list of 1 of them, one per prompt"),
+    ("", "sampling: expected names and values, or a list of 1 of them, one per prompt"),
+    ("greedy", "sampling: expected names and values, or a list of 1 of them, one per prompt"),
 ])  # fmt: skip
 def test_fuzzing_that_is_not_understood_is_refused(sampling, text):
     with pytest.raises(pc.ProgramError) as caught:

@@ -127,8 +127,8 @@ def test_a_streamed_run_is_a_source():
 
 
 @pytest.mark.parametrize(("call", "text"), [
-    ({"prompt": [PROMPT]}, "prompt: one at a time is streamed, not a list"),
-    ({"messages": [[{"role": "user", "content": "a"}]]}, "messages: one at a time is streamed, not a list"),
+    ({"prompt": [PROMPT]}, "prompt: expected one prompt, got a list"),
+    ({"messages": [[{"role": "user", "content": "a"}]]}, "messages: expected one prompt, got a list"),
     ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: expected a whole number from 1 to"),
     ({"prompt": PROMPT, "edits": pc.Zero("resid_post[9]")}, "edits[0].at: resid_post[9]: this model has 3 layers"),
     ({"prompt": PROMPT, "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_call_is_raised_by_it(call, text):
 def test_only_one_run_of_a_prompt_is_streamed(monkeypatch):
     lm = pc.LM("fake", prove=False)
     monkeypatch.setattr(lm.engine, "check_sampling", lambda sampling: None)
-    with pytest.raises(pc.ProgramError, match=r"^sampling\.n: one run is streamed, not 3: ask for several streams$"):
+    with pytest.raises(pc.ProgramError, match=r"^sampling\.n: expected one sample"):
         lm.stream(PROMPT, sampling={"n": 3, "temperature": 1.0})
 
 

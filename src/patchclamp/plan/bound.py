@@ -210,6 +210,20 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return sizes
 
 
+def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
+    """The program of sample `number` of a prompt. Each draws noise of its own, from the op's seed plus the number."""
+    actions = [op.action for op in bound.ops]
+    if number == 0 or not any(isinstance(action, Noisy) for action in actions):
+        return bound
+    ops = (
+        msgspec.structs.replace(op, action=msgspec.structs.replace(action, seed=(action.seed + number) % (1 << 63)))
+        if isinstance(action, Noisy)
+        else op
+        for op, action in zip(bound.ops, actions, strict=True)
+    )
+    return msgspec.structs.replace(bound, ops=tuple(ops))
+
+
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raise `ProgramError` if one point is captured in two ways, since all rows of a point in a run have one width.
 

@@ -19,6 +19,7 @@ from patchclamp.engines.vllm.requests import drafts_of
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import is_ours
 from patchclamp.plan.bind import Binding
+from patchclamp.plan.bound import of_sample
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_count
 from patchclamp.run import Run
@@ -212,7 +213,7 @@ def _child(
         params.seed += index
     ids, text, images_of_prompt = _prompt_of(prompt)
     key = f"{call.owner}-http-{secrets.token_hex(8)}"
-    bound = None if binding.bound is None else msgspec.structs.replace(binding.bound, run=key)
+    bound = None if binding.bound is None else of_sample(msgspec.structs.replace(binding.bound, run=key), index)
     request = Request(
         key, ids, params.max_tokens, bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat,
         images=images_of_prompt,
