@@ -187,7 +187,7 @@ def test_a_site_of_several_layers_is_read_as_one_array():
         run[pc.z[:2]]  # a range is not cut to what was captured
     with pytest.raises(pc.MissingSource):
         run[pc.mlp_out]
-    assert repr(run).endswith("captured embed, z[1], resid_post[0, 1]>")
+    assert repr(run).endswith("captured embed, resid_post[0, 1], z[1]>")
     assert "z[1]" in run._repr_html_()
     run[pc.resid_post][:] = 7
     assert np.array_equal(run[pc.resid_post], np.stack(each))
