@@ -14,6 +14,7 @@ MINUTES ?= 2
 # PyPI's own build of PyTorch for Linux needs CUDA's libraries, which are not in requirements/cpu.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONHASHSEED ?= 0
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,17 +40,19 @@ oracle: setup  ## published numbers of GPT-2 small, whose weights are in the fol
 	@test -n "$(GPT2)" || { echo "GPT-2 small's weights are needed: make oracle GPT2=/path/to/gpt2" >&2; exit 1; }
 	PATCHCLAMP_GPT2=$(GPT2) $(BIN)/python -m pytest tests/oracle
 
-check: setup  ## lint, formatting, types, and the rules of the package's structure
+check: setup  ## lint, formatting, types, the rules of the package's structure, and the links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_prose.py
+	$(SITE) --quiet --site-dir out/checked_site
 
-docs: setup  ## make anew what the code says of itself: docs/sites.md, docs/recipes.md, docs/rooms.svg, the step in docs/architecture.md
+docs: setup  ## generate the pages made from the code (sites, recipes, rooms.svg, the engine step), and build the site in out/site
 	$(BIN)/python -m tools.sites_page > docs/sites.md
 	$(BIN)/python -m tools.trace_pages
 	$(BIN)/python -m tools.rooms
 	$(BIN)/python -m tools.engine_step
+	$(SITE)
 
 clean:  ## remove what runs leave behind; .venv stays
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
