@@ -26,9 +26,8 @@ from patchclamp.call import (
     seeded,
     top_logprobs_of,
 )
-from patchclamp.engines import base
+from patchclamp.engines import base, open_engine
 from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expanded, Request, adapters_of
-from patchclamp.engines.open import open_engine
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program

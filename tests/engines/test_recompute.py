@@ -9,7 +9,7 @@ import torch
 import patchclamp as pc
 from patchclamp.engines import recompute
 from patchclamp.errors import CapacityError, RunError, UnknownName
-from patchclamp.proving.prove import prove
+from patchclamp.proving import prove
 
 from ..models import no_table, of_family
 

@@ -9,10 +9,10 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.fake import BOS, EOS, FakeTokenizer
 from patchclamp.language.program import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key
+from patchclamp.testing import BOS, EOS, FakeTokenizer
 
 EIFFEL, COLOSSEUM = "The Eiffel Tower is in", "The Colosseum is in the"
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post")

@@ -1,4 +1,4 @@
-"""The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `engines.fake` implements it in one file.
+"""The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
 Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, a pause for
 full garbage collections, and the bytes that carry a program to an engine core, with their receipt.

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Request
-from patchclamp.engines.passes import Passes
+from patchclamp.engines.generation import Passes
 from patchclamp.errors import ModelError
 from patchclamp.kernels.transfer import to_device
-from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group, in_order
+from patchclamp.plan.cuts import Cut, CutRequest, PassGroup, first_layers, group, in_order
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
 
-class Layers:
+class SkippableLayers:
     """A model's layers, which can be skipped, and the module after them."""
 
     def __init__(self, net: Any, sites: SiteMap) -> None:
@@ -91,7 +91,7 @@ class Trunk:
     keys, values: one tensor per layer, [1, H, T, E]
     """
 
-    def __init__(self, net: Any, layers: Layers, prompt: Sequence[int], device: str) -> None:
+    def __init__(self, net: Any, layers: SkippableLayers, prompt: Sequence[int], device: str) -> None:
         from transformers import DynamicCache
 
         self.prompt = list(prompt)
@@ -135,7 +135,7 @@ class Trunk:
 class PassesFromCut(Passes):
     """The passes of requests with one prompt; the first pass starts at their cut."""
 
-    def __init__(self, trunk: Trunk, layers: Layers, cut: Cut, count: int) -> None:
+    def __init__(self, trunk: Trunk, layers: SkippableLayers, cut: Cut, count: int) -> None:
         first = trunk.stream[cut.layer][:, cut.position :]
         device, length = first.device, first.shape[1]
         self.start = np.zeros(count, np.int64)
@@ -183,7 +183,7 @@ class Recompute:
         self.whole_because = _reason(sites, way, net.config.get_text_config())
         self._is_proved, self._off = False, 0
         self._lock = threading.Lock()  # guards `_off`, which callers' threads change
-        self._layers: Layers | None = None
+        self._layers: SkippableLayers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
         window = _window(net.config.get_text_config())
@@ -192,12 +192,14 @@ class Recompute:
         # the proof does not cover windows longer than its prompt
         self._longest = max_tokens if window is None or self._proof_tokens > window else window
 
-    def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
+    def groups(self, requests: Sequence[Request], size: int) -> list[PassGroup]:
         """Group requests, at most `size` together, each group with its cut."""
         if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
-        asked = [Asked(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests]
-        return group(asked, self._first_layers, self._sites.layers, size, self._pass_rows)
+        cut_requests = [
+            CutRequest(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests
+        ]
+        return group(cut_requests, self._first_layers, self._sites.layers, size, self._pass_rows)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -247,7 +249,7 @@ class Recompute:
     def _prove(self) -> None:
         """Compare passes from several cuts with whole ones, on this model."""
         try:
-            self._layers = Layers(self._net, self._sites)
+            self._layers = SkippableLayers(self._net, self._sites)
             self.whole_because = self._difference() or ""
         except Exception as error:  # the model has another structure
             self.whole_because = f"a pass from a cut failed: {type(error).__name__}: {error}"

@@ -32,10 +32,9 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )
-from patchclamp.engines.passes import Generation, Passes, cache_name
+from patchclamp.engines.generation import Generation, OutputWriter, Passes, Sampler, StepReadout, cache_name
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
-from patchclamp.engines.sampling import Asked, Sampler, Writer
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
     CapacityError,
@@ -377,7 +376,8 @@ class TransformersEngine(Engine):
             self._finish_last()
         self._unfinished = generation
         if not waiting and generation.may_wait:
-            generation.forget_cache()
+            assert generation.passes is not None
+            generation.passes.cache = None  # free the keys and values for the next batch
             return
         self._finish_last()
         self._free([requests[i].run for i in waiting])
@@ -390,7 +390,7 @@ class TransformersEngine(Engine):
         if generation is None:
             return
         try:
-            if generation.asked is not None:
+            if generation.readout is not None:
                 self._generate(generation)
         except Exception as error:
             generation.fail(as_patchclamp_error(error))
@@ -476,17 +476,17 @@ class TransformersEngine(Engine):
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         while True:
-            assert generation.asked is not None
-            generation.asked.wait()
+            assert generation.readout is not None
+            generation.readout.wait()
             self.runtime.collect_failures()
             for writer in writers:
                 if not writer.done:
                     self._fail_if_over(writer)
-            generation.asked.take()
+            generation.readout.take()
             self._free(writer.request.run for writer in writers if writer.done)
             if all(writer.done for writer in writers):
                 return
-            passes.advance([writer.last for writer in writers])
+            passes.advance([writer.ids[-1] if writer.ids else 0 for writer in writers])
             self._fetch_asked()
             self._step(generation)
 
@@ -495,15 +495,15 @@ class TransformersEngine(Engine):
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         slots = self.runtime.slots(["" if writer.done else writer.request.run for writer in writers])
-        generation.asked = Asked(writers, self._forward(passes, slots).float())
+        generation.readout = StepReadout(writers, self._forward(passes, slots).float())
 
-    def _fail_if_over(self, writer: Writer) -> None:
+    def _fail_if_over(self, writer: OutputWriter) -> None:
         """End a request whose run has failed or whose listener is closed."""
         error = self.runtime.outcome(writer.request.run)[1]
         if error is not None:
-            writer.fail(unpack(error))
+            writer.error = unpack(error)
         elif writer.request.abandoned:
-            writer.fail(EngineError("the run was aborted"))
+            writer.error = EngineError("the run was aborted")
 
     def _forward(self, passes: Passes, slots: np.ndarray) -> torch.Tensor:
         """Run the model on the current inputs; return the logits to sample from, [B, V]."""

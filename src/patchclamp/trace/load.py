@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from patchclamp.proving.prove import ProvedLM
+from patchclamp.proving import ProvedLM
 from patchclamp.trace.hints import OF_A_MODEL, checked_names, hint
 
 if TYPE_CHECKING:
