@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from patchclamp.engines.base import Part
     from patchclamp.run import Run
     from patchclamp.stream import Stream
-    from patchclamp.trace.load import TracedLM as LM
+    from patchclamp.trace import TracedLM as LM
 
 site = language.parse_site
 tokens = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
-    "LM": ("patchclamp.trace.load", "TracedLM"),
+    "LM": ("patchclamp.trace", "TracedLM"),
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),

@@ -49,7 +49,7 @@ MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
 
 class LM:
     """A model on an engine, with the sites of its table. The subclass `ProvedLM` (`proving.prove`) proves them first;
-    `pc.LM` is its subclass `TracedLM` (`trace.load`), which adds traces."""
+    `pc.LM` is its subclass `TracedLM` (`trace`), which adds traces."""
 
     def __init__(
         self,
