@@ -16,7 +16,7 @@ from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.kernels import fused
 from patchclamp.proving import LENGTH, prove
 from patchclamp.sites import tables
-from patchclamp.sites.families import Tap
+from patchclamp.sites.tables import Tap
 
 from ..gpu.engines import attached
 from ..models import of_family

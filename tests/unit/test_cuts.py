@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange
 from patchclamp.plan.cuts import MIN_SHARED, Cut, CutRequest, Work, cut_of, cuts_of, first_layers, group, split
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import GPT2
 
 LAYERS, LENGTH, SIZE = 6, 12, 8
-SITES = SiteMap("gpt2", Sizes(LAYERS, 16, 32, 2, 2, 8, 32))
+SITES = SiteMap(GPT2, Sizes(LAYERS, 16, 32, 2, 2, 8, 32))
 FIRST = first_layers(SITES)
 WORK = Work(LAYERS, LENGTH, 4)
 
