@@ -54,8 +54,8 @@ from patchclamp.plan.cuts import Cut
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.runtime import Arrival, Limits, Runtime
+from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
-from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach, find, handed
 from patchclamp.sites import SiteMap, Tap, View, family_of, has_table, layer_kinds, sizes_of
 from patchclamp.sites.map import architectures_of
