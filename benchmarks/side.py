@@ -311,7 +311,7 @@ class Side:
         host is waited for: as recorded idle, and as it runs with the programs at hand. {} where it had no graph."""
         import torch
 
-        from patchclamp.runtime.graphs import PATIENCE
+        from patchclamp.runtime.cuda_graphs import PATIENCE
 
         if not self.alone:
             return {}

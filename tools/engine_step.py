@@ -24,6 +24,7 @@ from patchclamp.plan.room import Room
 from patchclamp.plan.table import named, record_count, records_of
 from patchclamp.runtime.runtime import Continuity
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import BufferSlice, CaptureStore
 from patchclamp.store.host_memory import HostBlock
@@ -31,7 +32,7 @@ from patchclamp.store.host_memory import HostBlock
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BEGIN, END = "<!-- begin: an engine step, made by `make docs` -->\n", "<!-- end: an engine step -->\n"
 D, LAYERS, VOCABULARY = 4, 2, 100
-SITES = SiteMap("llama", Sizes(LAYERS, D, VOCABULARY))
+SITES = SiteMap(LLAMA, Sizes(LAYERS, D, VOCABULARY))
 POINTS = [SITES.resolve(pc.resid_post[layer])[0].point for layer in range(LAYERS)]
 WIDTHS = np.array([point.width for point in SITES.points])
 SAMPLED = np.array([point.rows == "sampled" for point in SITES.points])

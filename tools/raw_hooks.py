@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from patchclamp.sites.families import Family, Tap
+from patchclamp.sites.tables import Family, Tap
 
 Engine = Literal["transformers", "vllm"]
 

@@ -14,9 +14,8 @@ from patchclamp.language.site import (
     TRANSFORMER_LENS,
     Difference,
 )
-from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.map import LAYERS_WITH
-from patchclamp.sites.tables import DECODERS, FAMILIES
+from patchclamp.sites.tables import DECODERS, FAMILIES, Family, PointKind, Size, Tap
 from tools.lens_table import TABLE
 from tools.raw_hooks import Engine, raw
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from patchclamp.engines.base import Part
     from patchclamp.run import Run
     from patchclamp.stream import Stream
-    from patchclamp.trace.load import TracedLM as LM
+    from patchclamp.trace import TracedLM as LM
 
     # the sites of `language.SITES`, for type checkers and editors
     embed: Site
@@ -82,7 +82,7 @@ tokens = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
-    "LM": ("patchclamp.trace.load", "TracedLM"),
+    "LM": ("patchclamp.trace", "TracedLM"),
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),

@@ -28,9 +28,8 @@ from patchclamp.call import (
     seeded,
     top_logprobs_of,
 )
-from patchclamp.engines import base
+from patchclamp.engines import base, open_engine
 from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expanded, Request, adapters_of
-from patchclamp.engines.open import open_engine
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
@@ -52,7 +51,7 @@ MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
 
 class LM:
     """A model on an engine, with the sites of its table. The subclass `ProvedLM` (`proving.prove`) proves them first;
-    `pc.LM` is its subclass `TracedLM` (`trace.load`), which adds traces."""
+    `pc.LM` is its subclass `TracedLM` (`trace`), which adds traces."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines import transformers
 from patchclamp.engines.base import Request
-from patchclamp.engines.sampling import Asked
+from patchclamp.engines.generation import StepReadout
 
 from ..models import of_family
 
@@ -34,7 +34,7 @@ def lm(folder):
 @pytest.fixture
 def busy(monkeypatch) -> None:
     """As on a GPU that has much to do: whatever is asked of it has not arrived."""
-    monkeypatch.setattr(Asked, "has_arrived", False)
+    monkeypatch.setattr(StepReadout, "has_arrived", False)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_what_a_failed_batch_would_have_told_is_not_said_of_the_next_in_its_slot
     monkeypatch.setattr(lm.engine.runtime.step, "_is_late", True)
     huge = [pc.Scale(3e38, pc.resid_post[1]), pc.Scale(3e38, pc.resid_post[2])]
     with monkeypatch.context() as broken:
-        broken.setattr(transformers, "Asked", lambda *_: 1 / 0)
+        broken.setattr(transformers, "StepReadout", lambda *_: 1 / 0)
         runs = lm.run(PROMPTS[:4], edits=[huge] * 4, max_tokens=1)
         assert all("ZeroDivisionError" in str(run.error) for run in runs)
     assert [run.error for run in lm.run(PROMPTS[:4], edits=steers(lm, 4), max_tokens=1)] == [None] * 4

@@ -185,17 +185,17 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, shallow, tiny, adapter
     (broken / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     wide = adapter(tiny, tmp_path / "wide", 1, ("q_proj",), rank=16)
     for given, error, text in (
-        ("/not/here", pc.MissingSource, "lora: there is no folder '/not/here'; give that of an adapter"),
+        ("/not/here", pc.MissingSource, "lora: expected the folder of a PEFT adapter"),
         (
             tmp_path / "empty",
             pc.MissingSource,
-            "has no adapter_config.json and no adapter_model.safetensors (there is: README)",
+            "has no adapter_config.json and no adapter_model.safetensors, only README",
         ),
         (prefix, pc.ProgramError, "is an adapter of type PREFIX_TUNING; only LORA"),
         (broken, pc.ProgramError, "adapter_config.json is not an adapter's: KeyError: 'r'"),
         (wide, pc.CapacityError, "is of rank 16 and max_lora_rank=8: start the engine with a larger one"),
         (7, pc.ProgramError, "lora: expected a path, got int 7"),
-        ([adapters["linear"]] * 2, pc.ProgramError, "lora: 2 adapters for 1 prompts"),
+        ([adapters["linear"]] * 2, pc.ProgramError, "lora: expected one adapter, or one for each"),
         ([{}], pc.ProgramError, "lora[0]: expected a path, got dict"),
     ):
         with pytest.raises(error) as caught:

@@ -112,7 +112,7 @@ def test_tokens_are_drawn_from_what_vllm_draws_from(seed):
     """By vLLM's own functions on the logits, in the order of its sampler."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    from patchclamp.engines.sampling import Sampler
+    from patchclamp.engines.generation import Sampler
 
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 3, 200).astype(np.float32))

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 import patchclamp as pc
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.kernels import fused
-from patchclamp.proving import prove
-from patchclamp.proving.prove import LENGTH
+from patchclamp.proving import LENGTH, prove
 from patchclamp.sites import tables
-from patchclamp.sites.families import Tap
+from patchclamp.sites.tables import Tap
 
 from ..gpu.engines import attached
 from ..models import of_family
@@ -128,7 +127,7 @@ def test_what_a_quiet_layer_adds_is_told_from_nothing(tmp_path, monkeypatch, sca
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"] *= scale
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    prover = importlib.import_module("patchclamp.proving.prove")
+    prover = importlib.import_module("patchclamp.proving")
     monkeypatch.setattr(prover, "LOUDER", times)
     monkeypatch.setattr(prover, "_noise", lambda *args: 0.03)
     with pc.LM(path, engine="transformers", prove=False, **IDS) as lm:

@@ -31,7 +31,7 @@ def drain(mode: str) -> None:
     """Rows of random sizes through a small ring and little pinned memory: nothing lost, reordered or overwritten."""
     import torch
 
-    from patchclamp.runtime.cuda import Drain
+    from patchclamp.runtime.cuda_step import Drain
 
     drain, allocated, taken = Drain(torch.device("cuda"), 1 << 24, 1 << 27), [], 0
     random, generator = __import__("random").Random(), torch.Generator("cuda")
@@ -174,7 +174,7 @@ def bounded(mode: str, model: str) -> None:
     import torch
 
     import patchclamp as pc
-    from patchclamp.runtime.graphs import Recorded
+    from patchclamp.runtime.cuda_graphs import Recorded
 
     options = {**BASE, "dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     del options["kv_cache_memory_bytes"]

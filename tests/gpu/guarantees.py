@@ -77,21 +77,21 @@ def cut_down(mode: str, lm) -> None:
     import torch
 
     import patchclamp as pc
-    from patchclamp.runtime import graphs
+    from patchclamp.runtime import cuda_graphs
 
-    recorded, patience = attached(lm).runtime.step.recorded, graphs.PATIENCE
+    recorded, patience = attached(lm).runtime.step.recorded, cuda_graphs.PATIENCE
     programs = [
         [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[2])],
         [pc.Zero(pc.mlp_out[1]), pc.Add(torch.randn(lm.model.d_model), at=pc.final_norm)],
     ]
     answers, cuts = {}, {}
     for wait in (1 << 40, 1):
-        graphs.PATIENCE, before = wait, recorded.cut
+        cuda_graphs.PATIENCE, before = wait, recorded.cut
         try:
             runs = [lm.run(PROMPTS, edits=edits, capture=[pc.resid_post[3]], max_tokens=40, sampling={"ignore_eos": True}, logprobs=True)
                     for edits in programs]  # fmt: skip
         finally:
-            graphs.PATIENCE = patience
+            cuda_graphs.PATIENCE = patience
         answers[wait] = [(bits(run), run[pc.resid_post[3]].tolist()) for many in runs for run in many]
         cuts[wait] = recorded.cut - before
     note(mode, "graphs cut down to the taps in use: bit for bit the whole ones", len(set(map(str, answers.values()))) == 1

@@ -14,8 +14,8 @@ import torch
 from patchclamp.kernels import moves
 from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.plan import ProgramTable
-from patchclamp.runtime import Runtime, cuda
-from patchclamp.runtime.cuda import CudaStep, CudaTables
+from patchclamp.runtime import Runtime, cuda_step
+from patchclamp.runtime.cuda_step import CudaStep, CudaTables
 from patchclamp.store import host_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,15 +41,15 @@ def stub(monkeypatch: Any) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(host_memory, "SLAB_BYTES", 1 << 14)
-    monkeypatch.setattr(cuda, "SEND_BYTES", 1 << 11)
+    monkeypatch.setattr(cuda_step, "SEND_BYTES", 1 << 11)
     monkeypatch.setattr(
-        cuda, "PinnedSlabs", lambda limit: host_memory.PinnedSlabs(limit, lambda memory: None, lambda memory: None)
+        cuda_step, "PinnedSlabs", lambda limit: host_memory.PinnedSlabs(limit, lambda memory: None, lambda memory: None)
     )
-    monkeypatch.setattr(cuda, "cuda", _Kernel)
-    monkeypatch.setattr(cuda, "CudaTables", Tables)
+    monkeypatch.setattr(cuda_step, "cuda", _Kernel)
+    monkeypatch.setattr(cuda_step, "CudaTables", Tables)
     monkeypatch.setattr(moves, "warm", lambda device: None)
     monkeypatch.setattr(moves, "upload", place)
-    monkeypatch.setattr(cuda, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
+    monkeypatch.setattr(cuda_step, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
 
 
 def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:

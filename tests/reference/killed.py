@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow.parquet  # noqa: F401  so that what is forked from this has it
 import safetensors.numpy  # noqa: F401
 
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.lm import LM
 from patchclamp.store import journal
 from patchclamp.studies.harvest import Filters, Harvest, harvest
+from patchclamp.testing import FakeEngine
 
 
 def documents() -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.plan import Batch, make_plan
 from patchclamp.plan.step import BYTES
-from patchclamp.runtime.cuda import CudaTables
+from patchclamp.runtime.cuda_step import CudaTables
 from tests.reference.admitting import Table
 from tests.reference.triton import records
 

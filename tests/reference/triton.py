@@ -35,7 +35,7 @@ from patchclamp.plan import (
 )
 from patchclamp.plan.bound import pack_columns
 from patchclamp.plan.step import BYTES
-from patchclamp.runtime.cuda import CudaStep
+from patchclamp.runtime.cuda_step import CudaStep
 from tests.reference.admitting import Table
 from tests.reference.records import record_array
 

@@ -201,7 +201,7 @@ def bound(owner: str, **fields) -> tuple[bytes, str]:
     op = msgspec.structs.replace(op, **{name: value for name, value in fields.items() if name != "sizes"})
     carried = Carried(BoundProgram(run, 3, (op,)), fields.get("sizes", {key: (1, 576)}))
     request = wire.WireRequest(run, [1, 2, 3], 2, msgspec.msgpack.encode(carried), [key])
-    return msgspec.msgpack.encode(wire.Batch([request], save({key: fields.get("rows", VECTOR)[None]}))), run
+    return msgspec.msgpack.encode(wire.WireBatch([request], save({key: fields.get("rows", VECTOR)[None]}))), run
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchclamp.errors import AddressMoved, EngineError
-from patchclamp.runtime.graphs import addresses, checked, compare
+from patchclamp.runtime.cuda_graphs import addresses, checked, compare
 
 
 @dataclasses.dataclass

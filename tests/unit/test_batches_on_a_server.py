@@ -58,7 +58,7 @@ def running(bound, engine, programs, most):
     front = SimpleNamespace(
         engine=engine, limits=ServeLimits(program_records=most), waiting={}, failed=lambda error, owner: None
     )
-    return _Running(front, "a", wire.Batch(asked, b""), requests), front
+    return _Running(front, "a", wire.WireBatch(asked, b""), requests), front
 
 
 def test_as_many_run_as_have_no_more_records_than_one_request_may(bound):

@@ -17,7 +17,7 @@ from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
-from patchclamp.sites.tables import LLAMA
+from patchclamp.sites.tables import LLAMA, MIXTRAL
 from patchclamp.store.captures import CaptureChunk
 from tests.reference import cuda_on_cpu, tables
 from tests.reference.admitting import Admitter
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, seed: int, sizes: Sizes, calm: bool) -> None:
         self.rng, self.calm = random.Random(seed), calm
-        self.sites = SiteMap("mixtral" if sizes.experts else LLAMA, sizes)
+        self.sites = SiteMap(MIXTRAL if sizes.experts else LLAMA, sizes)
         self.limits = Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16,
                              kept_bytes=self.rng.choice([1 << 9, 1 << 12, 1 << 15]))  # fmt: skip
         self.runtime = Runtime(self.sites, self.limits)

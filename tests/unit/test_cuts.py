@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange
-from patchclamp.plan.cuts import MIN_SHARED, Asked, Cut, Work, cut_of, cuts_of, first_layers, group, split
+from patchclamp.plan.cuts import MIN_SHARED, Cut, CutRequest, Work, cut_of, cuts_of, first_layers, group, split
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import GPT2
 
 LAYERS, LENGTH, SIZE = 6, 12, 8
-SITES = SiteMap("gpt2", Sizes(LAYERS, 16, 32, 2, 2, 8, 32))
+SITES = SiteMap(GPT2, Sizes(LAYERS, 16, 32, 2, 2, 8, 32))
 FIRST = first_layers(SITES)
 WORK = Work(LAYERS, LENGTH, 4)
 
@@ -59,7 +60,7 @@ def test_what_is_outside_the_layers_is_before_or_after_all_of_them():
 
 @given(st.lists(st.tuples(programs(), st.integers(0, 2), st.integers(0, 9)), max_size=60))
 def test_everyone_is_in_one_group_and_no_group_leaves_out_what_it_touches(drawn):
-    asked = [Asked([kind] * LENGTH, program, may > 0) for program, kind, may in drawn]
+    asked = [CutRequest([kind] * LENGTH, program, may > 0) for program, kind, may in drawn]
     groups = group(asked, FIRST, LAYERS, SIZE, WORK.pass_rows)
     assert sorted(i for index, _ in groups for i in index) == list(range(len(asked)))
     for index, cut in groups:
@@ -74,14 +75,14 @@ def test_everyone_is_in_one_group_and_no_group_leaves_out_what_it_touches(drawn)
             assert program is None or all(layer >= cut[0] and at >= cut[1] for layer, at in touched(program))
 
 
-def sweep(times: int = 1) -> list[Asked]:
+def sweep(times: int = 1) -> list[CutRequest]:
     """Every layer at every position."""
     ops = [
         BoundOp("edits[0]", Linear(2.0, 0.0), (stream(layer),), (), (PositionRange(p, p + 1),))
         for layer in range(LAYERS)
         for p in range(LENGTH)
     ]
-    return [Asked([1] * LENGTH, BoundProgram("", LENGTH, (op,))) for op in ops * times]
+    return [CutRequest([1] * LENGTH, BoundProgram("", LENGTH, (op,))) for op in ops * times]
 
 
 def stream(layer: int) -> int:
@@ -111,11 +112,11 @@ def test_few_runs_and_those_that_change_everything_are_computed_whole():
     late = BoundOp("edits[0]", Linear(2.0, 0.0), (stream(5),), (), (PositionRange(11, 12),))
     early = BoundOp("edits[0]", Linear(2.0, 0.0), (stream(0),), (), (PositionRange(0, 12),))
 
-    def of(op: BoundOp, count: int) -> list[Asked]:
-        return [Asked([1] * LENGTH, BoundProgram("", LENGTH, (op,)))] * count
+    def of(op: BoundOp, count: int) -> list[CutRequest]:
+        return [CutRequest([1] * LENGTH, BoundProgram("", LENGTH, (op,)))] * count
 
     assert group(of(late, MIN_SHARED), FIRST, LAYERS, SIZE, 4) == [(list(range(MIN_SHARED)), Cut(5, 11))]
-    for requests in (of(late, MIN_SHARED - 1), of(early, 8), [Asked([1] * LENGTH, None)] * 8):
+    for requests in (of(late, MIN_SHARED - 1), of(early, 8), [CutRequest([1] * LENGTH, None)] * 8):
         assert group(requests, FIRST, LAYERS, SIZE, 4) == [(list(range(len(requests))), None)]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.engines.transformers import TransformersEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
@@ -20,6 +19,7 @@ from patchclamp.lm import LM
 from patchclamp.plan.bind import bind
 from patchclamp.runtime import Limits
 from patchclamp.sites import tables
+from patchclamp.testing import FakeEngine
 from tools import engine_step, rooms, trace_pages
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.runtime import cuda as drains
+from patchclamp.runtime import cuda_step as drains
 from patchclamp.store import host_memory
 
 DONE: Callable[[], bool] = lambda: True  # noqa: E731

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchclamp.kernels import switches
-from patchclamp.runtime import graphs
+from patchclamp.runtime import cuda_graphs
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return (told.error,)
 
     bindings = SimpleNamespace(cudaGraphLaunch=launch, cudaStream_t=stream, cudaGraphExecDestroy=told.destroyed.append)
-    monkeypatch.setattr(graphs, "_bindings", [bindings])
+    monkeypatch.setattr(cuda_graphs, "_bindings", [bindings])
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: told.stream, raising=False)
     return told
 
 
 def test_a_copy_runs_on_the_stream_that_is_current(cuda: SimpleNamespace) -> None:
-    copy = graphs._Copy(SimpleNamespace(), frozenset({1}), "graph", 3)  # type: ignore[arg-type]
+    copy = cuda_graphs._Copy(SimpleNamespace(), frozenset({1}), "graph", 3)  # type: ignore[arg-type]
     for cuda.stream in (5, 5, 7, 5):
         copy.launch()
     assert cuda.launched == [("graph", f"stream {number}") for number in (5, 5, 7, 5)]
@@ -44,7 +44,7 @@ def test_a_copy_runs_on_the_stream_that_is_current(cuda: SimpleNamespace) -> Non
 
 
 def test_a_copy_that_cannot_be_launched_says_so(cuda: SimpleNamespace) -> None:
-    copy, cuda.error = graphs._Copy(SimpleNamespace(), frozenset({1}), "graph", 3), 700  # type: ignore[arg-type]
+    copy, cuda.error = cuda_graphs._Copy(SimpleNamespace(), frozenset({1}), "graph", 3), 700  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a CUDA graph could not be launched: 700"):
         copy.launch()
 
@@ -61,10 +61,10 @@ class Whole:
         self.replays += 1
 
 
-def tapped(whole: Whole, active: list[bool]) -> graphs.TappedGraph:
-    recorded = graphs.Recorded()
+def tapped(whole: Whole, active: list[bool]) -> cuda_graphs.TappedGraph:
+    recorded = cuda_graphs.Recorded()
     recorded.use(np.array(active))
-    return graphs.TappedGraph(whole, [("node 0", 0), ("node 1", 1)], recorded)  # type: ignore[arg-type]
+    return cuda_graphs.TappedGraph(whole, [("node 0", 0), ("node 1", 1)], recorded)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -78,28 +78,30 @@ def switched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_a_cut_graph_that_cannot_be_launched_gives_way_to_the_whole_one(
     cuda: SimpleNamespace, switched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_cut", lambda owner, graph, taps, wanted: graphs._Copy(owner, wanted, "cut", 1))
+    monkeypatch.setattr(
+        cuda_graphs, "_cut", lambda owner, graph, taps, wanted: cuda_graphs._Copy(owner, wanted, "cut", 1)
+    )
     whole = Whole()
     graph = tapped(whole, [True, False])
-    for _ in range(graphs.PATIENCE + 3):
+    for _ in range(cuda_graphs.PATIENCE + 3):
         graph.replay()
-    assert (whole.replays, len(cuda.launched)) == (graphs.PATIENCE, 3)
+    assert (whole.replays, len(cuda.launched)) == (cuda_graphs.PATIENCE, 3)
     cuda.error = 700
     graph.replay()
     cuda.error = 0
     graph.replay()
-    assert whole.replays == graphs.PATIENCE + 2, "the step that could not be launched ran, and so did the next"
+    assert whole.replays == cuda_graphs.PATIENCE + 2, "the step that could not be launched ran, and so did the next"
     assert switched == {"cut_graphs"}
 
 
 def test_graphs_are_whole_where_cutting_is_switched_off_or_fails(
     cuda: SimpleNamespace, switched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_cut", lambda *args: (_ for _ in ()).throw(RuntimeError("not today")))
+    monkeypatch.setattr(cuda_graphs, "_cut", lambda *args: (_ for _ in ()).throw(RuntimeError("not today")))
     for _ in range(2):  # it fails, and is then switched off
         whole = Whole()
         graph = tapped(whole, [True, False])
-        for _ in range(2 * graphs.PATIENCE):
+        for _ in range(2 * cuda_graphs.PATIENCE):
             graph.replay()
-        assert (whole.replays, cuda.launched) == (2 * graphs.PATIENCE, [])
+        assert (whole.replays, cuda.launched) == (2 * cuda_graphs.PATIENCE, [])
         assert switched == {"cut_graphs"}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import patchclamp as pc
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import (
     CapacityError,
     MissingSource,
@@ -29,6 +28,7 @@ from patchclamp.store.journal import Journal
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest, study, writer
 from patchclamp.studies.harvest.plan import Permutation
 from patchclamp.studies.harvest.writer import as_float32, to_bfloat16
+from patchclamp.testing import FakeEngine
 from tests.reference.harvest import bytes_of, chi_square, rows_of
 
 SITES = ["resid_post[1]", "z[0, 1]"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.studies.harvest import Harvested
+from patchclamp.testing import FakeEngine
 from tests.reference.harvest import bytes_of
 from tests.reference.killed import documents, main, run
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
 from patchclamp.studies.harvest import Harvested, harvest, plan
 from patchclamp.studies.harvest.plan import ReadingOrder
+from patchclamp.testing import FakeEngine
 from tests.reference.harvest import chi_square
 
 SITES = ["resid_post[1]", "z[0, 1]"]

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
 from patchclamp.store import journal
@@ -21,6 +20,7 @@ from patchclamp.store.journal import Journal
 from patchclamp.studies.harvest import harvest, plan, study, writer
 from patchclamp.studies.harvest.plan import MOST_ROWS, parts_for
 from patchclamp.studies.harvest.writer import ReadRows, ShardFile, header, open_rows, write_sealed
+from patchclamp.testing import FakeEngine
 from tests.reference.harvest import bytes_of
 
 GIB = 1 << 30

@@ -688,7 +688,7 @@ def test_the_face_has_a_name_for_every_site():
 def test_lists_of_sites_are_in_the_registry_alone():
     """Elsewhere a list of more than four site words would be one to be kept up to date."""
     root = Path(pc.__file__).parent
-    may = {"language/site.py", "sites/tables.py", "sites/families.py", "sites/untabled.py", "engines/fake.py"}
+    may = {"language/site.py", "sites/tables.py", "sites/untabled.py", "testing.py"}
     for file in sorted(root.rglob("*.py")):
         if file.relative_to(root).as_posix() not in may:
             for node in ast.walk(ast.parse(file.read_text())):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from patchclamp.kernels import moves
-from patchclamp.runtime import cuda
+from patchclamp.runtime import cuda_step
 from patchclamp.sites import Sizes
 from tests.reference import cuda_on_cpu
 from tests.unit import test_cuda_step as steps
@@ -62,7 +62,7 @@ def late(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> streams.Device:
                         ("current_stream", lambda *_: current[0])):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    monkeypatch.setattr(cuda, "SEND_BYTES", rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
+    monkeypatch.setattr(cuda_step, "SEND_BYTES", rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
     monkeypatch.setattr(cuda_on_cpu._Kernel, "site", staticmethod(site))
     monkeypatch.setattr(moves, "upload", lambda *args: compute.give(streams.DONE, lambda: PLACE(*args)))
     return device

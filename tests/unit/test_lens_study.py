@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.engines.fake import FakeEngine, _norm
 from patchclamp.lm import LM
 from patchclamp.studies import (
     AttributionPatchingResult,
@@ -24,6 +23,7 @@ from patchclamp.studies.between import _correlation, _ranks
 from patchclamp.studies.checkpoint import Norm, Unembedding, Writer
 from patchclamp.studies.study import provenance
 from patchclamp.studies.sweep_result import Column
+from patchclamp.testing import FakeEngine, _norm
 
 PROMPT = "The Eiffel Tower is in the"
 

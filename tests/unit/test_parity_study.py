@@ -191,7 +191,7 @@ class TestStudy:
             return given(model, "fake", prove=False)
 
         given = pc.LM
-        monkeypatch.setattr("patchclamp.trace.load.TracedLM", lm)
+        monkeypatch.setattr("patchclamp.trace.TracedLM", lm)
         with pytest.raises(pc.EngineError, match="far enough"):
             pc.studies.parity("m", dtype="bfloat16", enforce_eager=True, trust_remote_code=True)
         read = {"prove": False, "dtype": "bfloat16", "trust_remote_code": True}

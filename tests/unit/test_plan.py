@@ -39,7 +39,7 @@ from patchclamp.plan.bound import (
     Linear,
     Noisy,
     PositionRange,
-    Project,
+    Projection,
     block_key,
     lowest_capture,
     lowest_edit,
@@ -50,11 +50,12 @@ from patchclamp.plan.bound import (
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of, records_of_alike, shape_of
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 from tests.reference.admitting import Table
 from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3
-SITES = SiteMap("llama", Sizes(LAYERS, D, V))
+SITES = SiteMap(LLAMA, Sizes(LAYERS, D, V))
 POINTS = len(SITES.points)
 WIDTHS = np.array([point.width for point in SITES.points])
 SAMPLED = np.array([point.rows == "sampled" for point in SITES.points])
@@ -164,10 +165,10 @@ def test_ops_with_arithmetic_of_their_own_become_numbers():
     assert blend.reads() == [(v_key, point("embed")), (mask_key, point("embed"))]
     assert (scale.action, scale.values, scale.ranges) == (Linear(0.25, 0.0), (), ((0, 8, 0, 0),))
     basis = pc.Vector.of([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
-    assert (ablate.action, ablate.values) == (Project(0.0, 0.0), (vector_key(basis),))
+    assert (ablate.action, ablate.values) == (Projection(0.0, 0.0), (vector_key(basis),))
     assert ablate.ranges == ((1, 3, 0, 0), (4, 5, 0, 0), (1, 3, 1, 0), (4, 5, 1, 0))
     unit = pc.Vector.of([[0.6, 0.0, 0.8, 0.0]])
-    assert (clamp.action, clamp.values) == (Project(-1.0, MAX_FP32), (vector_key(unit),))
+    assert (clamp.action, clamp.values) == (Projection(-1.0, MAX_FP32), (vector_key(unit),))
     streams = (noise_stream("stream", 1), noise_stream("stream", 2))
     assert (noise.action, noise.ranges) == (Noisy(0.5, 7, True, streams), ((5, 8, 0, 0),))
     assert none.ranges == ()  # not a bit is changed
@@ -739,7 +740,7 @@ def test_an_edit_reaches_the_first_token_that_attends_to_it():
 
 ACTIONS = (
     (Linear(1.0, 1.0), {"h_scale": 2.0, "v_scale": 2.0}), (Blend(0.5, "m"), {"alpha": 1.0, "mask": "n"}),
-    (Project(0.0, 1.0), {"low": -1.0, "high": 2.0}),
+    (Projection(0.0, 1.0), {"low": -1.0, "high": 2.0}),
     (Noisy(0.5, 1, False, (7,)), {"std": 1.0, "seed": 2, "relative": True, "streams": (8,), "first_column": 4}),
 )  # fmt: skip
 
@@ -774,7 +775,7 @@ def test_a_key_says_all_of_an_action():
 
 
 def test_a_key_says_which_heads_and_neurons():
-    sites = SiteMap("llama", Sizes(2, D, 6, heads=4, kv_heads=2, d_head=2, d_mlp=8))
+    sites = SiteMap(LLAMA, Sizes(2, D, 6, heads=4, kv_heads=2, d_head=2, d_mlp=8))
     for make in (pc.Zero, lambda at: pc.Scale(0.5, at), lambda at: pc.Noise(0.5, at)):
         for word in ("q", "k", "v", "z", "neurons"):
             parts = [f"{word}[1]", f"{word}[1, 0]", f"{word}[1, 1]", f"{word}[1, 0:1]"]

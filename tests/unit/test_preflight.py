@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import patchclamp as pc
 from patchclamp.cli.app import app
-from patchclamp.engines.fake import FakeEngine
 from patchclamp.engines.preflight import check_checkpoint, default_dtype
+from patchclamp.testing import FakeEngine
 
 CONFIG = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 8, "dtype": "bfloat16"}
 
@@ -117,7 +117,7 @@ def test_the_cache_is_read_where_the_options_say(tmp_path, monkeypatch):
 def test_serve_reads_the_options_that_say_where_a_model_is(monkeypatch):
     pytest.importorskip("patchclamp.engines.vllm.launch")
     resolved = {}
-    monkeypatch.setattr("patchclamp.engines.open.resolve", lambda model, options: resolved.update(options) or model)
+    monkeypatch.setattr("patchclamp.engines.resolve", lambda model, options: resolved.update(options) or model)
     monkeypatch.setattr("patchclamp.engines.vllm.launch.run_server", lambda model, args: None)
     words = ["serve", "org/m", "--revision", "v1", "--download-dir=/models", "--skip-tokenizer-init"]
     assert CliRunner().invoke(app, words).exit_code == 0

@@ -13,6 +13,7 @@ from patchclamp.language import Program
 from patchclamp.plan import bind
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 
 from .test_plan import spelled
 
@@ -131,7 +132,7 @@ def test_products_are_no_source_of_a_patch():
 
 @pytest.mark.parametrize(("site", "refused"), [("z[1]", True), ("z[1, 0]", False), ("resid_post[1]", False)])
 def test_rows_that_are_cut_among_gpus_are_refused_by_name(site, refused):
-    sites = SiteMap("llama", Sizes(2, 4, 6, heads=2, kv_heads=2, d_head=2, d_mlp=8), tensor_parallel=2)
+    sites = SiteMap(LLAMA, Sizes(2, 4, 6, heads=2, kv_heads=2, d_head=2, d_mlp=8), tensor_parallel=2)
     width = 2 if "," in site else 4
     program = Program.of((), pc.Capture(site, project=np.ones((3, width))))
     if refused:

@@ -6,7 +6,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.call import plain, seeded
-from patchclamp.engines.sampling import Sampler
+from patchclamp.engines.generation import Sampler
 
 
 def drawn_from(logits: list[float], **sampling: float) -> list[float]:

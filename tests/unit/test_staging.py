@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchclamp.kernels import launch, moves, switches
+from patchclamp.kernels import moves, relaunch, switches
 from patchclamp.plan import ProgramTable
 from tests.reference import cuda_on_cpu
 from tests.reference.compiled import ptx
@@ -90,12 +90,14 @@ def test_a_launcher_that_fails_gives_way_to_triton(monkeypatch):
         raise TypeError("another Triton")
 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(launch, "LAUNCHERS", [("args", "more")])
+    monkeypatch.setattr(relaunch, "LAUNCHERS", [("args", "more")])
     monkeypatch.setattr(Run, "__call__", refuse)
-    monkeypatch.setattr(launch.inspect, "signature", lambda call: SimpleNamespace(parameters=("self", "args", "more")))
+    monkeypatch.setattr(
+        relaunch.inspect, "signature", lambda call: SimpleNamespace(parameters=("self", "args", "more"))
+    )
     for disabled in (set(), {"launcher"}):
         monkeypatch.setattr(switches, "disabled", disabled)
-        launch.relauncher(Kernel(), (1,), (2,), 0)(5, 10)
+        relaunch.relauncher(Kernel(), (1,), (2,), 0)(5, 10)
         assert switches.disabled == {"launcher"}
     assert plain == [((5, 1, 1), (1, 10, 2))] * 2
     assert len(straight) == 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.sampling import Writer
+from patchclamp.engines.generation import OutputWriter
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from tests.reference import spelling
 
@@ -492,7 +492,7 @@ def test_text_and_stream_end_with_the_last_whole_character_as_on_vllm(inner, tex
     """The expected texts are vLLM's detokenizer's."""
     ids, parts = list(text.encode() if isinstance(text, str) else text), []
     request = Request("r", [1], max_tokens=len(ids), listener=parts.append)
-    writer = Writer(request, HubTokenizer(inner), set())
+    writer = OutputWriter(request, HubTokenizer(inner), set())
     for token in ids:
         writer.take(token, [], None)
     answer = writer.answer(None)
@@ -501,7 +501,7 @@ def test_text_and_stream_end_with_the_last_whole_character_as_on_vllm(inner, tex
 
 @given(text=st.text("abc", max_size=12), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_text_that_may_become_a_stop_text_is_kept_back(text, stop):
-    from patchclamp.engines.sampling import Sampler
+    from patchclamp.engines.generation import Sampler
 
     sampler, told = Sampler({"stop": stop}, set()), ""
     for n in range(len(text) + 1):

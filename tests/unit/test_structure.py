@@ -41,9 +41,10 @@ MODULES = {module(name) for name in FILES}
 
 
 def room(name: str) -> str:
-    """The first word of a module's path in the package; `face` for the package itself and what runs it."""
+    """The first word of a module's path in the package; `face` for the package itself and what runs it. The fake of
+    `testing.py` is an engine."""
     word = (*module(name).split("."), "face")[1]
-    return "face" if word == "__main__" else word
+    return {"__main__": "face", "testing": "engines"}.get(word, word)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -69,6 +70,7 @@ def rooms(name: str) -> set[str]:
     face = {alias.asname or alias.name for alias in bound if alias.name == "patchclamp"}
     found = {word.split(".")[1] for word in imports(TREES[name]) if word.startswith("patchclamp.")}
     found |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in face}
+    found = {"engines" if word == "testing" else word for word in found}
     return {word if word in ORDER else "face" for word in found}
 
 
@@ -98,7 +100,7 @@ def test_the_order_knows_what_an_import_is():
         "patchclamp.language.site",
         "patchclamp.language.tokens",
     }
-    assert rooms("engines/open.py") == {"engines", "errors"}
+    assert rooms("engines/__init__.py") == {"engines", "errors"}
     assert rooms("lm.py") >= {"engines", "errors", "plan", "language"}
     assert room("language/site.py") == "language"
     assert room("__init__.py") == "face"
@@ -111,7 +113,7 @@ def test_no_import_cycle():
         module(name): MODULES.intersection(imports(tree)) - {module(name), "patchclamp"} for name, tree in TREES.items()
     }
     graph.pop("patchclamp")
-    assert "patchclamp.engines.vllm.frontend" in graph["patchclamp.engines.open"]  # which a function imports
+    assert "patchclamp.engines.vllm.frontend" in graph["patchclamp.engines"]  # which a function imports
     assert "patchclamp.language.tokens" in graph["patchclamp.language.site"]
     assert set(graphlib.TopologicalSorter(graph).static_order()) >= graph.keys()
 
@@ -151,7 +153,7 @@ def test_importing_is_cheap():
     loaded = set(run_python("import sys, patchclamp; print(*sys.modules)").split())
     assert "patchclamp.language.program" in loaded
     assert not (heavy | {"numpy"}) & loaded
-    code = "import sys, patchclamp.lm, patchclamp.studies, patchclamp.engines.fake; print(*sys.modules)"
+    code = "import sys, patchclamp.lm, patchclamp.studies, patchclamp.testing; print(*sys.modules)"
     loaded = set(run_python(code).split())
     assert "patchclamp.kernels.reference" in loaded
     assert not heavy & loaded
@@ -169,15 +171,16 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (1_970, 6), "sites": (2_031, 5), "plan": (2_709, 9), "kernels": (1_230, 10), "store": (1_508, 9),
-    "runtime": (2_178, 7), "engines": (3_754, 12), "engines/vllm": (6_638, 28), "trace": (2_569, 8),
-    "proving": (489, 2), "studies": (11_285, 28), "plots": (1_275, 5), "serve": (3_445, 14), "cli": (1_220, 4),
-    "": (1_965, 9),
+    "language": (1_968, 6), "sites": (1_877, 4), "plan": (2_701, 9), "kernels": (1_230, 10), "store": (1_508, 9),
+    "runtime": (2_178, 7), "engines": (3_082, 9), "engines/vllm": (6_637, 28), "trace": (2_437, 5),
+    "studies": (11_277, 28), "plots": (1_272, 5), "serve": (3_438, 14), "cli": (1_213, 4), "": (2_982, 11),
 }  # fmt: skip
 
 
 def package(name: str) -> str:
-    return "engines/vllm" if name.startswith("engines/vllm/") else name.partition("/")[0] if "/" in name else ""
+    if name in BUDGETS or name.startswith("engines/vllm/"):
+        return name if name in BUDGETS else "engines/vllm"
+    return name.partition("/")[0] if "/" in name else ""
 
 
 @pytest.mark.parametrize("of", BUDGETS)

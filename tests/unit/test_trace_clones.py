@@ -177,7 +177,7 @@ WRONG = {  # what is done, and what is said of it, at that line
     "a row that is not there": (lambda h: h.__setitem__(99, 0), pc.TokensError, "no position 99"),
     "a row of a vector that is too short": (lambda h: h.__setitem__(0, torch.ones(3)), pc.ShapeError, "is 16 wide"),
     "too few rows": (lambda h: h.__setitem__(slice(0, 3), torch.ones(2, D)), pc.ShapeError, "3 positions; the vector has 2"),
-    "text": (lambda h: h.__setitem__(0, "x"), pc.ProgramError, "a number or a vector is needed"),
+    "text": (lambda h: h.__setitem__(0, "x"), pc.ProgramError, "expected a number or a vector"),
     "a part of a part": (lambda h: h[2:4].__setitem__(0, 0), pc.ProgramError, "in one pair of brackets"),
     "no mask": (lambda h: h.__imul__(1e-5 * torch.ones(D)), pc.ProgramError, "by one vector that is a mask"),
     "a product": (lambda h: h.__imul__(h), pc.ProgramError, "times another cannot be part of a program"),

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from patchclamp.kernels import cuda, launch
+from patchclamp.kernels import cuda, relaunch
 from patchclamp.plan import ProgramTable
-from patchclamp.runtime.cuda import DEPTH
+from patchclamp.runtime.cuda_step import DEPTH
 from tests.reference import cuda_on_cpu
 from tests.reference.compiled import resources
 
@@ -75,9 +75,9 @@ class Unknown:
 
 @pytest.mark.parametrize("launcher", [Old, New, Unknown])
 def test_a_kernel_is_launched_again_with_the_same_arguments_by_any_launcher(monkeypatch, launcher):
-    monkeypatch.setattr(launch.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(relaunch.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     kernel = Launched(launcher)
-    again, gone = launch.relauncher(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
+    again, gone = relaunch.relauncher(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
     again(5, 1, 2, 3)
     args = (11, 12, 1, 2, 3, "yes", "no")
     if launcher is Unknown:

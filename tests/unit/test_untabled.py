@@ -7,7 +7,7 @@ import pytest
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language import Site
 from patchclamp.sites import SiteMap, sizes_of
-from patchclamp.sites.untabled import Call, Flow, NotFound, Record, Value, untabled
+from patchclamp.sites.untabled import Flow, ModuleCall, NotFound, Record, Value, untabled
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -118,7 +118,7 @@ def record() -> Record:
     ]  # fmt: skip
     calls = [("l.0", 2, [embedded], 3), ("l.1", 3, [gain, embedded], 5), ("n", 5, [more, normed], 7)]
     made.calls = [
-        Call(path, begin, dict(enumerate(given)), dict.fromkeys(range(len(given)), wide), end=last)
+        ModuleCall(path, begin, dict(enumerate(given)), dict.fromkeys(range(len(given)), wide), end=last)
         for path, begin, given, last in calls
     ]
     made.calls[-1].result, made.calls[-1].result_shapes = {0: end}, {0: wide}

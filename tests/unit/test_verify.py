@@ -10,7 +10,7 @@ import patchclamp as pc
 from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
-from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Project, RunCode, own_key
+from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Projection, RunCode, own_key
 from patchclamp.plan.room import bank_sizes
 from patchclamp.plan.verify import is_content, verify
 
@@ -98,7 +98,7 @@ WRONG = {
     "a mask that is nowhere": (ADD, {"action": Blend(1.0, "v:" + "0" * 64)}),
     "a number that is none": (ADD, {"action": Linear(float("nan"), 1.0)}),
     "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
-    "bounds": (ADD, {"action": Project(float("-inf"), 0.0)}),
+    "bounds": (ADD, {"action": Projection(float("-inf"), 0.0)}),
     "code": (ADD, {"action": RunCode(1)}),
     "no stream": (NOISE, {"action": Noisy(0.5, 0, False, ())}),
     "a stream": (NOISE, {"action": Noisy(0.5, 0, False, (1 << 40,))}),

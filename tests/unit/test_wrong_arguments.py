@@ -297,7 +297,7 @@ def test_a_zoom_into_more_blocks_than_there_are_is_a_zoom_into_all():
 
 
 def test_what_vllm_samples_by_is_said_to_be_vllms():
-    from patchclamp.engines.sampling import Sampler
+    from patchclamp.engines.generation import Sampler
 
     for check in (Sampler.check, LM.engine.check_sampling):
         with pytest.raises(pc.UnknownName, match="vLLM") as caught:

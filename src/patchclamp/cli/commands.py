@@ -87,7 +87,7 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
 
 def check_engine(name: str | None) -> None:
     """Raise `UnknownName` for an unknown engine."""
-    from patchclamp.engines.open import NAMES
+    from patchclamp.engines import NAMES
 
     if name is not None and name not in NAMES:
         raise unknown("engine", name, NAMES, "engine")
@@ -288,7 +288,7 @@ def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool 
     """An `LM`, loaded under a spinner and closed at the end. vLLM logs only errors, unless the environment says
     otherwise."""
     with quietly(), ERR.status(f"loading {model} …"):
-        from patchclamp.proving.prove import ProvedLM
+        from patchclamp.proving import ProvedLM
 
         lm = ProvedLM(model, engine, prove=prove, **options)
     with lm:
@@ -518,7 +518,7 @@ def serve(model: Model, context: typer.Context) -> None:
 
     Ordinary clients see no difference; others add a `patchclamp` object to their requests.
     """
-    from patchclamp.engines.open import resolve
+    from patchclamp.engines import resolve
     from patchclamp.engines.preflight import model_name
     from patchclamp.engines.vllm.launch import run_server
 

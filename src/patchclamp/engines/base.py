@@ -1,4 +1,4 @@
-"""The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `engines.fake` implements it in one file.
+"""The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
 Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, a pause for
 full garbage collections, and the bytes that carry a program to an engine core, with their receipt.
@@ -83,11 +83,11 @@ class Adapter(msgspec.Struct, frozen=True):
 
 def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
     """Return the adapter of each prompt. `folders`: None, one folder for all prompts, or a list with one per prompt.
-    Raises `ProgramError` for a list of the wrong length, and the errors of `read`."""
+    Raises `ProgramError` for a list of the wrong length, and the errors of `read_adapter`."""
     if not isinstance(folders, (list, tuple)):
         return [None if folders is None else _read_at(folders, "lora")] * prompts
     if len(folders) != prompts:
-        raise ProgramError(f"{len(folders)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
+        raise ProgramError(f"expected one adapter, or one for each of {prompts} prompts, got {len(folders)}", "lora")
     adapters: dict[Any, Adapter | None] = {None: None}  # by folder
     for i, folder in enumerate(folders):
         if not isinstance(folder, (str, os.PathLike, type(None))) or folder not in adapters:
@@ -97,22 +97,21 @@ def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
 
 def _read_at(path: Any, argument: str) -> Adapter:
     try:
-        return read(path)
+        return read_adapter(path)
     except PatchclampError as error:
         raise error.under(argument) from None
 
 
-def read(path: Any) -> Adapter:
+def read_adapter(path: Any) -> Adapter:
     """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
     folder = Path(as_file(path)).expanduser().resolve()
     if not folder.is_dir():
-        raise MissingSource(f"there is no folder {str(path)!r}; give that of an adapter which PEFT has written")
+        raise MissingSource(f"expected the folder of a PEFT adapter, got {str(path)!r}, which does not exist")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise MissingSource(
-            f"{folder} has no {' and no '.join(missing)} (there is: {files}); peft_model.save_pretrained(folder) "
-            "writes what is needed"
+            f"{folder} has no {' and no '.join(missing)}, only {files}; write one with peft_model.save_pretrained"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -131,7 +130,7 @@ def read(path: Any) -> Adapter:
 NUMERICS = ("uniform", "stock")
 
 
-def check(numerics: object) -> None:
+def check_numerics(numerics: object) -> None:
     """Raise `UnknownName` unless `numerics` is one of `NUMERICS`."""
     if numerics not in NUMERICS:
         raise unknown("numerics", str(numerics), NUMERICS, "numerics")
@@ -139,12 +138,9 @@ def check(numerics: object) -> None:
 
 def only_uniform(numerics: str, engine: str) -> None:
     """Raise `EngineError` for numerics other than "uniform" on an engine that runs the same code in every step."""
-    check(numerics)
+    check_numerics(numerics)
     if numerics != "uniform":
-        raise EngineError(
-            f"{numerics!r} was asked for, and the {engine} engine runs the same code in every step: leave numerics out",
-            "numerics",
-        )
+        raise EngineError(f'expected "uniform" on the {engine} engine, got {numerics!r}: leave it out', "numerics")
 
 
 YOUNG = 200  # younger collections between two full ones, instead of 10: about a million new objects
@@ -214,7 +210,7 @@ class Part(msgspec.Struct, frozen=True):
     logprobs: list[float]
 
 
-class Listener(Protocol):
+class PartListener(Protocol):
     """A callback for the parts of a run, called in order, before the run's answer. It runs on the engine's thread, in
     this process, so it must not block or raise.
 
@@ -258,7 +254,7 @@ class Request(msgspec.Struct):
     code: dict[int, Code] = {}
     text: str | None = None
     sources: tuple[Source, ...] = ()
-    listener: Listener | None = None
+    listener: PartListener | None = None
     adapter: Adapter | None = None
     chat: Chat | None = None
     images: list[list[int]] = []
@@ -510,33 +506,24 @@ class Engine(Protocol):
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights and cache until `wake`. Raises `EngineError` if unsupported."""
-        raise _sleepless(self)
+        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
 
     def wake(self) -> None:
         """Reallocate the memory and restore the weights. Raises `EngineError` if unsupported."""
-        raise _sleepless(self)
-
-
-def _sleepless(engine: Engine) -> EngineError:
-    return EngineError(f"the {engine.model.engine} engine does not sleep; vLLM on a GPU does")
-
-
-def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownName:
-    """Return the error for an unsupported sampling parameter; the message mentions it if vLLM supports it."""
-    path = f"sampling.{name}"
-    if name in VLLM_SAMPLING:
-        names = ", ".join(known)
-        return UnknownName(f"vLLM supports {name!r}, and the {engine} engine does not; there are: {names}", path)
-    return unknown("sampling parameter", name, known, path)
+        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
     """Raise `UnknownName` for a parameter that an engine does not support, `ProgramError` for an invalid value."""
-    for name in sampling:
-        if name not in known:
-            raise unknown_parameter(name, known, engine)
+    for name in (name for name in sampling if name not in known):
+        if name in VLLM_SAMPLING:
+            supported = f"vLLM supports {name!r}, and the {engine} engine does not; there are: {', '.join(known)}"
+            raise UnknownName(supported, f"sampling.{name}")
+        raise unknown("sampling parameter", name, known, f"sampling.{name}")
     for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
-        _check_number(name, sampling.get(name, high), low, high)
+        number = sampling.get(name, high)
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not low <= number <= high:
+            raise ProgramError(f"expected a number from {low} to {high}, got {number!r}", f"sampling.{name}")
     top_k = sampling.get("top_k", 0)
     if top_k is not None and (not _is_integer(top_k) or top_k < -1):
         raise ProgramError(f"expected a whole number, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
@@ -549,11 +536,6 @@ def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: st
         raise ProgramError(f"expected a list of token ids, got {ids!r}", "sampling.stop_token_ids")
     if not isinstance(sampling.get("ignore_eos", False), bool):
         raise ProgramError(f"expected True or False, got {sampling['ignore_eos']!r}", "sampling.ignore_eos")
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ProgramError(f"expected a number from {low} to {high}, got {value!r}", f"sampling.{name}")
 
 
 def _is_integer(number: object) -> bool:

@@ -32,14 +32,7 @@ from patchclamp.engines.base import (
     settle,
 )
 from patchclamp.engines.tokenizer import Turn
-from patchclamp.errors import (
-    TREE,
-    EngineError,
-    ModelError,
-    PatchclampError,
-    as_patchclamp_error,
-    unpack,
-)
+from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
 
 MAX_POSTS = 16  # concurrent batches
 MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
@@ -71,8 +64,9 @@ class HttpEngine(Engine):
         self._session, self._timeout_s, self._httpx = uuid.uuid4().hex[:16], timeout_s, httpx
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._closed, self._tasks = False, dict[str, asyncio.Task[None]]()
-        self._batches: dict[str, _Batch] = {}  # by run
+        self._closed = False
+        self._checked: set[str] = set()  # sampling parameters that the server has accepted, as JSON
+        self._batches: dict[str, _SentBatch] = {}  # by run
         self._freed: tuple[list[str], list[str]] = [], []  # to release, and to abort
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name="patchclamp http", daemon=True)
@@ -121,7 +115,11 @@ class HttpEngine(Engine):
         self._soon(self._free, [], runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
-        self._checked(json.dumps(sampling, sort_keys=True, default=str), sampling)
+        """Have the server check sampling parameters, once per distinct set."""
+        key = json.dumps(sampling, sort_keys=True, default=str)
+        if sampling and key not in self._checked:
+            self._wait(self._ask("POST", "sampling", sampling, again=True))
+            self._checked.add(key)
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
         raise EngineError(
@@ -143,21 +141,8 @@ class HttpEngine(Engine):
 
     def ask_tokenizer(self, method: str, *args: Any) -> Any:
         """Call a method of the server's tokenizer."""
-        return msgspec.msgpack.decode(
-            self._wait(self._ask("POST", "tokenizer", wire.Tokenize(method, list(args)), again=True))
-        )
-
-    @functools.cached_property
-    def _checked(self) -> Any:
-        """A function that has the server check sampling parameters, once per distinct set."""
-        known: set[str] = set()
-
-        def check(key: str, sampling: dict[str, Any]) -> None:
-            if sampling and key not in known:
-                self._wait(self._ask("POST", "sampling", sampling, again=True))
-                known.add(key)
-
-        return check
+        body = wire.Tokenize(method, list(args))
+        return msgspec.msgpack.decode(self._wait(self._ask("POST", "tokenizer", body, again=True)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -259,12 +244,12 @@ class HttpEngine(Engine):
             return EngineError(f"{self.url} wants another API key: pc.LM(url, api_key=…), or VLLM_API_KEY")
         return EngineError(f"{self.url} answered {status}: {message}")
 
-    def _post(self, batch: _Batch) -> None:
+    def _post(self, batch: _SentBatch) -> None:
         for request, _ in batch.pairs:
             self._batches[request.run] = batch
         batch.task = asyncio.ensure_future(self._run(batch))
 
-    async def _run(self, batch: _Batch) -> None:
+    async def _run(self, batch: _SentBatch) -> None:
         """Run a batch. It is not retried: runs that have started may have left captures."""
         try:
             async with (
@@ -293,11 +278,8 @@ class HttpEngine(Engine):
         """Schedule runs to be freed, many in one request."""
         for run in [*abort, *release]:
             batch = self._batches.get(run)
-            if batch is not None and (run in abort or batch.is_unheard(run)):
-                batch.end(run, EngineError(ABORTED))
+            if batch is not None and batch.stop(run, run in abort):
                 abort = [*abort, run]
-                if batch.task is not None and batch.has_ended:
-                    batch.task.cancel()  # closes the connection, so the server stops the remaining runs
         self._freed[0].extend(release)
         self._freed[1].extend(abort)
         if self._freeing is None:
@@ -320,14 +302,14 @@ class HttpEngine(Engine):
             await asyncio.sleep(1.0)
 
 
-class _Batch:
+class _SentBatch:
     """Requests sent to the server together."""
 
     def __init__(self, pairs: list[tuple[Request, Future[Answer]]], carried: list[bytes | None]) -> None:
         self.pairs, self.carried = pairs, carried
         self.task: asyncio.Task[None] | None = None
 
-    def body(self) -> wire.Batch:
+    def body(self) -> wire.WireBatch:
         vectors = {key: rows for request, _ in self.pairs for key, rows in request.vectors.items()}
         rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
         requests = [
@@ -337,7 +319,7 @@ class _Batch:
             )
             for (request, _), carried in zip(self.pairs, self.carried, strict=True)
         ]  # fmt: skip
-        return wire.Batch(requests, safetensors.numpy.save(rows) if rows else b"")
+        return wire.WireBatch(requests, safetensors.numpy.save(rows) if rows else b"")
 
     def take(self, event: wire.Event) -> None:
         """Deliver a server event to its request. An answer without its program's receipt becomes an error."""
@@ -351,25 +333,20 @@ class _Batch:
             carried = self.carried[event.i]
             if carried is not None and event.receipt != receipt_of(carried):
                 settle(future, EngineError(
-                    f"run {request.run} came back without the receipt of its program: nobody knows whether it was "
-                    "edited, and its answer is thrown away"
+                    f"the server did not confirm that run {request.run} ran its program; the output was discarded"
                 ))  # fmt: skip
             else:
                 settle(future, event.answer())
 
-    def is_unheard(self, run: str) -> bool:
-        """True if the reader of a run's stream is gone."""
-        return any(request.run == run and request.abandoned for request, _ in self.pairs)
-
-    def end(self, run: str, error: PatchclampError) -> None:
-        for request, future in self.pairs:
-            if request.run == run:
-                settle(future, error)
-
-    @property
-    def has_ended(self) -> bool:
-        """True if every request has an answer or an error."""
-        return all(future.done() for _, future in self.pairs)
+    def stop(self, run: str, aborted: bool) -> bool:
+        """End a run that was aborted, or whose listener is closed; True if it was ended. With its last run, close the
+        connection, so that the server stops computing."""
+        ended = [future for request, future in self.pairs if request.run == run and (aborted or request.abandoned)]
+        for future in ended:
+            settle(future, EngineError(ABORTED))
+        if ended and self.task is not None and all(future.done() for _, future in self.pairs):
+            self.task.cancel()
+        return bool(ended)
 
     def fail(self, error: PatchclampError) -> None:
         """Set the error on every unfinished request."""
@@ -377,14 +354,14 @@ class _Batch:
             settle(future, error)
 
 
-def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_Batch]:
+def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_SentBatch]:
     """Split requests, in order, into batches within the size limits."""
-    batches: list[_Batch] = []
+    batches: list[_SentBatch] = []
     size = 0
     for request, future in pairs:
         carried = None if request.bound is None else carry(request, sites)
         if not batches or len(batches[-1].pairs) == wire.MAX_REQUESTS or size > MAX_BATCH_BYTES:
-            batches.append(_Batch([], []))
+            batches.append(_SentBatch([], []))
             size = 0
         batches[-1].pairs.append((request, future))
         batches[-1].carried.append(carried)

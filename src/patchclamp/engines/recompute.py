@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Request
-from patchclamp.engines.passes import Passes
+from patchclamp.engines.generation import Passes
 from patchclamp.errors import ModelError
 from patchclamp.kernels.transfer import to_device
-from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group, in_order
+from patchclamp.plan.cuts import Cut, CutRequest, PassGroup, first_layers, group, in_order
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
 
-class Layers:
+class SkippableLayers:
     """A model's layers, which can be skipped, and the module after them."""
 
     def __init__(self, net: Any, sites: SiteMap) -> None:
@@ -91,7 +91,7 @@ class Trunk:
     keys, values: one tensor per layer, [1, H, T, E]
     """
 
-    def __init__(self, net: Any, layers: Layers, prompt: Sequence[int], device: str) -> None:
+    def __init__(self, net: Any, layers: SkippableLayers, prompt: Sequence[int], device: str) -> None:
         from transformers import DynamicCache
 
         self.prompt = list(prompt)
@@ -135,7 +135,7 @@ class Trunk:
 class PassesFromCut(Passes):
     """The passes of requests with one prompt; the first pass starts at their cut."""
 
-    def __init__(self, trunk: Trunk, layers: Layers, cut: Cut, count: int) -> None:
+    def __init__(self, trunk: Trunk, layers: SkippableLayers, cut: Cut, count: int) -> None:
         first = trunk.stream[cut.layer][:, cut.position :]
         device, length = first.device, first.shape[1]
         self.start = np.zeros(count, np.int64)
@@ -180,24 +180,29 @@ class Recompute:
         self._net, self._sites, self._device = net, sites, device
         self._first_layers = first_layers(sites)
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
-        self.whole_because = _reason(sites, way, net.config.get_text_config())
+        self.whole_because = _reason(sites, way, net.config)
         self._is_proved, self._off = False, 0
         self._lock = threading.Lock()  # guards `_off`, which callers' threads change
-        self._layers: Layers | None = None
+        self._layers: SkippableLayers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
-        window = _window(net.config.get_text_config())
+        config = net.config.get_text_config()
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        window = min((window for window in windows if isinstance(window, int)), default=None)  # the shortest
         fits = PROOF_TOKENS if window is None else window + 4
         self._proof_tokens = min(fits if fits <= LONG_PROOF_TOKENS else PROOF_TOKENS, max_tokens - 1)
         # the proof does not cover windows longer than its prompt
         self._longest = max_tokens if window is None or self._proof_tokens > window else window
 
-    def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
+    def groups(self, requests: Sequence[Request], size: int) -> list[PassGroup]:
         """Group requests, at most `size` together, each group with its cut."""
         if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
-        asked = [Asked(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests]
-        return group(asked, self._first_layers, self._sites.layers, size, self._pass_rows)
+        wanted = []
+        for each in requests:  # those that the proof covers may be cut
+            is_covered = len(each.prompt_token_ids) + each.max_tokens - 1 <= self._longest
+            wanted.append(CutRequest(each.prompt_token_ids, each.bound, is_covered))
+        return group(wanted, self._first_layers, self._sites.layers, size, self._pass_rows)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -209,10 +214,6 @@ class Recompute:
         finally:
             with self._lock:
                 self._off -= 1
-
-    def _sees(self, request: Request) -> bool:
-        """True if the proof covers a text of the request's length."""
-        return len(request.prompt_token_ids) + request.max_tokens - 1 <= self._longest
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
         """Return the passes of `count` requests of one prompt from their cut on; None to compute everything."""
@@ -247,14 +248,13 @@ class Recompute:
     def _prove(self) -> None:
         """Compare passes from several cuts with whole ones, on this model."""
         try:
-            self._layers = Layers(self._net, self._sites)
+            self._layers = SkippableLayers(self._net, self._sites)
             self.whole_because = self._difference() or ""
         except Exception as error:  # the model has another structure
             self.whole_because = f"a pass from a cut failed: {type(error).__name__}: {error}"
         self._is_proved = not self.whole_because
         if not self._is_proved:
-            logger.warning("patchclamp: everything is computed in every run of a prompt, for %s. It is slower, and as "
-                           "right.", self.whole_because)  # fmt: skip
+            logger.warning("patchclamp: every run is computed in full: %s. Results are unchanged.", self.whole_because)
 
     def _difference(self) -> str | None:
         """Return a description of the first mismatch between passes from cuts and whole ones; None without one."""
@@ -265,7 +265,8 @@ class Recompute:
         prompt = np.random.default_rng(0).integers(self._sites.d_vocab, size=length).tolist()
         trunk = Trunk(self._net, self._layers, prompt, self._device)
         tolerance = TOLERANCE[self._net.dtype]
-        for cut in _cuts(layers, length):
+        corners = (min(1, layers - 1), 1), (0, length - 2), (layers - 1, length - 2), (layers, length - 1)
+        for cut in [Cut(*at) for at in ((layers // 2, length // 2), *corners)]:
             whole = self._two_steps(Passes([prompt] * 2, True, self._device), cut, trunk)
             parted = self._two_steps(PassesFromCut(trunk, self._layers, cut, 2), cut, trunk)
             for expected_BV, logits_BV in zip(whole, parted, strict=True):
@@ -296,32 +297,14 @@ class Recompute:
         return [first_BV, passes.run(self._net).float()]
 
 
-def _cuts(layers: int, length: int) -> list[Cut]:
-    """Return cuts at the corners and in the middle."""
-    cuts = [
-        (layers // 2, length // 2),
-        (min(1, layers - 1), 1),
-        (0, length - 2),
-        (layers - 1, length - 2),
-        (layers, length - 1),
-    ]
-    return [Cut(*cut) for cut in cuts]
-
-
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
     """Return the reason to compute everything that is known before the proof; "" without one."""
     if way == "all":
-        return 'recompute="all" was asked for'
+        return 'recompute="all"'
     if not sites.family.tabled:
-        return "the model has no site table that would tell what its layers take"
+        return "the model has no site table"
     if sites.sizes.recurrent or sites.family.both:
-        return "the state of recurrent layers is kept for the end of a prompt alone"
-    if getattr(config, "num_kv_shared_layers", 0):
+        return "recurrent layers keep their state only for the end of a prompt"
+    if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         return "some of its layers read keys and values of others"
     return ""
-
-
-def _window(config: Any) -> int | None:
-    """Return the length of the shortest attention window of any layer; None without windows."""
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return min((window for window in windows if isinstance(window, int)), default=None)

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from patchclamp.engines.base import (
+    ABORTED,
     Answer,
     Engine,
     Finding,
@@ -32,10 +33,9 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )
-from patchclamp.engines.passes import Generation, Passes, cache_name
+from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
-from patchclamp.engines.sampling import Asked, Sampler, Writer
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
     CapacityError,
@@ -54,15 +54,13 @@ from patchclamp.plan.cuts import Cut
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.runtime import Arrival, Limits, Runtime
+from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
-from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach, find, handed
 from patchclamp.sites import SiteMap, Tap, View, family_of, has_table, layer_kinds, sizes_of
-from patchclamp.sites.families import architectures_of
+from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
-
-Read = Callable[[torch.Tensor], None]
 
 
 def gradients(
@@ -80,14 +78,16 @@ def gradients(
     device = next(net.parameters()).device
     ids_1T = torch.tensor([prompt_token_ids], device=device)
     with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
-        hooks.callback(net.get_input_embeddings().register_forward_hook(_leaf).remove)
+        # the embedding is the leaf at which gradients end
+        leaf = net.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach().requires_grad_())
+        hooks.callback(leaf.remove)
         if stream is not None:
             first = next(point.number for point in sites.points if point.kind == "stream")
             rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
             hooks.callback(_replace(net, taps[first], rows_1TD).remove)
         for number in dict.fromkeys(points):
             copied = sites.points[number].kind != "mid"  # the layer adds the original to the MLP's output, too
-            hooks.callback(_read(net, taps[number], _keeper(tensors, number), copied).remove)
+            hooks.callback(_read(net, taps[number], functools.partial(tensors.__setitem__, number), copied).remove)
         logits_V = net(
             input_ids=ids_1T, position_ids=torch.arange(len(prompt_token_ids), device=device)[None], use_cache=False,
             logits_to_keep=1,
@@ -107,19 +107,7 @@ def gradients(
     return Gradients(scores, rows, slopes)
 
 
-def _leaf(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Make the embedding the leaf at which gradients end."""
-    return output.detach().requires_grad_()
-
-
-def _keeper(tensors: dict[int, torch.Tensor], number: int) -> Read:
-    def keep(tensor: torch.Tensor) -> None:
-        tensors[number] = tensor
-
-    return keep
-
-
-def _read(net: Any, tap: Tap, read: Read, copied: bool) -> Any:
+def _read(net: Any, tap: Tap, read: Callable[[torch.Tensor], None], copied: bool) -> Any:
     """Hook a tap: `read` gets its tensor.
 
     copied: give the module a copy of its input, because other modules may read the original. An output is always
@@ -249,7 +237,7 @@ class TransformersEngine(Engine):
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
-        self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
+        self._fetches: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
         self._queued: set[int] = set()  # numbers of the jobs that wait for the engine's thread
         self._numbers = itertools.count()
         self._unfinished: Generation | None = None
@@ -274,10 +262,10 @@ class TransformersEngine(Engine):
         return self._recompute.whole_because or FEW
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        asked: Future[tuple[np.ndarray, torch.Tensor]] = Future()
-        self._asked.append((asked, (run, point, op)))
-        self._call(self._fetch_asked).add_done_callback(functools.partial(settle_if_failed, [asked]))
-        positions, rows = asked.result()
+        fetched: Future[tuple[np.ndarray, torch.Tensor]] = Future()
+        self._fetches.append((fetched, (run, point, op)))
+        self._call(self._fetch_pending).add_done_callback(functools.partial(settle_if_failed, [fetched]))
+        positions, rows = fetched.result()
         return positions, rows.cpu()
 
     def release(self, runs: list[str]) -> None:
@@ -291,7 +279,8 @@ class TransformersEngine(Engine):
 
     def status(self) -> dict[str, int]:
         """Return counts: programs, runs, vectors, free records, planned steps, batches computed whole or from a cut."""
-        return self._call(self._counts).result()
+        batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
+        return self._call(lambda: {**self.runtime.status(), **self._room.counts(), **batches}).result()
 
     def report(self) -> list[Finding]:
         why = self._call(self._recompute.why_whole).result()
@@ -299,10 +288,6 @@ class TransformersEngine(Engine):
             return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
         words = "runs that share a prompt are computed from the first layer and position that their programs change"
         return [Finding("configuration", "recompute", "ok", words)]
-
-    def _counts(self) -> dict[str, int]:
-        batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
-        return {**self.runtime.status(), **self._room.counts(), **batches}
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job on the engine's thread, after freeing released runs. With no job left, finish the last batch."""
@@ -346,15 +331,15 @@ class TransformersEngine(Engine):
 
     # -- on the engine's thread
 
-    def _fetch_asked(self) -> None:
+    def _fetch_pending(self) -> None:
         """Serve pending fetches; also between two steps, for callers that read during generation."""
-        while self._asked:
-            asked, wanted = self._asked.popleft()
+        while self._fetches:
+            fetched, wanted = self._fetches.popleft()
             try:
                 with torch.inference_mode(False):  # callers may train on the rows, and change them
-                    asked.set_result(self.runtime.fetch(*wanted))
+                    fetched.set_result(self.runtime.fetch(*wanted))
             except Exception as error:
-                asked.set_exception(error)
+                fetched.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         """Serve a batch. A program without room is an error, except in a batch formed by a cut: there it waits for the
@@ -377,7 +362,8 @@ class TransformersEngine(Engine):
             self._finish_last()
         self._unfinished = generation
         if not waiting and generation.may_wait:
-            generation.forget_cache()
+            assert generation.passes is not None
+            generation.passes.cache = None  # free the keys and values for the next batch
             return
         self._finish_last()
         self._free([requests[i].run for i in waiting])
@@ -390,7 +376,7 @@ class TransformersEngine(Engine):
         if generation is None:
             return
         try:
-            if generation.asked is not None:
+            if generation.readout is not None:
                 self._generate(generation)
         except Exception as error:
             generation.fail(as_patchclamp_error(error))
@@ -414,7 +400,7 @@ class TransformersEngine(Engine):
             try:
                 self.runtime.hold_code(request.run, request.code)
                 if request.abandoned:
-                    raise EngineError("the run was aborted")
+                    raise EngineError(ABORTED)
                 if request.bound is not None:
                     arrivals.append(Arrival(request.run, request.bound, self._placed(request, request.bound)))
                     vectors |= {key: torch.tensor(rows) for key, rows in request.vectors.items() if key not in vectors}
@@ -476,18 +462,21 @@ class TransformersEngine(Engine):
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         while True:
-            assert generation.asked is not None
-            generation.asked.wait()
+            assert generation.readout is not None
+            generation.readout.wait()
             self.runtime.collect_failures()
             for writer in writers:
-                if not writer.done:
-                    self._fail_if_over(writer)
-            generation.asked.take()
+                error = None if writer.done else self.runtime.outcome(writer.request.run)[1]
+                if error is not None:
+                    writer.error = unpack(error)
+                elif not writer.done and writer.request.abandoned:
+                    writer.error = EngineError(ABORTED)
+            generation.readout.take()
             self._free(writer.request.run for writer in writers if writer.done)
             if all(writer.done for writer in writers):
                 return
-            passes.advance([writer.last for writer in writers])
-            self._fetch_asked()
+            passes.advance([writer.ids[-1] if writer.ids else 0 for writer in writers])
+            self._fetch_pending()
             self._step(generation)
 
     def _step(self, generation: Generation) -> None:
@@ -495,15 +484,7 @@ class TransformersEngine(Engine):
         writers, passes = generation.writers, generation.passes
         assert passes is not None
         slots = self.runtime.slots(["" if writer.done else writer.request.run for writer in writers])
-        generation.asked = Asked(writers, self._forward(passes, slots).float())
-
-    def _fail_if_over(self, writer: Writer) -> None:
-        """End a request whose run has failed or whose listener is closed."""
-        error = self.runtime.outcome(writer.request.run)[1]
-        if error is not None:
-            writer.fail(unpack(error))
-        elif writer.request.abandoned:
-            writer.fail(EngineError("the run was aborted"))
+        generation.readout = StepReadout(writers, self._forward(passes, slots).float())
 
     def _forward(self, passes: Passes, slots: np.ndarray) -> torch.Tensor:
         """Run the model on the current inputs; return the logits to sample from, [B, V]."""
@@ -562,8 +543,8 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
     if missing:
         others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(
-            f"the checkpoint has no {', '.join(missing[:5])}{others}, which {type(net).__name__} needs; Transformers "
-            "would make them up. Is it a causal language model's?"
+            f"the checkpoint lacks {', '.join(missing[:5])}{others}, which {type(net).__name__} reads; Transformers "
+            "would initialize them at random. Is it a causal language model's?"
         )
     return net
 

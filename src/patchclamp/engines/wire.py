@@ -1,8 +1,8 @@
 """The protocol between patchclamp's client and server: msgpack of these structs, under `/v1/patchclamp/engine`.
 
     GET  info        `Info`
-    POST run         `Batch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events. Every
-                     request ends with one `Answered` or `Failed`. Closing the connection stops unfinished requests
+    POST run         `WireBatch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events.
+                     Every request ends with one `Answered` or `Failed`. Closing the connection stops unfinished ones
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
@@ -61,7 +61,7 @@ class Info(msgspec.Struct):
 
 
 class WireRequest(msgspec.Struct):
-    """A request. carried: its program (`base.Carried`); vectors: the bank keys that it reads from `Batch.vectors`;
+    """A request. carried: its program (`base.Carried`); vectors: the bank keys that it reads from `WireBatch.vectors`;
     listens: True to stream parts."""
 
     run: str
@@ -75,7 +75,7 @@ class WireRequest(msgspec.Struct):
     listens: bool = False
 
 
-class Batch(msgspec.Struct):
+class WireBatch(msgspec.Struct):
     """A batch of requests. vectors: safetensors, rows [n, W] by bank key."""
 
     requests: list[WireRequest]

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from patchclamp import plan
 from patchclamp.kernels import noise
-from patchclamp.kernels.launch import relauncher
+from patchclamp.kernels.relaunch import relauncher
 from patchclamp.plan import RECORD
 
 MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per program; wider rows take passes of PASS_BLOCK
@@ -394,7 +394,7 @@ def site(
     sampled: bool,
     phase: int | None = None,
 ) -> None:
-    """Launch the kernel for a point over `tables` (`runtime.cuda.CudaTables`).
+    """Launch the kernel for a point over `tables` (`runtime.cuda_step.CudaTables`).
 
     `kept` [bytes] receives the captured rows. Its first byte has offset `kept_begin` in the tables' numbering, a
     multiple of 16 (negative if that numbering starts later in `kept`). With code among the records, only the records

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from patchclamp.kernels import switches
-from patchclamp.kernels.launch import relauncher
+from patchclamp.kernels.relaunch import relauncher
 
 CHUNK = 1024  # at most this many words per program
 HEADER_WORDS = tl.constexpr(3)  # of a chunk: its offset in the tables, its offset in staging, its length

@@ -6,24 +6,12 @@ Batch         --make_plan--->  StepPlan       the slot of each row, and the buff
 """
 
 from patchclamp.plan.bind import Code, Source, bind
-from patchclamp.plan.bound import (
-    APPLY,
-    BLEND,
-    CAPTURE,
-    LINEAR,
-    MATCH,
-    NOISE,
-    PROJECT,
-    STORE,
-    BoundOp,
-    BoundProgram,
-    PositionRange,
-)  # fmt: skip
+from patchclamp.plan.bound import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, BoundOp, BoundProgram
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
     "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE", "Batch", "BoundOp",
-    "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
+    "BoundProgram", "Code", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

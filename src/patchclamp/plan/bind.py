@@ -29,7 +29,7 @@ from patchclamp.plan.bound import (
     Linear,
     Noisy,
     PositionRange,
-    Project,
+    Projection,
     RunCode,
     Store,
     check_one_way,
@@ -144,7 +144,7 @@ def _scale(op: ops.Scale, context: Context) -> Lowered:
 def _ablate(op: ops.Ablate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     basis = orthonormal(_directions(context, op.directions, "directions"))
-    return Lowered(Project(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
+    return Lowered(Projection(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
 
 
 @lower.register
@@ -152,7 +152,7 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
     bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
-    return Lowered(Project(*bounds), (context.put(unit),))
+    return Lowered(Projection(*bounds), (context.put(unit),))
 
 
 @lower.register

@@ -68,7 +68,7 @@ class Blend(msgspec.Struct, frozen=True, array_like=True, tag=BLEND):
     mask: str
 
 
-class Project(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
+class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
     kind: ClassVar[int] = PROJECT
     low: float
     high: float
@@ -100,7 +100,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
     kind: ClassVar[int] = STORE
 
 
-Action = Store | Keep | Linear | Blend | Project | Noisy | RunCode
+Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):

@@ -28,14 +28,14 @@ class Cut(NamedTuple):
     position: int
 
 
-class Group(NamedTuple):
+class PassGroup(NamedTuple):
     """The requests of one pass, by index. Without a cut the pass computes everything."""
 
     index: list[int]
     cut: Cut | None = None
 
 
-class Asked(NamedTuple):
+class CutRequest(NamedTuple):
     """A request: its prompt, its program, and True if its passes may start at a cut."""
 
     prompt: Sequence[int]
@@ -85,29 +85,31 @@ class Work(NamedTuple):
         return self.whole(1, 1) + sum(float(self.of(len(index), cut)) for index, cut in parts)
 
 
-def group(asked: Sequence[Asked], first_layer: Sequence[int], layers: int, size: int, pass_rows: int) -> list[Group]:
+def group(
+    requests: Sequence[CutRequest], first_layer: Sequence[int], layers: int, size: int, pass_rows: int
+) -> list[PassGroup]:
     """Groups of at most `size` requests. Requests that share their prompt with too few others, or would gain too
     little, are computed in full, in order."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
-    whole = [i for i, request in enumerate(asked) if not request.may_cut]
-    for i, request in enumerate(asked):
+    whole = [i for i, request in enumerate(requests) if not request.may_cut]
+    for i, request in enumerate(requests):
         if request.may_cut:
             by_prompt.setdefault(tuple(request.prompt), []).append(i)
-    groups: list[Group] = []
+    groups: list[PassGroup] = []
     for prompt, index in by_prompt.items():
-        cuts = cuts_of([asked[i].bound for i in index], first_layer, layers) if len(index) >= MIN_SHARED else None
+        cuts = cuts_of([requests[i].bound for i in index], first_layer, layers) if len(index) >= MIN_SHARED else None
         work = Work(layers, len(prompt), pass_rows)
         parts = [] if cuts is None else split(cuts, work, size)
         if parts and work.of_parts(parts) <= MAX_COST * work.whole(len(index), size):
-            groups += [Group([index[i] for i in part], cut) for part, cut in parts]
+            groups += [PassGroup([index[i] for i in part], cut) for part, cut in parts]
         else:
             whole += index
     return in_order(sorted(whole), size) + groups
 
 
-def in_order(index: Sequence[int], size: int) -> list[Group]:
+def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
     """Groups of `size` requests that are computed in full."""
-    return [Group(list(index[i : i + size])) for i in range(0, len(index), size)]
+    return [PassGroup(list(index[i : i + size])) for i in range(0, len(index), size)]
 
 
 def cuts_of(programs: Iterable[BoundProgram | None], first_layer: Sequence[int], layers: int) -> np.ndarray | None:

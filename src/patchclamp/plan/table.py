@@ -42,7 +42,7 @@ from patchclamp.plan.bound import (
     Keep,
     Linear,
     Noisy,
-    Project,
+    Projection,
     RunCode,
     Store,
 )
@@ -436,7 +436,9 @@ def _blend(first: Blend, fields: np.ndarray, actions: Sequence[Blend], addresses
 
 
 @_write.register
-def _project(first: Project, fields: np.ndarray, actions: Sequence[Project], addresses: Several, ordinal: int) -> None:
+def _project(
+    first: Projection, fields: np.ndarray, actions: Sequence[Projection], addresses: Several, ordinal: int
+) -> None:
     fields["low"], fields["high"] = _column([action.low for action in actions]), _column([a.high for a in actions])
 
 

@@ -29,7 +29,7 @@ from patchclamp.plan.bound import (
     Keep,
     Linear,
     Noisy,
-    Project,
+    Projection,
     Store,
     check_one_way,
     is_loaded,
@@ -191,7 +191,7 @@ def _blend(action: Blend, op: BoundOp, frame: Frame, width: int) -> None:
 
 
 @_check_action.register
-def _project(action: Project, op: BoundOp, frame: Frame, width: int) -> None:
+def _project(action: Projection, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.low, action.high)
     _check_values(op, frame, width, needed=True)
 

@@ -33,7 +33,7 @@ from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_co
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.step import HostStep, Step
+from patchclamp.runtime.host_step import HostStep, Step
 from patchclamp.sites import Shard, SiteMap, View
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import (
@@ -309,7 +309,7 @@ class Continuity:
         return self._chunk
 
 
-class _Admitted(msgspec.Struct):
+class _InstalledProgram(msgspec.Struct):
     """An admitted program.
 
     slot: 0 if it could not be installed
@@ -336,7 +336,7 @@ class _Local(NamedTuple):
 
     ops: the program's ops, at the local points
     addresses: the (offset, width) of the rows of their keys in the bank
-    token_bytes: as in `_Admitted`
+    token_bytes: as in `_InstalledProgram`
     """
 
     arrival: Arrival
@@ -366,7 +366,7 @@ class Runtime:
         self.steps_planned = 0
         self.resident = ResidentRows(self.bank, sites, self._captured)
         # by the engine's name of a request; its program has no effect from its stop position on
-        self._admitted: dict[str, _Admitted] = {}
+        self._admitted: dict[str, _InstalledProgram] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # by point: its view in the tensor of its tap
@@ -568,7 +568,7 @@ class Runtime:
             if token_bytes:
                 self.step.prepare()
                 self._token_bytes[token_bytes] += 1
-            self._admitted[request] = _Admitted(bound.run, placement.slot, token_bytes, receipt)
+            self._admitted[request] = _InstalledProgram(bound.run, placement.slot, token_bytes, receipt)
             self._slot_of[request] = placement.slot
             # count ops of all pipeline stages: code with taps may differ from stock's in the last bits, and the results
             # of a request's batchmates must not depend on the stage
@@ -594,7 +594,7 @@ class Runtime:
     def refuse(self, request: str, run: str, error: Exception) -> None:
         """Fail the run of a program that could not be installed. It counts as a failure, because its request fills
         blocks of the prefix cache whose contents do not match their keys."""
-        self._admitted[request] = _Admitted(run, 0, 0, "")
+        self._admitted[request] = _InstalledProgram(run, 0, 0, "")
         self._errors[request] = pack(error)
         self.failures += 1
 
@@ -621,7 +621,7 @@ class Runtime:
         for number in self._code_of.pop(run, ()):
             del self._code[number]
 
-    def _free(self, request: str, admitted: _Admitted) -> None:
+    def _free(self, request: str, admitted: _InstalledProgram) -> None:
         self.drop_code(admitted.run)
         self._errors.pop(request, None)
         self._code_errors.pop(admitted.run, None)

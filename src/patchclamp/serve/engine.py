@@ -68,7 +68,7 @@ async def info(request: Request) -> Response:
 async def run(request: Request) -> Response:
     """Runs a batch and streams the results as its requests end."""
     front, owner = caller(request)
-    batch = await _read(request, wire.Batch)
+    batch = await _read(request, wire.WireBatch)
     if len(batch.requests) > wire.MAX_REQUESTS:
         raise CapacityError(f"{len(batch.requests)} requests in a batch; at most {wire.MAX_REQUESTS} go", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
@@ -168,7 +168,7 @@ class _Running:
     engine step executes the records of all running requests.
     """
 
-    def __init__(self, front: Front, owner: str, batch: wire.Batch, requests: list[EngineRequest]) -> None:
+    def __init__(self, front: Front, owner: str, batch: wire.WireBatch, requests: list[EngineRequest]) -> None:
         self._front, self._owner, self._batch, self._requests = front, owner, batch, requests
         self._began_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()

@@ -30,7 +30,7 @@ from patchclamp.lm import LM
 from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_count
-from patchclamp.proving.prove import ensure_proved
+from patchclamp.proving import ensure_proved
 from patchclamp.serve.kept import Kept, KeptSweeps, NoteChannel
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it

@@ -1,17 +1,160 @@
-"""The site map of one model: numbers every point, and resolves every site to points."""
+"""The sizes of one model, and its site map, which numbers every point and resolves every site to points."""
 
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language.site import SITES, Site
 from patchclamp.language.tokens import Index, Range
-from patchclamp.sites.families import Family, Sizes, Tap
-from patchclamp.sites.tables import FAMILIES
+from patchclamp.sites.tables import Family, Layers, Size, Tap
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """The number of a model's layers, and the widths of its rows.
+
+    sparse: the layers whose MLP is a mixture of experts
+    recurrent: the layers whose mixer is a state space or linear attention
+    no_mixer, no_mlp: the layers that are only an MLP, or only a mixer
+    d_result: the width of a head's result, if it is not `d_head`
+    factors: multipliers of the model, by their names in the config
+    """
+
+    layers: int
+    d_model: int
+    d_vocab: int
+    heads: int = 1
+    kv_heads: int = 1
+    d_head: int = 1
+    d_mlp: int = 1
+    experts: int = 0
+    sparse: tuple[int, ...] = ()
+    d_result: int = 0
+    factors: dict[str, float] = {}
+    recurrent: tuple[int, ...] = ()
+    no_mixer: tuple[int, ...] = ()
+    no_mlp: tuple[int, ...] = ()
+
+    def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
+        """The layers of a kind; explicit layers are returned as a list."""
+        if isinstance(kind, tuple):
+            return list(kind)
+        every = set(range(self.layers))
+        with_mlp, sparse, recurrent = every - set(self.no_mlp), set(self.sparse), set(self.recurrent)
+        return sorted({"all": every, "attention": every - recurrent - set(self.no_mixer), "recurrent": recurrent,
+                       "mlp": with_mlp, "dense": with_mlp - sparse, "sparse": sparse}[kind])  # fmt: skip
+
+    def __getitem__(self, size: Size) -> int:
+        return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
+                "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
+
+    def factor(self, scale: str | float) -> float:
+        """The value of a tap's `scale`, default 1."""
+        if not scale:
+            return 1.0
+        return self.factors[scale] if isinstance(scale, str) else scale
+
+    def parts(self, size: Size) -> tuple[int, int]:
+        """The number of heads, neurons or experts in a row, and the width of each."""
+        heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
+        count = heads.get(size, self[size])
+        return count, self[size] // max(count, 1)
+
+
+def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
+    """Read the sizes from a Transformers config, under any of their names. If layers differ in heads, or have no heads,
+    the number of heads is 0, and sites cannot be indexed by head.
+
+    Raises `ModelError` if the config does not give a number of layers and one width for all of them.
+    """
+
+    def setting(*names: str, otherwise: Any = None) -> Any:
+        return next((value for name in names if (value := _setting(config, name)) is not None), otherwise)
+
+    width, layers = setting("hidden_size", otherwise=0), setting("num_hidden_layers", otherwise=0)
+    if not width or not layers:
+        missing = "num_hidden_layers" if width else "hidden_size"
+        raise ModelError(
+            f"expected one {missing} for all layers in the config of {', '.join(architectures_of(config))}, got none: "
+            "sites are those of decoders whose layers are alike"
+        )
+    kinds = layer_kinds(config, layers)
+    heads = setting("num_attention_heads", otherwise=0)
+    experts = setting("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
+    return Sizes(
+        layers, width, d_vocab or config.vocab_size, heads, _kv_heads(config, heads),
+        setting("head_dim", otherwise=width // max(heads, 1)),
+        setting("ffn_dim", "intermediate_size_mlp", "n_inner", "ffn_hidden_size", "shared_intermediate_size",
+                "intermediate_size", otherwise=4 * width), experts,
+        _sparse(config, kinds) if experts else (), setting("v_head_dim", otherwise=0),
+        {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
+        _of_kinds(kinds, "recurrent"), _of_kinds(kinds, "mlp", "experts"),
+        _of_kinds(kinds, "recurrent", "attention") if {"mlp", "experts"} & set(kinds) else (),
+    )  # fmt: skip
+
+
+def architectures_of(config: Any) -> list[str]:
+    """The config's `architectures`, or else the name of its own class."""
+    return list(getattr(config, "architectures", None) or [type(config).__name__])
+
+
+def _setting(config: Any, name: str) -> int | None:
+    """A setting, if it is one number for all layers; otherwise None."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # Transformers' error for one that differs between layers
+        return None
+    return value if isinstance(value, int) else None
+
+
+FACTORS = ("residual_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    one_for_all = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    names = ("num_key_value_heads", "num_kv_heads")
+    return 1 if one_for_all else next((n for name in names if (n := _setting(config, name)) is not None), heads)
+
+
+KINDS = {  # config names of layer kinds, including those of layers that are only an MLP
+    "M": "recurrent", "mamba": "recurrent", "mamba2": "recurrent", "linear_attention": "recurrent",
+    "conv": "recurrent", "*": "attention", "-": "mlp", "mlp": "mlp", "E": "experts", "moe": "experts",
+}  # fmt: skip
+
+
+def layer_kinds(config: Any, layers: int) -> list[str]:
+    """The kind of each layer in a config: a layer with `attention`, with a `recurrent` mixer, or only an `mlp` or
+    `experts`. If the config lists no kinds, all layers have attention."""
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
+    return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
+
+
+def _of_kinds(kinds: list[str], *which: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in which)
+
+
+def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
+    """The layers with experts."""
+    if {"mlp", "experts"} & set(kinds):
+        return _of_kinds(kinds, "experts")
+    if (listed := getattr(config, "moe_layers", None)) is not None:
+        return tuple(listed)
+    if (period := getattr(config, "expert_layer_period", None)) is not None:
+        return tuple(range(config.expert_layer_offset, len(kinds), period))
+    names = "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"
+    every = next((step for name in names if (step := getattr(config, name, None))), 1)
+    if isinstance(every, list | tuple):  # one flag per layer, as in MiMo V2
+        return tuple(layer for layer, is_sparse in enumerate(every) if is_sparse)
+    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # these count from 1
+    first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
+    end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return tuple(layer for layer in range(first, end) if (layer + shift) % every == 0 and layer not in dense)
+
 
 NONE_HAS = {  # the reason for an error, by the kind of layer that a model does not have
     "dense": "each of its layers has experts, which run in one fused kernel",
@@ -96,8 +239,7 @@ class Shard(NamedTuple):
 class SiteMap:
     """The points and site refs of a model, with `tensor_parallel` workers in each of `stages` pipeline stages."""
 
-    def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
-        family = _family_named(family) if isinstance(family, str) else family
+    def __init__(self, family: Family, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
         self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}  # sites that were not proved on the live model, and why
@@ -204,10 +346,8 @@ class SiteMap:
         self._check_has(site.name)
         if not SITES[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]
-        index, columns = ("", None) if site.index is None else (str(site.index), self._columns(site))
-        return [
-            SiteRef(site.name, layer, self._point(site.name, layer), index, columns) for layer in self._layers(site)
-        ]
+        of_row = ("", None) if site.index is None else (str(site.index), self._columns(site))
+        return [SiteRef(site.name, layer, self._point(site.name, layer), *of_row) for layer in self._layers(site)]
 
     def _check_has(self, name: str) -> None:
         """Raise `UnsupportedSite` for a site that this model does not have, or that was withdrawn."""
@@ -305,10 +445,3 @@ def _fits(index: Index, count: int) -> bool:
     if isinstance(index, int):
         return -count <= index < count
     return all(-count <= end <= count for end in index.ends if end is not None)
-
-
-def _family_named(name: str) -> Family:
-    by_name = {family.name: family for family in FAMILIES}
-    if name not in by_name:
-        raise ModelError(f"no family {name!r}; there are {', '.join(by_name)}")
-    return by_name[name]

@@ -1,49 +1,222 @@
-"""The site tables, one per model family, Transformers and vLLM side by side."""
+"""Site tables, one per model family, with Transformers and vLLM side by side.
+
+A site table maps each named tensor of a model family to modules on both engines. A *point* is a tensor that can be read
+and written, or the pair of tensors whose sum is the stream. A site is a point of its layer or of a later one:
+`resid_post[l]` and `resid_pre[l+1]` are one point.
+
+    D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
+    X experts · l layer
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import (
-    ATTENTION,
-    ATTENTION_ONLY,
-    FUSED,
-    MLP,
-    NO_EXPERTS,
-    NORM,
-    PARALLEL,
-    Family,
-    L,
-    Moment,
-    PointKind,
-    Size,
-    Tap,
-    end,
-    hybrids,
-    kind,
-    merged,
-    on_backend,
-    projections,
-    results,
-    same,
-    sharded,
-    without,
-)
+from patchclamp.language.site import SITES
+from patchclamp.language.site import Width as Size
+
+Moment = Literal["in", "out", "attention"]
+# Layers whose mixer is attention or recurrent (a state space, linear attention), and layers with an ordinary MLP
+# (`dense`), with experts (`sparse`), or with either (`mlp`)
+Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
+
+
+class Tap(msgspec.Struct, frozen=True):
+    """A tensor at a module's input or output.
+
+    module: its path, `{l}` a layer
+    moment: its input (`in`), its output (`out`), or the result that vLLM's attention layer computes (`attention`)
+    hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
+    residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
+    of: the widths of several tensors packed side by side in this one; empty: not packed
+    part: the index of the point's tensor among them
+    mixed: True if they are packed within each key/value head, next to the queries that read it
+    by_head: True if the tensor is [B, H, T, E]
+    scale: a factor, or the config's name of one; the site is the tensor times this factor
+    rerun: True if an edit reruns the module, because its other results depend on the tensor (a router's choice)
+    copied: True if the module gets a copy of its input, because another module reads the same tensor
+    """
+
+    module: str
+    moment: Moment
+    hidden: int | str = 0
+    residual: int | str | None = None
+    of: tuple[Size, ...] = ()
+    part: int = 0
+    mixed: bool = False
+    by_head: bool = False
+    scale: str | float = ""
+    rerun: bool = False
+    copied: bool = False
+
+
+class PointKind(msgspec.Struct, frozen=True):
+    """One kind of point, on both engines.
+
+    transformers, vllm: its tap
+    width: the size of its rows
+    layout: the layout of a row under tensor parallelism
+    per_layer: True if layers have one each; otherwise the model has one, such as the point after the last layer
+    rows: one for each token of a step, or only for those that are sampled from
+    layers: the kind of layers that have it, or their numbers
+    elsewhere: the point kind that its site resolves to in the other layers
+    """
+
+    transformers: Tap
+    vllm: Tap
+    width: Size = "D"
+    layout: Literal["replicated", "sharded", "partial sum"] = "replicated"
+    per_layer: bool = True
+    rows: Literal["tokens", "sampled"] = "tokens"
+    layers: Layers | tuple[int, ...] = "all"
+    elsewhere: str = ""
+
+
+STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that name: (kind, layers to shift by)
+    "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
+}  # fmt: skip
+
+PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # the reason in `lacks`
+
+
+class Family(msgspec.Struct, frozen=True, dict=True):
+    """Model classes that share one table.
+
+    points: point kinds by name, which is a site, or a name of the stream (`STREAM`)
+    lacks: the sites that it does not have, and why
+    needs: settings that a config must have; a string is the name of another setting with the required value
+    backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
+    tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
+    divided_by: the config's name of the number that vLLM divides the stream by in float16
+    gated: True if a gate multiplies the result of attention, before `z`
+    both: True if each layer has attention and a state space in parallel, and both add to the stream
+    afterwards: a description of what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    points: dict[str, PointKind]
+    lacks: dict[str, str] = {}
+    needs: dict[str, str | bool | int | None] = {}
+    backend: bool = False
+    tabled: bool = True
+    divided_by: str = ""
+    gated: bool = False
+    both: bool = False
+    afterwards: str = ""
+
+    @property
+    def parallel(self) -> bool:
+        """True if a layer's attention and MLP read the same stream, and neither reads the other's result."""
+        return self.lacks.get("resid_mid") == PARALLEL
+
+    @functools.cached_property
+    def sites(self) -> dict[str, tuple[str, int]]:
+        """Its sites, each with its point kind and the number of layers by which its point is later."""
+        kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
+        return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
+
+
+L, NORM = "model.layers.{l}", "model.norm"
+ATTENTION, MLP = L + ".self_attn", L + ".mlp"
+QKV: tuple[Size, ...] = ("Q", "K", "K")
+PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
+ATTENTION_ONLY = {"mixer_out": "each of its layers has attention: what that adds is attn_out"}
+NO_EXPERTS = ATTENTION_ONLY | {"router": "its layers have one MLP each, and no experts to choose from"}
+FUSED = ATTENTION_ONLY | {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
+
+
+def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
+    """Make a point kind from its taps; `vllm` defaults to the same tap. `rest`: other fields of `PointKind`."""
+    return PointKind(transformers, transformers if vllm is None else vllm, width, **rest)
+
+
+def same(
+    module: str, moment: Moment = "out", width: Size = "D", hidden: int | str = 0, copied: bool = False, **rest: Any
+) -> PointKind:
+    """Make a point kind with the same tap on both engines."""
+    return kind(Tap(module, moment, hidden, copied=copied), width=width, **rest)
+
+
+def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
+    return kind(transformers, vllm, width, layout="sharded", **rest)
+
+
+def results(o_proj: str, attention: str) -> PointKind:
+    """The heads' results: the input of the output projection; on vLLM the result of the attention layer."""
+    return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
+
+
+def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
+    """Queries, keys or values, selected by `words`: on Transformers each is the output of its own projection (`{w}` is
+    the word), on vLLM a part of the output of a merged projection."""
+    return {
+        word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
+        for part, (word, width) in enumerate(PARTS)
+        if word in words
+    }
+
+
+def merged(
+    module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
+) -> dict[str, PointKind]:
+    """Queries, keys and values, packed in the output of one projection on both engines: `mixed` within each head, or
+    mixed on Transformers alone if vLLM has `regrouped` them."""
+
+    def tap(module: str, part: int, mixed: bool) -> Tap:
+        return Tap(module, "out", of=QKV, part=part, mixed=mixed)
+
+    return {
+        word: sharded(tap(transformers or module, part, mixed or regrouped), tap(module, part, mixed), width)
+        for part, (word, width) in enumerate(PARTS)
+    }
+
+
+def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[str, PointKind]:
+    """The stream after the last layer, the result of its norm, and the logits."""
+    vllm = vllm or transformers
+    return {
+        "stream_end": kind(Tap(transformers, "in"), Tap(vllm, "in", 0, 1 if pair else None), per_layer=False),
+        "final_norm": kind(Tap(transformers, "out"), Tap(vllm, "out"), per_layer=False),
+        "logits": kind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
+    }
+
+
+def without(
+    family: Family, name: str, architectures: str, why: dict[str, str], fields: Any = None, **points: PointKind
+) -> Family:
+    """Derive a family from another: change some `points`, and remove the sites of `why`. `fields`: others of `Family`,
+    which are not inherited."""
+    gone = {STREAM.get(word, (word, 0))[0] for word in why} - set(points)
+    kinds = {name: kind for name, kind in (family.points | points).items() if name not in gone}
+    return Family(name, tuple(architectures.split()), kinds, why, **(fields or {}))
+
+
+def in_attention_layers(points: dict[str, PointKind]) -> dict[str, PointKind]:
+    """The points of attention among some, for a family with attention in some layers only."""
+    return {
+        word: msgspec.structs.replace(kind, layers="attention")
+        for word, kind in points.items()
+        if word in SITES and SITES[word].block == "attention"
+    }
+
+
+def recurrent(tap: Tap, vllm: Tap | None = None) -> PointKind:
+    """The output of a state space or linear attention, in the layers with such a mixer."""
+    return kind(tap, vllm, layers="recurrent", elsewhere="attn_out")
+
 
 # vLLM calls a layer with (positions, hidden, residual), and the stream is hidden + residual. A fused norm's two inputs
 # are the last addition and the stream before it.
 LLAMA = Family(
     name="llama",
-    architectures=(
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Ernie4_5ForCausalLM",
-        "NemotronForCausalLM",
-    ),
+    architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Ernie4_5ForCausalLM",
+                   "NemotronForCausalLM"),
     points={
         "stream": kind(Tap(L, "in"), Tap(L, "in", 1, 2)),
         "mid": kind(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
@@ -57,7 +230,7 @@ LLAMA = Family(
         **end(NORM, pair=True),
     },
     lacks=NO_EXPERTS,
-)
+)  # fmt: skip
 NORMED = {
     "q": sharded(Tap(ATTENTION + ".q_norm", "out")),
     "k": sharded(Tap(ATTENTION + ".k_norm", "out"), width="K"),
@@ -83,11 +256,11 @@ _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
     """A Gemma 4 table. A layer ends with an embedding of its own (smaller models) and a factor for the whole stream."""
-    family = without(
+    return without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
+        fields={"needs": needs, "afterwards": "an embedding of the layer, and a factor"},
     )  # fmt: skip
-    return msgspec.structs.replace(family, needs=needs, afterwards="an embedding of the layer, and a factor")
 
 
 GEMMA4 = (
@@ -123,18 +296,20 @@ EXAONE4 = without(
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(MLP, "in"),
     attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"), **end(NORM),
 )  # fmt: skip
-STABLELM = msgspec.structs.replace(without(
+STABLELM = without(
     LLAMA, "stablelm", "StableLmForCausalLM", NO_EXPERTS,
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
-), needs={"use_parallel_residual": False, "qk_layernorm": False})  # fmt: skip
+    fields={"needs": {"use_parallel_residual": False, "qk_layernorm": False}},
+)  # fmt: skip
 # Attention and MLP read the same normed tensor; attention gets a copy, so that an edit reaches only one of them.
 PARALLEL_ATTENTION = NO_EXPERTS | {"resid_mid": PARALLEL}
-COHERE = msgspec.structs.replace(without(
+COHERE = without(
     LLAMA, "cohere", "CohereForCausalLM Cohere2ForCausalLM", PARALLEL_ATTENTION,
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
     attn_in=same(ATTENTION, "in", hidden="hidden_states", copied=True), mlp_in=same(MLP, "in"),
     attn_out=same(ATTENTION, layout="partial sum"), mlp_out=same(MLP, layout="partial sum"), **end(NORM),
-), needs={"use_qk_norm": False})  # fmt: skip
+    fields={"needs": {"use_qk_norm": False}},
+)  # fmt: skip
 MIXTRAL = without(
     LLAMA, "mixtral", "MixtralForCausalLM", FUSED,
     router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
@@ -158,17 +333,18 @@ GPT_OSS = without(
 MOE = without(
     LLAMA, "moe", "Ernie4_5_MoeForCausalLM Qwen2MoeForCausalLM", ATTENTION_ONLY, **DENSE_AND_SPARSE,
 )  # fmt: skip
-GLM4_MOE = msgspec.structs.replace(
-    without(LLAMA, "glm4_moe", "Glm4MoeForCausalLM", ATTENTION_ONLY, **DENSE_AND_SPARSE),
-    needs={"use_qk_norm": False},
-)
-GLM4_MOE_NORMED = msgspec.structs.replace(
-    without(LLAMA, "glm4_moe_normed", "Glm4MoeForCausalLM", ATTENTION_ONLY, **NORMED, **DENSE_AND_SPARSE),
-    needs={"use_qk_norm": True},
-)
-OLMOE = msgspec.structs.replace(without(
+GLM4_MOE = without(
+    LLAMA, "glm4_moe", "Glm4MoeForCausalLM", ATTENTION_ONLY, **DENSE_AND_SPARSE,
+    fields={"needs": {"use_qk_norm": False}},
+)  # fmt: skip
+GLM4_MOE_NORMED = without(
+    LLAMA, "glm4_moe_normed", "Glm4MoeForCausalLM", ATTENTION_ONLY, **NORMED, **DENSE_AND_SPARSE,
+    fields={"needs": {"use_qk_norm": True}},
+)  # fmt: skip
+OLMOE = without(
     LLAMA, "olmoe", "OlmoeForCausalLM", FUSED, **NORMED, router=DENSE_AND_SPARSE["router"],
-), needs={"clip_qkv": None})  # fmt: skip
+    fields={"needs": {"clip_qkv": None}},
+)  # fmt: skip
 _NORMED_INSIDE = "vLLM norms them in one function of the whole attention, and no module makes them alone"
 MINIMAX_M2 = without(
     LLAMA, "minimax_m2", "MiniMaxM2ForCausalLM", FUSED | {"q": _NORMED_INSIDE, "k": _NORMED_INSIDE},
@@ -183,12 +359,13 @@ LLAMA4 = without(
     neurons=sharded(Tap(_FEED + ".down_proj", "in"), width="M", layers="dense"), mlp_out=same(_FEED),
 )  # fmt: skip
 LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
-DEEPSEEK = msgspec.structs.replace(without(
+DEEPSEEK = without(
     LLAMA, "deepseek", "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
     ATTENTION_ONLY | {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
     **DENSE_AND_SPARSE,
-), divided_by="routed_scaling_factor")  # fmt: skip
+    fields={"divided_by": "routed_scaling_factor"},
+)  # fmt: skip
 
 _H = "transformer.h.{l}"
 GPT2 = Family(
@@ -221,7 +398,7 @@ GPT_J = without(
     neurons=sharded(Tap(_H + ".mlp.fc_out", "in"), width="M"),
 )  # fmt: skip
 _SELF = _H + ".self_attention"
-BLOOM = msgspec.structs.replace(without(
+BLOOM = without(
     _NO_POSITIONS, "bloom", "BloomForCausalLM", NO_EXPERTS,
     stream=kind(Tap(_H, "in"), Tap(_H, "in", 1)), attn_in=same(_H + ".input_layernorm"),
     **merged(_SELF + ".query_key_value", regrouped=True), z=results(_SELF + ".dense", _SELF + ".attn"),
@@ -229,13 +406,15 @@ BLOOM = msgspec.structs.replace(without(
     mid=same(_H + ".post_attention_layernorm", "in"), mlp_in=same(_H + ".post_attention_layernorm"),
     neurons=sharded(Tap(_H + ".mlp.dense_4h_to_h", "in"), width="M"),
     mlp_out=kind(Tap(_H + ".mlp.dense_4h_to_h", "out"), Tap(_H + ".mlp", "out")),
-), needs={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False})  # fmt: skip
-FALCON = msgspec.structs.replace(without(
+    fields={"needs": {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False}},
+)  # fmt: skip
+FALCON = without(
     BLOOM, "falcon", "FalconForCausalLM", PARALLEL_ATTENTION,
     attn_in=kind(Tap(_SELF, "in", copied=True), Tap(_SELF, "in", "hidden_states", copied=True)),
     attn_out=same(_SELF, layout="partial sum"),
     mlp_in=same(_H + ".mlp", "in"), mlp_out=same(_H + ".mlp", layout="partial sum"),
-), needs={"parallel_attn": True, "bias": False})  # fmt: skip
+    fields={"needs": {"parallel_attn": True, "bias": False}},
+)  # fmt: skip
 _O = "model.decoder.layers.{l}"
 OPT = Family(
     name="opt",
@@ -258,23 +437,25 @@ OPT = Family(
 )
 
 # On vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
-BACKEND = on_backend(without(
+ON_BACKEND = {"backend": True}
+BACKEND = without(
     LLAMA, "llama_backend", "SmolLM3ForCausalLM SeedOssForCausalLM HunYuanDenseV1ForCausalLM", NO_EXPERTS,
-    stream=same(L, "in"), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
-))  # fmt: skip
-STARCODER2 = on_backend(without(
+    stream=same(L, "in"), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM), fields=ON_BACKEND,
+)  # fmt: skip
+STARCODER2 = without(
     BACKEND, "starcoder2", "Starcoder2ForCausalLM", NO_EXPERTS,
-    neurons=sharded(Tap(MLP + ".c_proj", "in"), width="M"),
-))  # fmt: skip
-HUNYUAN_MOE = on_backend(without(
-    BACKEND, "hunyuan_moe", "HunYuanMoEV1ForCausalLM", FUSED, router=same(MLP + ".gate.wg", width="X"),
-))  # fmt: skip
-OLMO2 = on_backend(without(
+    neurons=sharded(Tap(MLP + ".c_proj", "in"), width="M"), fields=ON_BACKEND,
+)  # fmt: skip
+HUNYUAN_MOE = without(
+    BACKEND, "hunyuan_moe", "HunYuanMoEV1ForCausalLM", FUSED,
+    router=same(MLP + ".gate.wg", width="X"), fields=ON_BACKEND,
+)  # fmt: skip
+OLMO2 = without(
     LLAMA, "olmo2", "Olmo2ForCausalLM Olmo3ForCausalLM", NO_INPUT_NORMS,
     stream=same(L, "in"), mid=same(MLP, "in"), **NORMED,
     attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"),
-    **end(NORM),
-))  # fmt: skip
+    **end(NORM), fields=ON_BACKEND,
+)  # fmt: skip
 _N, _M = "gpt_neox.layers.{l}", "model.layers.{l}"
 
 
@@ -301,11 +482,117 @@ GPT_NEOX = Family(
     backend=True,
 )
 
+
+# -- hybrid families: layers with a state space or linear attention, in place of attention or beside it
+
+_NO_ROUTER = {"router": NO_EXPERTS["router"]}
+_KEYWORDS = Tap(L, "in", "hidden_states", "residual")  # vLLM passes these by keyword
+_FORWARD = L + ".feed_forward"
+_PRE_FF = L + ".pre_ff_layernorm"
+
+
+def _feed_forward(**rest: Any) -> dict[str, PointKind]:
+    """The points of an MLP named `feed_forward`."""
+    return {
+        "mlp_in": same(_PRE_FF),
+        "neurons": sharded(Tap(_FORWARD + ".down_proj", "in"), width="M", **rest),
+        "mlp_out": same(_FORWARD),
+    }
+
+
+GRANITE_HYBRID = without(
+    GRANITE, "granite_hybrid", "GraniteMoeHybridForCausalLM", _NO_ROUTER, **in_attention_layers(GRANITE.points),
+    mixer_out=recurrent(Tap(L + ".mamba", "out", scale="residual_multiplier")),
+    stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")),
+    neurons=sharded(Tap(L + ".shared_mlp.output_linear", "in"), width="M"),
+    mlp_out=kind(Tap(L + ".shared_mlp", "out", scale="residual_multiplier")),
+    fields={"needs": {"num_local_experts": 0}},
+)  # fmt: skip
+GRANITE_HYBRID_EXPERTS = without(
+    GRANITE_HYBRID, "granite_hybrid_experts", "GraniteMoeHybridForCausalLM",
+    {"mlp_out": "its experts and its shared MLP are added to each other and to the stream outside of any module",
+     "neurons": "its experts run in one fused kernel, beside a shared MLP",
+     "router": "its router is inside the module that runs its experts"},
+)  # fmt: skip
+_NORMED_IN_KERNEL = "on a GPU vLLM norms them in the kernel that rotates them, and no module makes them alone"
+QWEN3_NEXT = without(
+    LLAMA, "qwen3_next", "Qwen3NextForCausalLM Qwen3_5ForCausalLM", dict.fromkeys("qk", _NORMED_IN_KERNEL),
+    **{word: point for word, point in in_attention_layers(LLAMA.points).items() if word not in "qk"} | {
+        "z": sharded(Tap(ATTENTION + ".o_proj", "in"), layers="attention"),
+        "v": sharded(Tap(ATTENTION + ".v_proj", "out"),
+                     Tap(ATTENTION + ".qkv_proj", "out", of=("Q", "Q", "K", "K"), part=3), "K", layers="attention")},
+    mixer_out=recurrent(Tap(L + ".linear_attn", "out")), stream=kind(Tap(L, "in"), _KEYWORDS),
+    **DENSE_AND_SPARSE, fields={"gated": True},
+)  # fmt: skip
+_MIXER = L + ".mixer"
+NEMOTRON_H = Family(  # each layer is one block: attention, a state space, an MLP or experts
+    name="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    points={
+        "stream": kind(Tap(L, "in"), _KEYWORDS),
+        **in_attention_layers({
+            "attn_in": same(L + ".norm"),
+            **projections(_MIXER + ".{w}_proj", _MIXER + ".qkv_proj", "q", "k", "v"),
+            "z": results(_MIXER + ".o_proj", _MIXER + ".attn"),
+            "attn_out": same(_MIXER),
+        }),
+        "mixer_out": recurrent(Tap(_MIXER, "out")),
+        "mlp_in": same(L + ".norm", layers="mlp"),
+        "router": kind(Tap(_MIXER + ".gate", "out", rerun=True), Tap(_MIXER + ".gate", "out"), "X", layers="sparse"),
+        "neurons": sharded(Tap(_MIXER + ".down_proj", "in"), width="M", layers="dense"),
+        "mlp_out": same(_MIXER, layers="mlp"),
+        **end("model.norm_f", pair=True),
+    },
+    lacks={"resid_mid": "each of its layers is a mixer or an MLP alone, and nothing is between them"},
+)  # fmt: skip
+_B = "backbone.layers.{l}"
+_MLP_SITES = (*(word for word, spec in SITES.items() if spec.block == "mlp"), "resid_mid")
+MAMBA2 = Family(
+    name="mamba2",
+    architectures=("Mamba2ForCausalLM",),
+    points={
+        "stream": kind(Tap(_B, "in"), Tap(_B, "in", "hidden_states", "residual")),
+        "mixer_out": recurrent(Tap(_B + ".mixer", "out")),
+        **end("backbone.norm_f", pair=True),
+    },
+    lacks=dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "none of its layers has attention")
+    | dict.fromkeys(_MLP_SITES, "its layers have no MLP"),
+)
+# Attention and a state space read the normed stream, each times its own factor, and both add to it
+FALCON_H1 = without(
+    LLAMA, "falcon_h1", "FalconH1ForCausalLM", _NO_ROUTER, **_feed_forward(), **end("model.final_layernorm"),
+    stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")), mid=same(_PRE_FF, "in"),
+    attn_in=same(ATTENTION, "in", hidden="hidden_states"),
+    attn_out=kind(Tap(ATTENTION, "out", scale="attention_out_multiplier")),
+    mixer_out=kind(Tap(L + ".mamba", "out", scale="ssm_out_multiplier")), fields={"both": True},
+)  # fmt: skip
+# vLLM's state space writes into an output argument, so its result is read as the next norm's input; `mixer_out` comes
+# first because it is tapped before `mid` at the same norm
+JAMBA = Family(
+    name="jamba",
+    architectures=("JambaForCausalLM",),
+    points={
+        "mixer_out": recurrent(Tap(L + ".mamba", "out"), Tap(_PRE_FF, "in")),
+        **LLAMA.points,
+        **_feed_forward(layers="dense"),
+        **end("model.final_layernorm", pair=True),
+        **in_attention_layers({
+            **projections(ATTENTION + ".{w}_proj", L + ".qkv_proj", "q", "k", "v"),
+            "z": results(ATTENTION + ".o_proj", L + ".attn"),
+            "attn_in": same(L + ".input_layernorm"),
+            "attn_out": kind(Tap(ATTENTION, "out"), Tap(L + ".o_proj", "out")),
+        }),
+        "stream": kind(Tap(L, "in"), _KEYWORDS),
+        "mid": kind(Tap(_PRE_FF, "in"), Tap(_PRE_FF, "in", 0, 1)),
+        "router": kind(Tap(_FORWARD + ".router", "out"), width="X", layers="sparse"),
+    },
+)  # fmt: skip
+
 FAMILIES: tuple[Family, ...] = (
     LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, *GEMMA4, GRANITE, GLM4, EXAONE4, STABLELM, COHERE, BACKEND, STARCODER2, OLMO2,
     GPT2, GPT_J, BLOOM, FALCON, OPT, GPT_NEOX,
     MIXTRAL, QWEN3_MOE, MOE, GLM4_MOE, GLM4_MOE_NORMED, OLMOE, MINIMAX_M2, LLAMA4, HUNYUAN_MOE,
-    GPT_OSS, DEEPSEEK, *hybrids(LLAMA, GRANITE),
+    GPT_OSS, DEEPSEEK, GRANITE_HYBRID, GRANITE_HYBRID_EXPERTS, QWEN3_NEXT, NEMOTRON_H, MAMBA2, FALCON_H1, JAMBA,
 )  # fmt: skip
 
 
@@ -332,12 +619,12 @@ DECODERS: dict[str, Decoder] = {
 }
 
 
-def is_listed(architectures: list[str] | tuple[str, ...]) -> bool:
+def is_listed(architectures: Sequence[str]) -> bool:
     """True if a table lists one of these classes, whether or not the config meets its needs."""
     return any(set(family.architectures) & set(architectures) for family in FAMILIES)
 
 
-def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
+def has_table(architectures: Sequence[str] | None, config: Any = None) -> bool:
     """True if `family_of` finds a family."""
     try:
         return bool(family_of(architectures, config))
@@ -345,7 +632,7 @@ def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = N
         return False
 
 
-def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
+def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family:
     """The family whose table lists one of a config's `architectures`. For a model that also reads images, the config is
     its decoder's, and so is the family.
 

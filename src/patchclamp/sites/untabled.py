@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from patchclamp.errors import ModelError
 from patchclamp.language.site import SITES
-from patchclamp.sites.families import PARALLEL, Family, Moment, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
-from patchclamp.sites.tables import DECODERS
+from patchclamp.sites.map import Sizes, architectures_of, sizes_of
+from patchclamp.sites.tables import DECODERS, PARALLEL, Family, Moment, PointKind, Size, Tap
 
 Key = int | str  # an argument's number or name
 Sum = dict[int, float]  # factor by value
@@ -55,7 +55,7 @@ class Value(msgspec.Struct):
     factor: float = 1.0
 
 
-class Call(msgspec.Struct):
+class ModuleCall(msgspec.Struct):
     """A call of a module.
 
     given, result: its tensor arguments and results, as values
@@ -94,7 +94,7 @@ class Record(msgspec.Struct, dict=True):
 
     kinds: dict[str, str]
     values: list[Value] = []
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     guessed: dict[str, str] = {}
     ids: int = 0
 
@@ -103,8 +103,8 @@ class Record(msgspec.Struct, dict=True):
         return len(self.values) - 1
 
     @functools.cached_property
-    def by_path(self) -> dict[str, list[Call]]:
-        calls: dict[str, list[Call]] = {}
+    def by_path(self) -> dict[str, list[ModuleCall]]:
+        calls: dict[str, list[ModuleCall]] = {}
         for call in self.calls:
             calls.setdefault(call.path, []).append(call)
         return calls
@@ -119,9 +119,9 @@ class Record(msgspec.Struct, dict=True):
         return readers
 
     @functools.cached_property
-    def returned(self) -> dict[int, list[tuple[Call, int]]]:
+    def returned(self) -> dict[int, list[tuple[ModuleCall, int]]]:
         """The calls that returned each value, with the item's index; outer calls first."""
-        returned: dict[int, list[tuple[Call, int]]] = {}
+        returned: dict[int, list[tuple[ModuleCall, int]]] = {}
         for call in sorted(self.calls, key=lambda call: len(call.path)):
             for item, number in call.result.items():
                 returned.setdefault(number, []).append((call, item))
@@ -141,12 +141,7 @@ class Record(msgspec.Struct, dict=True):
         return seen
 
     def children(self, path: str) -> list[str]:
-        start = f"{path}." if path else ""
-        return [
-            name[len(start) :]
-            for name in self.kinds
-            if name.startswith(start) and "." not in name[len(start) :] and name
-        ]
+        return [name.rpartition(".")[2] for name in self.kinds if name and name.rpartition(".")[0] == path]
 
 
 class NotFound(Exception):
@@ -176,11 +171,11 @@ class Flow:
         for path, kinds in record.kinds.items():
             if "modulelist" in kinds.split() and not any(path.startswith(f"{outer}.") for outer in lists):
                 lists[path] = len(record.children(path))
+        once = {path for path, calls in record.by_path.items() if len(calls) == 1}
         fitting = [
             path
-            for path in lists
-            if lists[path] == self.count
-            and all(len(record.by_path.get(f"{path}.{layer}", ())) == 1 for layer in range(self.count))
+            for path, length in lists.items()
+            if length == self.count and once.issuperset(f"{path}.{layer}" for layer in range(length))
         ]
         if len(fitting) != 1:
             listed = ", ".join(f"{path} ({number})" for path, number in lists.items())
@@ -188,11 +183,11 @@ class Flow:
             raise NotFound(f"not one list of {self.count} layers, each called once, was found among: {names}")
         return fitting[0]
 
-    def wide(self, call: Call) -> dict[Key, int]:
+    def wide(self, call: ModuleCall) -> dict[Key, int]:
         """A call's arguments that are rows [T, D]."""
         return {key: value for key, value in call.given.items() if call.takes(key, self.width, self.tokens)}
 
-    def _stream(self) -> tuple[tuple[Key, ...], Call, tuple[Key, ...], bool]:
+    def _stream(self) -> tuple[tuple[Key, ...], ModuleCall, tuple[Key, ...], bool]:
         wide = [self.wide(call) for call in self.calls]
         last = wide[-1]
         changing = [key for key in last if self.count == 1 or wide[-2].get(key) != last[key]]
@@ -215,7 +210,7 @@ class Flow:
             f"{given or 'no tensor'}"
         )
 
-    def _last_norms(self) -> Iterator[tuple[Call, tuple[Key, ...]]]:
+    def _last_norms(self) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
         """The calls of norms after the last layer."""
         for call, keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
             if self.record.is_norm(call.path):
@@ -231,7 +226,7 @@ class Flow:
         total = self.total(after, frozenset(before))
         return bool(before) and all(total.get(value) == 1 for value in before)
 
-    def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[Call, tuple[Key, ...]]]:
+    def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
         """The calls in a part of the run, each with every set of arguments whose sum may be the stream."""
         for call in self.record.calls:
             if begin <= call.begin and call.end <= end:
@@ -311,12 +306,10 @@ ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
-PARTS = {"attn_out": "attention", "mlp_out": "mlp"}
 WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites whose rows are not D wide
-ENDS = {"z": (ATTENTION, ATTENTION_END), "neurons": (MLP, MLP_END)}
 
 
-class Spot(msgspec.Struct, frozen=True):
+class FoundTensor(msgspec.Struct, frozen=True):
     """A tensor at a module's input or output, in each of some `layers` (`{l}` in the path), or once (None).
 
     keys: the arguments whose sum it is, or the item of the result
@@ -329,6 +322,11 @@ class Spot(msgspec.Struct, frozen=True):
     layers: tuple[int, ...] | None = None
     factor: float = 1.0
 
+    def tap(self) -> Tap:
+        hidden, *residual = self.keys
+        scale = "" if self.factor == 1 else self.factor
+        return Tap(self.path, self.moment, hidden, residual[0] if residual else None, scale=scale)
+
 
 class Places(msgspec.Struct, frozen=True):
     """The sites found in a model.
@@ -339,7 +337,7 @@ class Places(msgspec.Struct, frozen=True):
     """
 
     architecture: str
-    spots: dict[str, Spot]
+    spots: dict[str, FoundTensor]
     lacks: dict[str, str]
 
 
@@ -347,13 +345,22 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
     """Find the sites in a record of a run of `tokens` tokens. Raises `NotFound` if there is no stream."""
     flow = Flow(record, sizes.layers, sizes.d_model, tokens)
     spots = {
-        "stream": Spot(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
-        "stream_end": Spot(flow.end.path, "in", flow.end_keys),
+        "stream": FoundTensor(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
+        "stream_end": FoundTensor(flow.end.path, "in", flow.end_keys),
     }
     lacks: dict[str, str] = {}
-    for name in ("final_norm", "embed", *PARTS, "mid", *ENDS):
+    finders: dict[str, Callable[[], FoundTensor | None]] = {  # they return None for a tensor that is the stream
+        "final_norm": lambda: _final_norm(flow),
+        "embed": lambda: _embed(flow),
+        "attn_out": lambda: _added(flow, "attention"),
+        "mlp_out": lambda: _added(flow, "mlp"),
+        "mid": lambda: _mid(flow),
+        "z": lambda: _end(flow, sizes[WIDTHS["z"]], ATTENTION, ATTENTION_END),
+        "neurons": lambda: _end(flow, sizes[WIDTHS["neurons"]], MLP, MLP_END),
+    }
+    for name, find in finders.items():
         try:
-            spot = _spot(flow, name, sizes)
+            spot = find()
         except NotFound as why:
             lacks["resid_mid" if name == "mid" else name] = str(why)
         else:
@@ -361,37 +368,26 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
     return Places(architecture, spots, lacks)
 
 
-def _spot(flow: Flow, name: str, sizes: Sizes) -> Spot | None:
-    """The spot of one kind of point; None if it is the stream."""
-    if name in PARTS:
-        return _added(flow, PARTS[name])
-    if name in ENDS:
-        return _end(flow, sizes[WIDTHS[name]], *ENDS[name])
-    return {"final_norm": _final_norm, "embed": _embed, "mid": _mid}[name](flow)
-
-
-def _final_norm(flow: Flow) -> Spot:
+def _final_norm(flow: Flow) -> FoundTensor:
     if not flow.end.returns(0, flow.width, flow.tokens):
         raise NotFound(f"{flow.end.path}, which takes the stream after the last layer, does not return rows as wide")
-    return Spot(flow.end.path, "out")
+    return FoundTensor(flow.end.path, "out")
 
 
-def _embed(flow: Flow) -> Spot | None:
+def _embed(flow: Flow) -> FoundTensor | None:
     """The result of the token embedding; None if the first layer's stream is made of nothing else."""
     record = flow.record
-    results = [
-        (call, call.result[0])
-        for call in record.calls
-        if call.end <= flow.calls[0].begin and call.returns(0, flow.width, flow.tokens)
-    ]
-    call, result = next(((c, r) for c, r in results if record.ids in record.sources(r)), (None, -1))
+    before = [call for call in record.calls if call.end <= flow.calls[0].begin]
+    returning = [call for call in before if call.returns(0, flow.width, flow.tokens)]
+    call = next((call for call in returning if record.ids in record.sources(call.result[0])), None)
     first = flow.carried(0)
     sources = set().union(*(record.sources(value) for value in first))
-    if call is None or result not in sources:
+    if call is None or call.result[0] not in sources:
         raise NotFound("no module that returns rows as wide as the stream takes the token ids")
+    result = call.result[0]
     total = flow.total(first, frozenset([result]))
     if len(total) > 1 and result in total:
-        return Spot(call.path, "out", factor=total[result])
+        return FoundTensor(call.path, "out", factor=total[result])
     if sum(record.values[value].op == "embedding" for value in sources) > 1:
         raise NotFound("its embeddings of tokens and of something else are not simply added")
     return None
@@ -405,7 +401,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
     }
 
 
-def _added(flow: Flow, part: str) -> Spot:
+def _added(flow: Flow, part: str) -> FoundTensor:
     """The result of attention, or of the MLP, that is added to the stream."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than to add to it")
@@ -418,17 +414,17 @@ def _added(flow: Flow, part: str) -> Spot:
     return _alike([_returning(flow, layer, *found[0]) for layer, found in terms.items()], tuple(terms))
 
 
-def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
+def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
     """The outermost module of a layer that returns a term before it is read."""
     inside = f"{flow.layers}.{layer}."
     for call, item in flow.record.returned.get(term, ()):
         if call.path.startswith(inside) and flow.unread(term, call.end):
-            return Spot(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
+            return FoundTensor(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
     value = flow.record.values[term]
     raise NotFound(f"what is added to the stream is no module's result: {value.op} in {value.path} makes it")
 
 
-def _mid(flow: Flow) -> Spot:
+def _mid(flow: Flow) -> FoundTensor:
     """The stream between attention and MLP."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than to add to it")
@@ -439,21 +435,21 @@ def _mid(flow: Flow) -> Spot:
     return _alike([_taking(flow, layer, mlp[layer]) for layer in layers], tuple(layers))
 
 
-def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
+def _taking(flow: Flow, layer: int, mlp: set[int]) -> FoundTensor:
     """The first module of a layer that takes the layer's final stream minus the MLP's terms."""
     inside, call, before = f"{flow.layers}.{layer}.", flow.calls[layer], flow.carried(layer)
     wanted = dict.fromkeys(before, 1.0) | {term: by for term, by in flow.gains[layer].items() if term not in mlp}
     for inner, keys in flow.calls_with_sums(call.begin, call.end):
         total = flow.total([inner.given[key] for key in keys], frozenset(before))
         if inner.path.startswith(inside) and total == wanted:
-            return Spot(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
+            return FoundTensor(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
     others = flow.gains[layer].keys() - mlp
     if all(others.isdisjoint(flow.record.sources(term)) for term in mlp):
         raise NotFound(PARALLEL)
     raise NotFound("no module takes the stream between attention and MLP")
 
 
-def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
+def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
     """Merge the spots of several layers into one. Raises `NotFound` if they differ."""
     if len(set(spots)) > 1:
         differing = ", ".join(sorted({spot.path for spot in spots}))
@@ -461,7 +457,7 @@ def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
     return msgspec.structs.replace(spots[0], layers=layers)
 
 
-def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> Spot:
+def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> FoundTensor:
     """The input of the last projection in a layer's module with one of these `names`. That module may only wrap another
     one with such a name, like EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
@@ -474,7 +470,7 @@ def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) 
     path = f"{path}.{_in_every(flow, path, layers, ends)}"
     for layer in layers:
         _check_taken(flow, path.format(l=layer), width)
-    return Spot(path, "in", (0,), tuple(layers))
+    return FoundTensor(path, "in", (0,), tuple(layers))
 
 
 def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
@@ -513,7 +509,7 @@ class Recorder(TorchDispatchMode):
         self.record = Record({path: kinds_of(module) for path, module in modules.items()})
         self._at: dict[tuple[int, int, int], int] = {}  # value by memory location
         self._alive: list[torch.Tensor] = []  # keeps memory locations unique
-        self._under: list[Call] = []
+        self._under: list[ModuleCall] = []
 
     def value(self, tensor: torch.Tensor) -> int:
         """The current value of a tensor; a new one if no recorded op made it."""
@@ -533,7 +529,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         of = tuple(self.value(tensor) for tensor in tensors)
-        result = _result(func, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:  # an op that only writes to its arguments may lack a meta implementation
+            if func._schema.returns:
+                raise
+            result = None
         name = func._schema.name.rpartition("::")[2]
         made = _tensors(result)
         if "fused_add" in name and len(tensors) >= 2 and len(made) == 2:
@@ -544,12 +545,9 @@ class Recorder(TorchDispatchMode):
             self._at[_place(made[0])] = of[0]
         else:
             op, of, factor = _arithmetic(name, args, kwargs, of, tensors)
-            written = [tensors_of for tensors_of, spec in _written(func, args, kwargs) if spec]
-            for tensor in made or written:
+            written = [tensor for tensor in _written(func, args, kwargs) if all(tensor is not other for other in made)]
+            for tensor in (*made, *written):
                 self._make(tensor, op, of, factor)
-            for tensor in written if made else ():
-                if all(tensor is not other for other in made):
-                    self._make(tensor, op, of, factor)
         return result
 
     # -- modules
@@ -557,7 +555,7 @@ class Recorder(TorchDispatchMode):
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if torch.is_tensor(value)}
         values = {key: self.value(tensor) for key, tensor in given.items()}
-        call = Call(path, len(self.record.values), values, {key: tuple(t.shape) for key, t in given.items()})
+        call = ModuleCall(path, len(self.record.values), values, {key: tuple(t.shape) for key, t in given.items()})
         self.record.calls.append(call)
         self._under.append(call)
 
@@ -585,61 +583,30 @@ class Recorder(TorchDispatchMode):
             return result
 
 
-@contextmanager
-def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: False) -> Iterator[Recorder]:
-    """Record what runs in the context. A module whose path satisfies `may_guess` may fail on meta tensors."""
-    modules = dict(net.named_modules())
-    recorder = Recorder(modules)
-    handles = []
-    for path, module in modules.items():
-        enter = functools.partial(recorder.enter, path)
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(functools.partial(recorder.leave, path), with_kwargs=True))
-        if may_guess(path):
-            module.forward = functools.partial(recorder.guessed, path, module.forward)
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
-        for path, module in modules.items():
-            if may_guess(path):
-                del module.forward
-
-
 def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
     """The record of a run of a model on token ids. Modules within its layers may fail on meta tensors."""
-    with recorded(net, in_layers(net, sizes)) as recorder:
-        recorder.record.ids = recorder.value(ids)
-        run()
-    return recorder.record
-
-
-def in_layers(net: nn.Module, sizes: Sizes) -> Callable[[str], bool]:
-    """A predicate that is true for the paths of modules within a decoder layer."""
-    lists = [
-        path
-        for path, module in net.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == sizes.layers
-    ]
+    modules = dict(net.named_modules())
+    recorder = Recorder(modules)
+    lists = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == sizes.layers]
     within = re.compile("|".join(rf"{re.escape(path)}\.\d+\..+" for path in lists) or "$^")
-    return lambda path: within.fullmatch(path) is not None
+    inner = {path: module for path, module in modules.items() if within.fullmatch(path)}
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            enter, leave = functools.partial(recorder.enter, path), functools.partial(recorder.leave, path)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+        for path, module in inner.items():
+            module.forward = functools.partial(recorder.guessed, path, module.forward)
+            stack.callback(delattr, module, "forward")
+        recorder.record.ids = recorder.value(ids)
+        with recorder:
+            run()
+    return recorder.record
 
 
 def kinds_of(module: nn.Module) -> str:
     """The names of a module's class and its base classes, in lower case."""
     return " ".join(kind.__name__ for kind in type(module).__mro__).lower()
-
-
-def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an op. An op that only writes to its arguments may lack a meta implementation."""
-    try:
-        return func(*args, **kwargs)
-    except NotImplementedError:
-        if func._schema.returns:
-            raise
-        return None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -650,13 +617,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[torch.Tensor, bool]]:
-    """Every tensor argument, with True if the op writes to it."""
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+    """The tensor arguments that an op writes to."""
     for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value):
-            yield tensor, writes
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 def _arithmetic(
@@ -687,8 +652,7 @@ LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per
 
 def check_stream(config: Any) -> None:
     """Raise `ModelError` for a model that is known to have no single residual stream."""
-    why = SEVERAL_STREAMS.get(config.model_type)
-    if why is not None:
+    if why := SEVERAL_STREAMS.get(config.model_type):
         raise ModelError(f"{', '.join(architectures_of(config))} has no sites: {why}")
 
 
@@ -705,7 +669,10 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
     except Exception as error:
         names = ", ".join(architectures_of(config))
         raise ModelError(f"no site table for {names}, and none can be made: {type(error).__name__}: {error}") from error
-    below = {name: _moved(spot, prefix, "model") for name, spot in found.spots.items()}
+    below = {  # on vLLM's Transformers backend, the base model is at `model`
+        name: msgspec.structs.replace(spot, path=f"model{spot.path.removeprefix(prefix)}")
+        for name, spot in found.spots.items()
+    }
     backend = msgspec.structs.replace(found, spots=below)
     return family_of_places(f"{config.model_type} (no table)", config, found, backend, sizes)
 
@@ -716,33 +683,17 @@ def family_of_places(name: str, config: Any, transformers: Places | None, vllm: 
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
-        points[kind] = _point_kind(kind, theirs, spot, sizes)
+        points[kind] = PointKind(
+            theirs.tap(), spot.tap(), WIDTHS.get(kind, "D"), "sharded" if kind in WIDTHS else "replicated",
+            per_layer=spot.layers is not None,
+            layers="all" if spot.layers is None or len(spot.layers) == sizes.layers else spot.layers,
+        )  # fmt: skip
     lacks = {word: f"it has no site table, and {why}" for word, why in vllm.lacks.items()}
     lacks |= OTHERWISE.get(config.model_type, {})
     points = {kind: point for kind, point in points.items() if kind not in lacks}
     family = Family(name, (vllm.architecture,), points, lacks, tabled=False)
     unknown = {word: UNKNOWN for word in SITES if word not in family.sites and word not in lacks}
     return msgspec.structs.replace(family, lacks=lacks | unknown)
-
-
-def _point_kind(kind: str, transformers: Spot, vllm: Spot, sizes: Sizes) -> PointKind:
-    width = WIDTHS.get(kind, "D")
-    layers = vllm.layers
-    return PointKind(
-        _tap(transformers), _tap(vllm), width, "sharded" if kind in WIDTHS else "replicated", layers is not None,
-        layers="all" if layers is None or len(layers) == sizes.layers else layers,
-    )  # fmt: skip
-
-
-def _tap(spot: Spot) -> Tap:
-    hidden, *residual = spot.keys
-    scale = "" if spot.factor == 1 else spot.factor
-    return Tap(spot.path, spot.moment, hidden, residual[0] if residual else None, scale=scale)
-
-
-def _moved(spot: Spot, prefix: str, below: str) -> Spot:
-    """A spot with the base model's path replaced."""
-    return msgspec.structs.replace(spot, path=f"{below}{spot.path.removeprefix(prefix)}")
 
 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
@@ -756,16 +707,13 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
     """The sites found in Transformers' class of a config, and the path of its base model."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.no_grad():
         net = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            dtype=torch.bfloat16,
-            attn_implementation="eager",
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager",
             trust_remote_code=trust_remote_code,
-        ).eval()
+        ).eval()  # fmt: skip
         sizes, architecture = sizes_of(config), type(net).__name__
         record = _record(net, sizes)
     try:
@@ -781,8 +729,6 @@ def refuse(architecture: str, why: str) -> ModelError:
 
 def _record(net: Any, sizes: Sizes) -> Record:
     """The record of a run of a model on meta tensors."""
-    import torch
-
     # if mask and positions are given, most models never read their values, which meta tensors do not have
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 import patchclamp as pc
-from patchclamp.engines.open import known_options
+from patchclamp.engines import known_options
 from patchclamp.language import SITES
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM

@@ -2,5 +2,68 @@
 
 `lm.trace(prompt)` returns proxies of those tensors (`proxies`), which record each operation as an op of the language
 (`recording`). At the end of the `with` block the programs are scheduled, run by `lm.run`, and the saved tensors filled
-in (`execute`). The caller's source is never parsed or rewritten.
+in (`trace`). The caller's source is never parsed or rewritten.
+
+`pc.LM` is `TracedLM`: a proved `LM` (`proving.ProvedLM`) with traces.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from patchclamp.proving import ProvedLM
+from patchclamp.trace.hints import OF_A_MODEL, checked_names, hint
+
+if TYPE_CHECKING:
+    from patchclamp.trace.trace import Edit, Trace
+
+
+class TracedLM(ProvedLM):
+    __doc__ = ProvedLM.__doc__
+
+    run = checked_names(ProvedLM.run, "lm.run")
+    arun = checked_names(ProvedLM.arun, "lm.arun")
+    stream = checked_names(ProvedLM.stream, "lm.stream")
+
+    def trace(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: list[Any] | None = None,
+        max_tokens: int = 1,
+        edits: Any = (),
+        sampling: dict[str, Any] | None = None,
+        score: Sequence[int] = (),
+        logprobs: bool | int = False,
+        lora: Any = None,
+        stream: bool = False,
+        **others: Any,
+    ) -> Trace:
+        """Reads and writes the model's tensors by name, in a block `with lm.trace(prompt) as t:` that runs at its end.
+
+        prompt: text or token ids; for several prompts, omit it and use `with t.invoke(prompt) as a:` for each
+        edits: ops applied before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
+        stream: run when the trace is iterated, after the block: `for part in t`
+        The other arguments are those of `run`; an unknown one raises `UnknownName` with what to write instead.
+
+        A line that no program can express raises at that line. A failed run raises at the end, naming its line.
+        """
+        from patchclamp.trace.trace import Trace
+
+        return Trace(
+            self, prompt, messages=messages, max_tokens=max_tokens, edits=edits, sampling=sampling, score=score,
+            logprobs=logprobs, lora=lora, stream=stream, **others,
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise hint(name, OF_A_MODEL, "LM") or AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
+
+    def edit(self, name: str) -> Edit:
+        """Records a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as
+        `lm.bank["calm"]`. `pc.Use("calm")` applies it in a run or a trace."""
+        from patchclamp.trace.trace import Edit
+
+        return Edit(self, name)

@@ -25,8 +25,7 @@ from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace,
 from patchclamp.language.site import NNTERP, SITES, Site, elsewhere, parse_site
 from patchclamp.language.tokens import Positions, Range, Selection, Tokens, as_integer, every, prompt
 from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
-from patchclamp.trace.recording import Entry, Line, Recording, callers_line
-from patchclamp.trace.spots import Spot, numbers, positive, written
+from patchclamp.trace.recording import Entry, Line, Recording, Spot, callers_line, numbers, positive, written
 
 if TYPE_CHECKING:
     from patchclamp.run import Run
@@ -53,17 +52,24 @@ class Arithmetic:
     def expression(self) -> Expression:
         raise NotImplementedError
 
-    @property
-    def is_changed(self) -> bool:
-        """True for a copy that was changed in place: it has no expression, and is written with `write_into`."""
-        return False
+    def save(self) -> Any:
+        """Saves the value as a tensor that is filled in after the trace."""
+        return save(self.expression())
 
-    def write_into(self, target: Any) -> None:
-        """Writes a changed copy to the place of a view."""
-        raise NotImplementedError
+    def clone(self) -> Any:
+        return self.expression()
+
+    def detach(self) -> Any:
+        return self.clone()
+
+    def cpu(self) -> Any:
+        return self.clone()
+
+    def float(self) -> Any:
+        return self.clone()
 
     def check_to_come(self) -> None:
-        """Raises if the value will never be available, or not without a further step of the caller."""
+        """Raises if the value will never be available, or not before a further step of the caller."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -77,14 +83,12 @@ class Arithmetic:
         return as_expression(other, "-").plus(self.expression(), -1.0)
 
     def __mul__(self, other: Any) -> Expression:
-        if isinstance(other, Arithmetic):
-            refuse("one value of the trace times another")
-        return self.expression().times(as_number(other, "*"))
+        return self.expression().times(as_factor(other, "*"))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Expression:
-        return self.expression().times(reciprocal(other))
+        return self.expression().times(as_factor(other, "/"))
 
     def __neg__(self) -> Expression:
         return self.expression().times(-1.0)
@@ -138,20 +142,19 @@ def function_name(func: Any) -> str:
     return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
 
 
-def _subtract(a: Any, b: Any) -> Any:
-    return a - b if isinstance(a, Arithmetic) else b.__rsub__(a)
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    """An operator of Python between a value of the trace and anything else, on either side. The left operand may be a
+    tensor or an array, whose own operator would call torch or NumPy again."""
+
+    def compute(a: Any, b: Any) -> Any:
+        return getattr(a, f"__{name}__")(b) if isinstance(a, Arithmetic) else getattr(b, f"__r{name}__")(a)
+
+    return compute
 
 
-_TORCH = {
-    "add": lambda a, b: a + b if isinstance(a, Arithmetic) else b + a,
-    "mul": lambda a, b: a * b if isinstance(a, Arithmetic) else b * a,
-    "sub": _subtract,
-    "rsub": lambda a, b: _subtract(b, a),
-    "neg": lambda a: -a,
-    "true_divide": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
-    "div": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
-}
-_TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "truediv": _TORCH["div"]}
+_TORCH: dict[str, Callable[..., Any]] = {name: _binary(name) for name in ("add", "sub", "mul", "truediv")}
+_TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "rsub": lambda a, b: _TORCH["sub"](b, a)}
+_TORCH |= {"neg": operator.neg, "div": _TORCH["truediv"], "true_divide": _TORCH["truediv"]}
 _OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"}
 _TORCH_INSTEAD = {
     "add_": "write x = x + value",
@@ -208,7 +211,7 @@ for _name, _what in _UNKNOWN_YET.items():
     setattr(Arithmetic, _name, _too_early(_what))
 
 
-class Place:
+class NonTensor:
     """Base of modules, groups of tokens and traces. Using one as a tensor, function or block raises `ProgramError`."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -230,7 +233,7 @@ class Place:
 
 
 for _name in (*_REFUSED, "__lt__", "__le__", "__gt__", "__ge__", "__float__", "__int__", "__index__", "__array__"):
-    setattr(Place, _name, Place._refuse)
+    setattr(NonTensor, _name, NonTensor._refuse)
 
 
 class Expression(Arithmetic):
@@ -262,21 +265,11 @@ class Expression(Arithmetic):
         terms = tuple(Term(read, _combined(operator.mul, f, factor)) for read, f in self.terms)
         return Expression(terms, _combined(operator.mul, self.constant, factor))
 
-    def clone(self) -> Expression:
-        return self
-
-    detach = cpu = float = clone
-
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise ProgramError(
             "a computed value is not changed in place: change a clone, `h = t.layers[5].output.clone(); h[0] = value`, "
             "or write into the model, t.layers[5].output[0] = value"
         )
-
-    def save(self) -> Any:
-        """Saves the value as a tensor that is filled in after the trace."""
-
-        return save(self)
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise ProgramError("index before you compute, as in t.layers[5].output[-1] * 2")
@@ -318,68 +311,82 @@ def as_expression(value: Any, sign: str) -> Expression:
 
 def as_number(value: Any, sign: str) -> Number:
     try:
-        number = None if isinstance(value, Place) else numbers(value)
+        number = None if isinstance(value, NonTensor) else numbers(value)
     except PatchclampError as error:
         raise type(error)(f"a value of the trace {sign} {type(value).__name__}: {error.message}") from None
     if number is None:
-        raise ProgramError(f"a value of the trace {sign} {type(value).__name__}: a number or a vector is needed")
+        raise ProgramError(f"a value of the trace {sign} …: expected a number or a vector, got {type(value).__name__}")
     return number
 
 
-def reciprocal(divisor: Any) -> Number:
-    """1 / a number, elementwise for several."""
-    if isinstance(divisor, Arithmetic):
-        refuse("one value of the trace divided by another")
-    number = as_number(divisor, "/")
-    if not np.all(number):
+def as_factor(value: Any, sign: str) -> Number:
+    """The factor of a multiplication or, elementwise for several numbers, of a division."""
+    divides = sign.startswith("/")
+    if isinstance(value, Arithmetic):
+        refuse(f"one value of the trace {'divided by' if divides else 'times'} another")
+    number = as_number(value, sign)
+    if divides and not np.all(number):
         raise ProgramError("a value of the trace is divided by zero")
-    return 1.0 / number
+    return 1.0 / number if divides else number
 
 
 OPS = ("ablate", "apply", "clamp_along", "noise", "replace")
 TO_COME = From("a read of this trace")  # placeholder for a read whose run is not known yet
 
 
-class View(Arithmetic):
+class InPlace(Arithmetic):
+    """Base of the values that can be written: `+=`, `-=`, `*=` and `/=` call `change`, as does `=` to brackets."""
+
+    def change(self, sign: str, value: Any) -> Any:
+        """Performs `self <sign> value`, and returns what the statement assigns."""
+        raise NotImplementedError
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self[key].change("=", value)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise NotImplementedError
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.change("+=", other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self.change("-=", other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self.change("*=", other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.change("/=", other)
+
+
+class Activation(InPlace):
     """A tensor of the model at some tokens. See `Spot` for its axes."""
 
     _recording: Recording
     _spot: Spot
 
     def __init__(self, recording: Recording, spot: Spot) -> None:
-        object.__setattr__(self, "_recording", recording)
-        object.__setattr__(self, "_spot", spot)
+        vars(self).update(_recording=recording, _spot=spot)
 
-    def __getitem__(self, key: Any) -> View:
+    def __getitem__(self, key: Any) -> Activation:
         spot = self._spot[key]
         self._recording.lm.sites.resolve(spot.site)  # an unknown head raises at this line
-        return View(self._recording, spot)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        assign(self[key], value)
+        return Activation(self._recording, spot)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise ProgramError(f"{self._spot} has no {name!r} to be set: it is written as a whole, or [...] = value")
 
-    # -- read
-
     def expression(self) -> Expression:
         return Expression((Term(self._recording.read(self._spot), 1.0),))
 
-    def save(self) -> Any:
-        """Saves the value at this point as a tensor that is filled in after the trace."""
-        return self.expression().save()
-
-    def clone(self) -> Any:
+    def clone(self) -> Draft:
         """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
         in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
         line."""
+        return Draft(self, self.expression(), [], self._spot)
 
-        return Draft(self)
-
-    cpu = float = clone
-
-    def detach(self) -> View:
+    def detach(self) -> Activation:
         return self  # as in torch, a write to the detached tensor is a write here
 
     @property
@@ -389,22 +396,23 @@ class View(Arithmetic):
 
     # -- written
 
-    def __iadd__(self, other: Any) -> View:
-        write(self, as_expression(other, "+="), 1.0)
+    def change(self, sign: str, value: Any) -> Activation:
+        if sign == "=":
+            self._assign(value)
+        elif sign in ("*=", "/="):
+            self.write(Expression(), as_factor(value, sign))
+        else:
+            self.write(as_expression(value, sign).times(-1.0 if sign == "-=" else 1.0), 1.0)
         return self
 
-    def __isub__(self, other: Any) -> View:
-        write(self, as_expression(other, "-=").times(-1.0), 1.0)
-        return self
-
-    def __imul__(self, other: Any) -> View:
-        if isinstance(other, Arithmetic):
-            refuse("one value of the trace times another")
-        write(self, Expression(), as_number(other, "*="))
-        return self
-
-    def __itruediv__(self, other: Any) -> View:
-        return self.__imul__(reciprocal(other))
+    def _assign(self, value: Any) -> None:
+        if isinstance(value, Activation) and (value._recording, value._spot) == (self._recording, self._spot):
+            self._recording.check_open()
+            self._recording.check(Zero(self._spot.site, self._spot.tokens))  # `x += v` assigns its own result
+        elif isinstance(value, Draft) and value.is_changed:
+            value.write_into(self)
+        else:
+            self.write(as_expression(value, "="))
 
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
         """Applies `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
@@ -414,7 +422,7 @@ class View(Arithmetic):
                 refuse("a value that is computed, blended in,")
             self._record(Replace, source=expression.terms[0].read, alpha=alpha, mask=mask)
         else:
-            vector = as_vector(self, as_number(value, "as a value:"))
+            vector = self._vector(as_number(value, "as a value:"))
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def ablate(self, directions: Any) -> None:
@@ -444,6 +452,77 @@ class View(Arithmetic):
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
+    def write(self, expression: Expression, own: Number | None = None) -> None:
+        """Records ops that set the rows to their own value times `own` (None: without it) plus an expression."""
+        with all_or_nothing(self._recording):
+            self._write(expression, own)
+
+    def _write(self, expression: Expression, own: Number | None) -> None:
+        others: list[Term] = []
+        for term in expression.terms:
+            if self.is_unwritten_since(term.read):
+                own = term.factor if own is None else own + term.factor
+            elif np.ndim(term.factor):
+                refuse("a read of another place times a vector")
+            else:
+                others.append(Term(term.read, float(term.factor)))
+        constant = expression.constant
+        has_constant = bool(np.ndim(constant) or constant)
+        if own is not None:
+            if np.ndim(own) or own != 1.0 or not (others or has_constant):
+                self._scale(own)  # recording a write without effect still checks it
+        elif others:
+            first = others.pop(0)
+            self._record(Replace, source=first.read)
+            if first.factor != 1.0:
+                self._scale(first.factor)
+        elif has_constant:
+            self._record(Replace, self._vector(constant))
+            return
+        else:
+            self._record(Zero)
+        for term in others:
+            self._record(Add, source=term.read, scale=term.factor)
+        if has_constant:
+            self._record(Add, self._vector(constant))
+
+    def is_unwritten_since(self, read: Entry) -> bool:
+        """True if a read is of this same tensor, and nothing was written there since."""
+        recording, spot = self._recording, self._spot
+        same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
+        return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
+
+    def _scale(self, factor: Number) -> None:
+        """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
+        if np.ndim(factor) == 0:
+            self._record(Scale, float(factor))
+            return
+        row = self._vector(factor)
+        mask = np.float32(1) - row.array()
+        if len(row.shape) > 1 or not np.array_equal(np.float32(1) - mask, row.array()):
+            raise ProgramError(
+                "rows are multiplied by a number, or by one vector that is a mask (of 0 and 1, say): a program has no "
+                "other product; write it with .apply(fn), Python on the rows, on a local engine"
+            )
+        self._record(Replace, np.zeros_like(mask), mask=mask)
+
+    def _vector(self, number: Number) -> Vector:
+        """A number, or numbers in the shape of this tensor, as the rows of an op."""
+        recording, spot = self._recording, self._spot
+        width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
+        array = np.asarray(number, np.float32)
+        if array.ndim == 0:
+            return Vector.of(np.full(width, array, np.float32))
+        if spot.batched and array.ndim > 2 and array.shape[0] == 1:
+            array = array[0]
+        if parts is not None and array.shape[-1] == parts[1] and array.ndim > 1 and array.shape[-2] * parts[1] == width:
+            array = array.reshape(*array.shape[:-2], width)  # concatenate the heads
+        if array.ndim == 2 and array.shape[0] == 1:
+            array = array[0]
+        if array.ndim > 2 or array.shape[-1] != width:
+            raise ShapeError(f"{spot} is {width} wide; what is written there is {list(np.shape(number))}")
+        return Vector.of(array)
+
     def __getattr__(self, name: str) -> NoReturn:
         if self._recording.state != "open" and not name.startswith("__"):
             raise ProgramError(f"{self._spot} was not saved: .save() it inside the trace")
@@ -451,24 +530,6 @@ class View(Arithmetic):
 
     def __repr__(self) -> str:
         return f"<{self._spot}>"
-
-
-def assign(view: View, value: Any) -> None:
-    """Performs `view = value`."""
-    if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
-        view._recording.check_open()
-        view._recording.check(Zero(view._spot.site, view._spot.tokens))
-        return  # `x += v` assigns its own result; `x = x` has no effect
-    if isinstance(value, Arithmetic) and value.is_changed:
-        value.write_into(view)
-        return
-    write(view, value.expression() if isinstance(value, Arithmetic) else Expression(constant=as_number(value, "=")))
-
-
-def write(view: View, expression: Expression, own: Number | None = None) -> None:
-    """Records ops that set the view to its own value times `own` (None: without it) plus an expression."""
-    with all_or_nothing(view._recording):
-        _write(view, expression, own)
 
 
 @contextlib.contextmanager
@@ -480,83 +541,6 @@ def all_or_nothing(recording: Recording) -> Iterator[None]:
     except PatchclampError:
         del recording.entries[count:]
         raise
-
-
-def _write(view: View, expression: Expression, own: Number | None) -> None:
-    others: list[Term] = []
-    for term in expression.terms:
-        if is_as_it_stands(view, term.read):
-            own = term.factor if own is None else own + term.factor
-        elif np.ndim(term.factor):
-            refuse("a read of another place times a vector")
-        else:
-            others.append(Term(term.read, float(term.factor)))
-    constant = expression.constant
-    if own is not None:
-        if np.ndim(own) or own != 1.0 or not (others or np.ndim(constant) or constant):
-            _scale(view, own)  # recording a write without effect still checks it
-    elif others:
-        first = others.pop(0)
-        view._record(Replace, source=first.read)
-        if first.factor != 1.0:
-            _scale(view, first.factor)
-    else:
-        _replace(view, constant)
-        return
-    for term in others:
-        view._record(Add, source=term.read, scale=term.factor)
-    if np.ndim(constant) or constant:
-        vector = as_vector(view, constant)
-        view._record(Add, vector)
-
-
-def _replace(view: View, constant: Number) -> None:
-    """Replaces rows with numbers."""
-    if np.ndim(constant) == 0 and constant == 0:
-        view._record(Zero)
-        return
-    vector = as_vector(view, constant)
-    view._record(Replace, vector)
-
-
-def is_as_it_stands(view: View, read: Entry) -> bool:
-    """True if a read is of this same view, and nothing was written there since."""
-    recording, spot = view._recording, view._spot
-    same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
-    return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
-
-
-def _scale(view: View, factor: Number) -> None:
-    """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
-    if np.ndim(factor) == 0:
-        view._record(Scale, float(factor))
-        return
-    row = as_vector(view, factor)
-    mask = np.float32(1) - row.array()
-    if len(row.shape) > 1 or not np.array_equal(np.float32(1) - mask, row.array()):
-        raise ProgramError(
-            "rows are multiplied by a number, or by one vector that is a mask (of 0 and 1, say): a program has no "
-            "other product; write it with .apply(fn), Python on the rows, on a local engine"
-        )
-    view._record(Replace, np.zeros_like(mask), mask=mask)
-
-
-def as_vector(view: View, number: Number) -> Vector:
-    """A number, or numbers in the shape of the view, as the rows of an op."""
-    recording, spot = view._recording, view._spot
-    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
-    array = np.asarray(number, np.float32)
-    if array.ndim == 0:
-        return Vector.of(np.full(width, array, np.float32))
-    if spot.batched and array.ndim > 2 and array.shape[0] == 1:
-        array = array[0]
-    if parts is not None and array.shape[-1] == parts[1] and array.ndim > 1 and array.shape[-2] * parts[1] == width:
-        array = array.reshape(*array.shape[:-2], width)  # concatenate the heads
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim > 2 or array.shape[-1] != width:
-        raise ShapeError(f"{spot} is {width} wide; what is written there is {list(np.shape(number))}")
-    return Vector.of(array)
 
 
 def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
@@ -573,88 +557,77 @@ def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
     return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
 
 
-CHANGES = {"=": assign, "+=": View.__iadd__, "-=": View.__isub__, "*=": View.__imul__, "/=": View.__itruediv__}
-
-
 class Change(NamedTuple):
-    """One in-place change of a copy: the changed part, the operator (a key of `CHANGES`) and the value."""
+    """One in-place change of a copy: the changed part, the operator and the value."""
 
     part: Spot
     sign: str
     value: Expression | Number
 
-    def act_on(self, view: View) -> None:
-        CHANGES[self.sign](view, self.value)
 
+class Draft(InPlace):
+    """A copy of an activation, or a part of a copy, as in `draft[-1] += v`. Writing into it changes only the copy,
+    until it is written back. Its rows are indexed from 0. A copy and its parts share their `changes`."""
 
-class Draft(Arithmetic):
-    """A copy of a view. Writing into it changes only the copy until it is written back. Its rows are indexed from 0."""
+    def __init__(self, of: Activation, read: Expression, changes: list[Change], spot: Spot) -> None:
+        self._of, self._read, self._changes, self._spot = of, read, changes, spot
 
-    def __init__(self, view: View, read: Expression | None = None, changes: tuple[Change, ...] = ()) -> None:
-        self._view, self._read = view, view.expression() if read is None else read
-        self._changes = list(changes)
+    @property
+    def _is_whole(self) -> bool:
+        return self._spot is self._of._spot
 
     @property
     def is_changed(self) -> bool:
-        return bool(self._changes)
+        """True for a copy that was changed in place: it has no expression, and is written with `write_into`."""
+        return bool(self._changes) and self._is_whole
 
     def expression(self) -> Expression:
-        if self._changes:
+        if self.is_changed:
             raise ProgramError("a clone that was changed in place can be written into the model, and no more")
-        return self._read
+        if self._is_whole:
+            return self._read
+        if self._changes or not self._of.is_unwritten_since(self._read.terms[0].read):
+            raise ProgramError("the model or the clone was changed since: index first, and clone then")
+        return Activation(self._of._recording, self._spot).expression()
 
-    def save(self) -> Any:
-        return self.expression().save()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._view.shape
-
-    def clone(self) -> Draft:
-        return Draft(self._view, self._read, tuple(self._changes))
-
-    cpu = float = clone
+    def clone(self) -> Any:
+        return Draft(self._of, self._read, list(self._changes), self._spot) if self._is_whole else self.expression()
 
     def detach(self) -> Draft:
         return self
 
-    # -- changed
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self._of._recording, self._spot)
 
-    def __getitem__(self, key: Any) -> Part:
-        return Part(self, self._part(key))
+    def __getitem__(self, key: Any) -> Draft:
+        """Selects tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
+        if self._is_whole:
+            return Draft(self._of, self._read, self._changes, self._part(key))
+        if self._spot.site == self._of._spot.site or not self._of._spot.whole:
+            raise ProgramError(f"{self._spot} is a part of a clone: choose all of it in one pair of brackets")
+        try:
+            return Draft(self._of, self._read, self._changes, self._spot[key])
+        except PatchclampError as error:
+            raise type(error)(f"{error.message}; of a clone, choose in one pair of brackets") from None
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.change(self._part(key), "=", value)
-
-    def __iadd__(self, other: Any) -> Draft:
-        return self.change(self._view._spot, "+=", other)
-
-    def __isub__(self, other: Any) -> Draft:
-        return self.change(self._view._spot, "-=", other)
-
-    def __imul__(self, other: Any) -> Draft:
-        return self.change(self._view._spot, "*=", other)
-
-    def __itruediv__(self, other: Any) -> Draft:
-        return self.change(self._view._spot, "/=", other)
-
-    def change(self, part: Spot, sign: str, value: Any) -> Draft:
-        """Records a change of a part, and checks it so that errors raise at its line."""
-        if isinstance(value, Part) and value.is_part(self, part):
+    def change(self, sign: str, value: Any) -> Draft:
+        """Records a change, and checks it so that errors raise at its line."""
+        if sign == "=" and isinstance(value, Draft) and (value._changes is self._changes and value._spot == self._spot):
             return self  # `draft[-1] += v` assigns its own result
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
-        recording = self._view._recording
+        recording = self._of._recording
         recording.check_open()
         for term in value.terms if isinstance(value, Expression) else ():
-            recording.check_width(part, term.read)
-        numbers = Expression(constant=value.constant) if isinstance(value, Expression) else value
-        Change(part, sign, numbers).act_on(View(recording.rehearsal(), part))
-        self._changes.append(Change(part, sign, value))
+            recording.check_width(self._spot, term.read)
+        checked = Expression(constant=value.constant) if isinstance(value, Expression) else value
+        Activation(recording.rehearsal(), self._spot).change(sign, checked)
+        self._changes.append(Change(self._spot, sign, value))
         return self
 
     def _part(self, key: Any) -> Spot:
         """The part of the copy that brackets select."""
-        own = self._view._spot
+        own = self._of._spot
         if own.single:
             return own[key]
         rows = own.tokens if own.whole else prompt  # as if the rows of the copy were a prompt
@@ -668,7 +641,7 @@ class Draft(Arithmetic):
 
     def _among(self, tokens: Tokens) -> Tokens:
         """A selection restricted to the rows of the copy."""
-        own, recording = self._view._spot, self._view._recording
+        own, recording = self._of._spot, self._of._recording
         if own.tokens == every or recording.prompt is None:
             return tokens
         try:
@@ -679,7 +652,7 @@ class Draft(Arithmetic):
 
     def _numbered(self, rows: Tokens) -> Tokens:
         """The tokens at row indices of the copy. `rows` counts its rows as if they were a prompt."""
-        own, positions = self._view._spot, self._view._recording.known_positions(self._view._spot)
+        own, positions = self._of._spot, self._of._recording.known_positions(self._of._spot)
         assert isinstance(rows, Positions)
         try:
             chosen = positions[list(rows.select(len(positions), len(positions)))]
@@ -689,19 +662,17 @@ class Draft(Arithmetic):
             raise TokensError(f"{own} has {len(positions)} rows, and none of them is in [{rows.index}]")
         return numbered(chosen, isinstance(rows.index, int))
 
-    # -- written
-
-    def write_into(self, target: View) -> None:
-        """Writes the copy to the place of a view: the changed parts, and the rest as it was when cloned."""
+    def write_into(self, target: Activation) -> None:
+        """Writes a changed copy: the changed parts, and the rest as it was when cloned."""
         with all_or_nothing(target._recording):
-            if not is_as_it_stands(target, self._read.terms[0].read):
-                write(target, self._read)
-            for change in self._changes:
-                change.act_on(View(target._recording, self._onto(target, change.part)))
+            if not target.is_unwritten_since(self._read.terms[0].read):
+                target.write(self._read)
+            for part, sign, value in self._changes:
+                Activation(target._recording, self._onto(target, part)).change(sign, value)
 
-    def _onto(self, target: View, part: Spot) -> Spot:
+    def _onto(self, target: Activation, part: Spot) -> Spot:
         """The spot of the target that a part of the copy is written to."""
-        own, spot = self._view._spot, target._spot
+        own, spot = self._of._spot, target._spot
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
             if spot.parted:
@@ -709,84 +680,27 @@ class Draft(Arithmetic):
             site = Site(site.name, site.layers, part.site.index)
         if part.tokens == own.tokens:
             single, tokens = spot.single, spot.tokens
-        elif spot.tokens != own.tokens or target._recording is not self._view._recording:
+        elif spot.tokens != own.tokens or target._recording is not self._of._recording:
             tokens = self._rows_of(target, part)
         return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
 
-    def _rows_of(self, target: View, part: Spot) -> Tokens:
+    def _rows_of(self, target: Activation, part: Spot) -> Tokens:
         """The tokens of the target at the row indices that a part has in the copy."""
-        recording: Recording = self._view._recording
-        mine, theirs = recording.known_positions(self._view._spot), target._recording.known_positions(target._spot)
+        recording: Recording = self._of._recording
+        mine, theirs = recording.known_positions(self._of._spot), target._recording.known_positions(target._spot)
         if len(mine) == 1:
             return target._spot.tokens
         if len(mine) != len(theirs):
-            raise ShapeError(f"the clone of {self._view._spot} has {len(mine)} rows, and {target._spot} {len(theirs)}")
+            raise ShapeError(f"the clone of {self._of._spot} has {len(mine)} rows, and {target._spot} {len(theirs)}")
         row = {position: number for number, position in enumerate(mine.tolist())}
         rows = [row[position] for position in recording.known_positions(part).tolist()]
         return numbered(theirs[rows], part.single)
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(name, ("save", "shape", *READS))
+        refuse_attribute(name, KNOWN)
 
     def __repr__(self) -> str:
-        return f"<a clone of {self._view._spot}>"
-
-
-class Part(Arithmetic):
-    """A part of a `Draft`, as in `draft[-1] += v`."""
-
-    def __init__(self, draft: Draft, spot: Spot) -> None:
-        self._draft, self._spot, self._written = draft, spot, False
-
-    def is_part(self, draft: Draft, spot: Spot) -> bool:
-        """True if this is the given part of a draft and was written."""
-        return self._written and self._draft is draft and self._spot == spot
-
-    def expression(self) -> Expression:
-        draft = self._draft
-        if draft.is_changed or not is_as_it_stands(draft._view, draft._read.terms[0].read):
-            raise ProgramError("the model or the clone was changed since: index first, and clone then")
-        return View(draft._view._recording, self._spot).expression()
-
-    def __getitem__(self, key: Any) -> Part:
-        """Selects tokens of a head: `clone[3][-1]`."""
-        if self._spot.site == self._draft._view._spot.site or not self._draft._view._spot.whole:
-            raise ProgramError(f"{self._spot} is a part of a clone: choose all of it in one pair of brackets")
-        try:
-            return Part(self._draft, self._spot[key])
-        except PatchclampError as error:
-            raise type(error)(f"{error.message}; of a clone, choose in one pair of brackets") from None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._draft.change(self[key]._spot, "=", value)
-
-    def _change(self, sign: str, other: Any) -> Part:
-        self._draft.change(self._spot, sign, other)
-        self._written = True
-        return self
-
-    def __iadd__(self, other: Any) -> Part:
-        return self._change("+=", other)
-
-    def __isub__(self, other: Any) -> Part:
-        return self._change("-=", other)
-
-    def __imul__(self, other: Any) -> Part:
-        return self._change("*=", other)
-
-    def __itruediv__(self, other: Any) -> Part:
-        return self._change("/=", other)
-
-    def clone(self) -> Expression:
-        return self.expression()
-
-    detach = cpu = float = clone
-
-    def save(self) -> Any:
-        return self.expression().save()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(name, ("save", *READS))
+        return f"<a clone of {self._spot}>"
 
 
 def numbered(positions: np.ndarray, single: bool) -> Tokens:
@@ -808,34 +722,31 @@ SUBMODULES = {"attn": "attn", "self_attn": "attn", "attention": "attn", "mlp": "
 BATCHED = {name: site for name, site in NNTERP.items() if name not in SITES}  # nnterp's names, with its batch axis
 
 
-class Group(Place):
+class TokenGroup(NonTensor):
     """A group of tokens of one prompt: `t.generated[3]`, `t.all()`, and `t` itself."""
 
     def __init__(self, recording: Recording, tokens: Tokens, named: bool, single: bool = False) -> None:
         vars(self).update(_recording=recording, _tokens=tokens, _named=named, _single=single)
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> LayerList:
         """The layers: `t.layers[5].output`, `.input`, `.mid`, `.attn.output`, `.attn.z[3]`, `.mlp.neurons[10:20]`."""
-        return Layers(self)
+        return LayerList(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        site = name if name in SITES else BATCHED.get(name)
+        site, batched = (name, False) if name in SITES else (BATCHED.get(name), True)
         if site is None:
             known = (each for each in dir(self) if not each.startswith("_"))
             raise elsewhere(name) or hint(name, OF_A_TRACE) or unknown("name in a trace", name, known)
-        table = Table(self, site, batched=name not in SITES)
-        return table if SITES[site].layered else table.whole
+        return SiteByLayer(self, site, batched) if SITES[site].layered else self._activation(Site(site), batched)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SITES and name not in BATCHED:
             raise ProgramError(f"{name!r} cannot be set in a trace; sites can, as in t.layers[5].output[-1] = value")
-        place = getattr(self, name)
-        if isinstance(place, Table):
-            place = place.whole
-        assign(place, value)
+        batched = name not in SITES
+        self._activation(Site(BATCHED[name] if batched else name), batched).change("=", value)
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise ProgramError(f"{self} are tokens of many tensors: choose of one, as in .layers[5].output[{written(key)}]")
@@ -843,43 +754,36 @@ class Group(Place):
     def __dir__(self) -> list[str]:
         return ["layers", *SITES, *BATCHED]
 
-    def _view(self, site: Site, batched: bool = False) -> View:
+    def _activation(self, site: Site, batched: bool = False) -> Activation:
         site = positive(site, self._recording.lm.model.layers)
         self._recording.lm.sites.resolve(site)  # a site that this model lacks raises at this line
-        return View(self._recording, Spot.of(site, self._tokens, self._named, self._single, batched))
+        return Activation(self._recording, Spot.of(site, self._tokens, self._named, self._single, batched))
 
     def __repr__(self) -> str:
         return f"<{self._tokens} in a trace>"
 
 
-class Steps(Place):
+class Steps(TokenGroup):
     """Tokens by index: `t.generated[3]` is the fourth sampled token, at the step that takes it as input."""
 
-    def __init__(self, recording: Recording, group: Positions) -> None:
-        vars(self).update(_recording=recording, _group=group)
+    _tokens: Positions
 
-    def __getitem__(self, key: Any) -> Group:
+    def __init__(self, recording: Recording, tokens: Positions) -> None:
+        super().__init__(recording, tokens, named=True)
+
+    def __getitem__(self, key: Any) -> TokenGroup:
         single = not isinstance(key, (slice, list, tuple, range))
-        return Group(self._recording, self._group[key], True, single)
+        return TokenGroup(self._recording, self._tokens[key], True, single)
 
     def __len__(self) -> int:
         """The number of tokens if the run generates `max_tokens`."""
         self._recording.check_prompt()
-        return len(self._group.select(self._recording.length, self._recording.limit))
+        return len(self._tokens.select(self._recording.length, self._recording.limit))
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[TokenGroup]:
         if not len(self):
-            raise TokensError(f"no token of {self._group} is an input of this run: raise max_tokens")
+            raise TokensError(f"no token of {self._tokens} is an input of this run: raise max_tokens")
         return (self[step] for step in range(len(self)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(Group(self._recording, self._group, True), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(Group(self._recording, self._group, True), name, value)
-
-    def __repr__(self) -> str:
-        return f"<{self._group} in a trace>"
 
 
 def as_layers(key: Any) -> int | Range:
@@ -887,14 +791,34 @@ def as_layers(key: Any) -> int | Range:
     return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
 
 
-class Layers(Place):
+class ByLayer(NonTensor):
+    """Base of what has one item per layer, which a loop visits."""
+
+    _group: TokenGroup
+
+    def _layers(self) -> list[int]:
+        return list(range(self._group._recording.lm.model.layers))
+
+    def _at(self, layer: int) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._at, self._layers())
+
+
+class LayerList(ByLayer):
     """The layers of the model. A range selects several, which are written together."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: TokenGroup) -> None:
         self._group = group
 
     def __getitem__(self, layer: Any) -> Module:
         return Module(self._group, as_layers(layer), "")
+
+    _at = __getitem__
 
     def __setitem__(self, layer: Any, value: Any) -> None:
         raise ProgramError(f"a layer is a module: write what it returns, t.layers[{layer}].output = value")
@@ -904,17 +828,11 @@ class Layers(Place):
             raise AttributeError(name)
         raise ProgramError(f"name the layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
 
-    def __len__(self) -> int:
-        return self._group._recording.lm.model.layers
 
-    def __iter__(self) -> Iterator[Module]:
-        return (self[layer] for layer in range(len(self)))
-
-
-class Module(Place):
+class Module(ByLayer):
     """A layer, its attention or its MLP. The names in `MODULES` are views of its inputs, outputs and intermediates."""
 
-    def __init__(self, group: Group, layer: Any, module: str) -> None:
+    def __init__(self, group: TokenGroup, layer: Any, module: str) -> None:
         vars(self).update(_group=group, _layer=layer, _module=module)
         group._recording.lm.sites.resolve(Site("resid_post", layer))
 
@@ -923,12 +841,12 @@ class Module(Place):
             raise AttributeError(name)
         if not self._module and name in SUBMODULES:
             return Module(self._group, self._layer, SUBMODULES[name])
-        return self._group._view(Site(self._site(name), self._layer))
+        return self._group._activation(Site(self._site(name), self._layer))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._module and name in SUBMODULES:
             raise ProgramError(f"{name} is a module: write what it returns, .{name}.output = value")
-        assign(getattr(self, name), value)
+        getattr(self, name).change("=", value)
 
     def _site(self, name: str) -> str:
         names = MODULES[self._module]
@@ -943,11 +861,8 @@ class Module(Place):
         what = f"tensor of {self._module or 'a layer'}"
         raise hint(name, OF_A_LAYER) or unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))
 
-    def __len__(self) -> int:
-        return len(self._layers())
-
-    def __iter__(self) -> Iterator[Module]:
-        return (Module(self._group, layer, self._module) for layer in self._layers())
+    def _at(self, layer: int) -> Module:
+        return Module(self._group, layer, self._module)
 
     def _layers(self) -> list[int]:
         if not isinstance(self._layer, Range):
@@ -961,30 +876,22 @@ class Module(Place):
         return f"<layer {self._layer}{self._module and '.'}{self._module}>"
 
 
-class Table(Place):
+class SiteByLayer(ByLayer):
     """A site indexed by layer: `t.resid_mid[5]`, `t.z[5, 3]`, `t.layers_output[5]`."""
 
-    def __init__(self, group: Group, site: str, batched: bool) -> None:
+    def __init__(self, group: TokenGroup, site: str, batched: bool) -> None:
         self._group, self._site, self._batched = group, site, batched
 
-    @property
-    def whole(self) -> View:
-        return self._group._view(Site(self._site), self._batched)
-
-    def __getitem__(self, key: Any) -> View:
-        layer, *index = key if isinstance(key, tuple) else (key,)
+    def __getitem__(self, layer: Any) -> Activation:
+        layer, *index = layer if isinstance(layer, tuple) else (layer,)
         if None in index:
             raise ProgramError("expected a number or a range, got None")
-        return self._group._view(Site(self._site)[as_layers(layer), *index], self._batched)
+        return self._group._activation(Site(self._site)[as_layers(layer), *index], self._batched)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        assign(self[key], value)
+        self[key].change("=", value)
 
-    def __len__(self) -> int:
-        return len(self._layers())
-
-    def __iter__(self) -> Iterator[View]:
-        return (self[layer] for layer in self._layers())
+    _at = __getitem__
 
     def _layers(self) -> list[int]:
         """The layers that have this site."""
@@ -1010,9 +917,6 @@ class Pending(Arithmetic, torch.Tensor):
 
     def check_to_come(self) -> None:
         self.saved.raise_failure()
-
-    def clone(self, *_: Any, **__: Any) -> Any:
-        return self.expression()
 
     def save(self) -> Pending:
         return self
@@ -1090,16 +994,19 @@ class Saved:
                 ) from None
 
 
+NOT_READ = {  # why a saved value is not available, by the state of its recording
+    "new": "a trace runs at the end of its block, `with lm.trace(prompt) as t:`",
+    "waiting": "a trace with stream=True runs when it is iterated, `for part in t`",
+    "streaming": "it is complete after the last part; t.so_far(value) has what has come by now",
+}
+
+
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raises if the saved values of a recording will never come, or not without a further step of the caller."""
+    """Raises if the saved values of a recording will never come, or not before a further step of the caller."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error left the trace before it ran")
-    if recording.state == "new":
-        raise ProgramError(f"{name} was not read: a trace runs at the end of its block, `with lm.trace(prompt) as t:`")
-    if recording.state == "waiting":
-        raise ProgramError(f"{name} was not read: a trace with stream=True runs when it is iterated, `for part in t`")
-    if recording.state == "streaming":
-        raise ProgramError(f"{name} is there after the last part: t.so_far(value) has what has come by now")
+    if recording.state in NOT_READ:
+        raise ProgramError(f"{name} was not read: {NOT_READ[recording.state]}")
 
 
 def save(expression: Expression) -> Pending:
@@ -1171,10 +1078,6 @@ class Cache(Mapping[str, torch.Tensor]):
             tensor = torch.as_tensor(tensor)
             rows[name] = (tensor if len(chosen) == len(tensor) else tensor[torch.as_tensor(chosen)]).clone()
         self._rows = rows
-
-    def empty(self) -> Cache:
-        """An empty cache of the same sites and tokens."""
-        return Cache(self.sites, self.tokens, self.line, self.recording)
 
     def _filled(self) -> dict[str, torch.Tensor]:
         if self.failure is not None:

@@ -1,5 +1,18 @@
-"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines. Each keeps its line, so
-that an error at the end of the trace can name it."""
+"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines, and the runs they take.
+
+A `Spot` is a tensor of the model at some tokens, as a proxy names it. It has the module's shape without the batch axis,
+[T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
+and when saved. `logits` never has it.
+
+An `Entry` is a read or write of a spot. It keeps its line, so that an error at the end of the trace can name it.
+
+A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
+numbers or rows of an earlier layer of its own run, else one more than its source's level. The level of a read is the
+highest level of the writes that can change it: in its own prompt, those at an earlier depth, or earlier at the same
+place, or all if it reads generated tokens. A run with just these writes gives the read its value in the last run. Runs
+of one level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, no order exists and the trace is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +20,7 @@ import functools
 import linecache
 import os.path
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -22,17 +36,178 @@ from patchclamp.errors import (
     describe_error,
 )
 from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
-from patchclamp.language.site import SITES, parse_site
-from patchclamp.language.tokens import Tokens
+from patchclamp.language.site import SITES, Site, parse_site
+from patchclamp.language.tokens import Positions, Range, Selection, Tokens, every, parse_tokens, prompt
+from patchclamp.language.values import Vector, as_array, as_number, check_dense
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind
 from patchclamp.plan.prompt import Case
 from patchclamp.sites import SiteRef
-from patchclamp.trace.spots import Spot
 
 if TYPE_CHECKING:
     from patchclamp.lm import LM
     from patchclamp.run import Run
+
+WHOLE = slice(None)
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """A site at a selection of tokens.
+
+    whole: True if the selection is a whole group; brackets then count within it
+    named: True if the caller named the group (`t.generated`); a selection in brackets is then restricted to it
+    parted: True if heads, neurons or experts were already chosen, or the site has none; brackets then select tokens
+    batched: True if there is a leading batch axis
+    single: True if one token was chosen by number, which drops the token axis
+    numbered: True if that was in brackets of this tensor; no further brackets are allowed
+    """
+
+    site: Site
+    tokens: Tokens
+    whole: bool = True
+    named: bool = False
+    parted: bool = True
+    batched: bool = False
+    single: bool = False
+    numbered: bool = False
+
+    @classmethod
+    def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
+        """A site at a group of tokens: `prompt` (for logits only its last token), `generated` or `every`."""
+        has_parts = bool(SITES[site.name].index)
+        whole = isinstance(group, Positions) and group.index is None
+        tokens = group
+        if site.name == "logits" and group == prompt:
+            tokens = prompt[-1:]
+        return cls(site, tokens, whole, named, not has_parts or site.index is not None, batched, single and not batched)
+
+    def __getitem__(self, key: Any) -> Spot:
+        keys = list(key) if isinstance(key, tuple) else [WHOLE if key is Ellipsis else key]
+        if self.numbered:
+            raise ProgramError(
+                f"{self}: one token was chosen by its number, and this is its row. Tensors here are [T, D], one row a "
+                "token, and no tuple as module.output is in nnsight, so [0] is the first token: write output[:] for "
+                "every token, output[-1] for the last, and no brackets after that"
+            )
+        if any(one is None or one is Ellipsis for one in keys):
+            raise ProgramError(f"{self}: brackets take numbers, ranges, lists and selections, not {key!r}")
+        spot = self._without_batch(keys) if self.batched else self
+        if not spot.parted:
+            spot = spot._part(keys.pop(1 if len(keys) > 1 else 0)) if _is_part(keys) else spot
+        if keys:
+            spot = spot._select(keys.pop(0))
+        if any(not _is_whole(one) for one in keys):
+            raise ProgramError(
+                f"{spot}: brackets choose tokens, and of heads, neurons and experts which of them; single numbers of a "
+                "row cannot be read or written there: use .save() and index it after the trace, or a vector with zeros"
+            )
+        return spot
+
+    def _without_batch(self, keys: list[Any]) -> Spot:
+        """Consumes the batch index at the front of the brackets."""
+        first = keys.pop(0)
+        if _is_whole(first):
+            return self
+        if isinstance(first, Selection) or first not in (0, -1):
+            raise ProgramError(
+                f"{self} has a batch axis of 1 in front, as in nnterp: write [:, {written(first)}] or "
+                f"[0, {written(first)}]"
+            )
+        return msgspec.structs.replace(self, batched=False)
+
+    def _part(self, key: Any) -> Spot:
+        """Selects heads, neurons or experts."""
+        if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
+            part, name = SITES[self.site.name].index, self.site.name
+            raise ProgramError(
+                f"{self.site}: a {part} is chosen by its number, or neighbours as a range, {name}[3] or {name}[2:5], "
+                "not by a list or a mask: write a line for each"
+            )
+        site = self.site if _is_whole(key) else Site(self.site.name, self.site.layers, key)
+        return msgspec.structs.replace(self, site=site, parted=True)
+
+    def _select(self, key: Any) -> Spot:
+        """Selects tokens of the group."""
+        if _is_whole(key):
+            return self
+        if isinstance(key, (Selection, str)):
+            chosen = parse_tokens(key)
+            tokens = self.tokens & chosen if self.named and self.tokens != every else chosen
+            return msgspec.structs.replace(self, tokens=tokens, whole=False)
+        if not self.whole:
+            raise ProgramError(f"{self}: its tokens are chosen already")
+        if self.site.name == "logits" and self.tokens == prompt[-1:]:
+            return self._sampled(key)
+        group = self.tokens
+        assert isinstance(group, Positions)
+        if isinstance(key, slice):
+            return msgspec.structs.replace(self, tokens=group[key], whole=False)
+        if isinstance(key, (Sequence, range)) or hasattr(key, "tolist"):
+            key = self._numbers(key)
+        if isinstance(key, list):
+            return msgspec.structs.replace(self, tokens=group[key], whole=False)
+        return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True, numbered=True)
+
+    def _numbers(self, key: Any) -> Any:
+        """A list of positions, or a single one, from a list, a tensor or an array."""
+        key = key.tolist() if hasattr(key, "tolist") else list(key)
+        if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
+            raise ProgramError(f"{self}: tokens are chosen by one list of numbers, not by an index of several axes")
+        if any(isinstance(one, bool) for one in (key if isinstance(key, list) else [key])):
+            raise ProgramError(
+                f"{self}: tokens are chosen by their numbers, not by a mask: give mask.nonzero().flatten()"
+            )
+        return key
+
+    def _sampled(self, key: Any) -> Spot:
+        """Selects from a prompt's logits, which have one row: the last token's."""
+        if key not in (0, -1):
+            raise ProgramError(
+                f"logits[{written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
+                "token: write logits[-1], or t.generated.logits for the tokens after it"
+            )
+        return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True, numbered=True)
+
+    def __str__(self) -> str:
+        return f"{self.site} @ {self.tokens}"
+
+
+def _is_part(keys: list[Any]) -> bool:
+    """True if brackets on a site with parts choose among them: alone, or after the tokens."""
+    return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
+
+
+def _is_whole(key: Any) -> bool:
+    return isinstance(key, slice) and key == WHOLE
+
+
+def written(key: Any) -> str:
+    """The source text of a key in brackets."""
+    return str(Range.of(key)) if isinstance(key, slice) else str(key)
+
+
+def positive(site: Site, layers: int) -> Site:
+    """The site with a negative layer counted from the front instead."""
+    if isinstance(site.layers, int) and -layers <= site.layers < 0:
+        return Site(site.name, site.layers + layers, site.index)
+    return site
+
+
+def numbers(value: Any) -> float | np.ndarray | None:
+    """A number, or an fp32 array [..., W], copied because the caller may change the original later; None for any other
+    value. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
+    if isinstance(value, Vector):
+        return np.array(value.array())
+    if isinstance(value, str):
+        return None
+    if hasattr(value, "detach"):
+        check_dense(value)
+    if isinstance(value, Sequence) or getattr(value, "shape", ()) != ():
+        return np.array(as_array(value))
+    if not hasattr(value, "__float__"):
+        return None
+    return as_number(value)
+
 
 _HERE = os.path.dirname(__file__)
 
@@ -307,3 +482,103 @@ class Recording:
 
 def _no_source(key: str) -> Any:
     raise UnsupportedSite(f"run {key} is read by the program")
+
+
+UNDER_WAY = -1
+
+
+class Planned(NamedTuple):
+    """One run of a recording.
+
+    entries: the writes and reads that it executes, in order
+    max_tokens: 1 for an early run that needs only the prompt
+    is_last: True for the recording's own run, with all its writes
+    """
+
+    recording: Recording
+    level: int
+    entries: tuple[Entry, ...]
+    max_tokens: int
+    is_last: bool
+
+
+class Schedule:
+    """The levels of all entries of some recordings, and the runs that follow from them. `has_edits`: other edits act
+    before the trace's own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that
+    depends on itself."""
+
+    def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
+        self.recordings, self._has_edits = list(recordings), has_edits
+        self._levels: dict[Entry, int] = {}
+        self._last = {rec: max((self._level(e) for e in rec.entries if not e.is_read), default=0)
+                      for rec in self.recordings}  # fmt: skip
+
+    def batches(self) -> list[list[Planned]]:
+        """The runs by level; each level has one batch per `max_tokens`, the shorter first."""
+        runs = [*self._early_runs(), *map(self._last_run, self.recordings)]
+        keys = sorted({(run.level, run.max_tokens) for run in runs})
+        return [[run for run in runs if (run.level, run.max_tokens) == key] for key in keys]
+
+    def gives(self, run: Planned, read: Entry, write: Entry) -> bool:
+        """True if a write takes the rows of a read from this run."""
+        level = self._levels[read]
+        from_last = self._levels[write] > self._last[read.recording]
+        return run.recording is read.recording and (run.is_last if from_last else run.level == level)
+
+    def _level(self, entry: Entry) -> int:
+        level = self._levels.get(entry)
+        if level == UNDER_WAY:
+            raise at_line(
+                ProgramError(f"{entry.spot} depends on itself by way of other writes: no order of runs exists"),
+                entry.line,
+            )
+        if level is None:
+            self._levels[entry] = UNDER_WAY
+            if entry.is_read:
+                level = max((self._level(write) for write in _upstream(entry)), default=0)
+            else:
+                level = 0 if entry.source is None or entry.within else self._level(entry.source) + 1
+            self._levels[entry] = level
+        return level
+
+    def _early_runs(self) -> list[Planned]:
+        """Extra runs that capture sources of writes for prompts whose own run comes too late."""
+        early: dict[tuple[Recording, int], list[Entry]] = {}
+        for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
+            read = write.source
+            assert read is not None
+            if self._levels[write] <= self._last[read.recording]:
+                early.setdefault((read.recording, self._levels[read]), []).append(read)
+        return [self._early_run(recording, level, reads) for (recording, level), reads in early.items()]
+
+    def _early_run(self, recording: Recording, level: int, reads: list[Entry]) -> Planned:
+        writes = {write for read in reads for write in _upstream(read)}
+        in_prompt = {write for write in writes if (recording.positions(write) < recording.length).any()}
+        alone = not self._has_edits and all(map(_fits_the_prompt, in_prompt))
+        max_tokens = 1 if alone else recording.max_tokens
+        chosen = (in_prompt if max_tokens == 1 else writes) | set(reads)
+        return Planned(recording, level, tuple(e for e in recording.entries if e in chosen), max_tokens, False)
+
+    def _last_run(self, recording: Recording) -> Planned:
+        level = self._last[recording]
+        entries = [e for e in recording.entries if not e.is_read or e.wanted]
+        return Planned(recording, level, tuple(entries), recording.max_tokens, True)
+
+
+def _upstream(read: Entry) -> list[Entry]:
+    return [entry for entry in read.recording.entries if entry.is_upstream_of(read)]
+
+
+def _fits_the_prompt(write: Entry) -> bool:
+    """True if a write has the same effect on the prompt in a run of the prompt alone."""
+    recording, op = write.recording, write.op
+    rows = getattr(op, "value", None)
+    if isinstance(rows, Vector) and len(rows.shape) == 2 and (recording.positions(write) >= recording.length).any():
+        return False
+    if write.source is not None and len(recording.positions(write)) > 1 and recording.has_generated(write):
+        return False
+    try:
+        cases = recording.bound_prompt.cases(op.tokens, recording.length)
+    except (TokensError, ShapeError):
+        return False
+    return all(np.all(case.positions < recording.length) for case in cases)

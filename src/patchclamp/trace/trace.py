@@ -1,32 +1,53 @@
-"""`lm.trace` and `lm.edit`: the objects of their `with` blocks, which run or store what was recorded at its end."""
+"""`lm.trace` and `lm.edit`: the objects of their `with` blocks, and the execution of what was recorded at their end."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import Part
 from patchclamp.engines.tokenizer import has_images
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
-from patchclamp.language import Program, Site
+from patchclamp.language import Capture, From, Op, Program, Site, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
 from patchclamp.language.values import as_flag, as_plain, check_name
 from patchclamp.run import Run
-from patchclamp.trace.execute import Call, Calls, Execution
 from patchclamp.trace.hints import OF_INVOKE, OF_TRACE, check_options
-from patchclamp.trace.proxies import Cache, Group, Pending, Place, Steps, check_to_come
-from patchclamp.trace.recording import Recording, callers_line
-from patchclamp.trace.spots import written
+from patchclamp.trace.proxies import (
+    Cache,
+    NonTensor,
+    Pending,
+    Saved,
+    Steps,
+    TokenGroup,
+    check_to_come,
+    rows_of,
+    value_of,
+)
+from patchclamp.trace.recording import (
+    Entry,
+    Line,
+    Planned,
+    Recording,
+    Schedule,
+    at_line,
+    callers_line,
+    same_run,
+    written,
+)
 
 if TYPE_CHECKING:
     from patchclamp.lm import LM
     from patchclamp.stream import Stream
 
 
-class Invoke(Group):
+class Invoke(TokenGroup):
     """One prompt in a trace. Its tensors cover the prompt; `generated`, `all()` and `prompt` select other groups."""
 
     def __init__(self, recording: Recording, tokens: Tokens = prompt) -> None:
@@ -43,9 +64,9 @@ class Invoke(Group):
         """The tokens of the prompt as an explicit group: a selection in brackets is restricted to them."""
         return Steps(self._recording, prompt)
 
-    def all(self) -> Group:
+    def all(self) -> TokenGroup:
         """All tokens: the prompt's and the generated ones."""
-        return Group(self._recording, every, True)
+        return TokenGroup(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
         """Saves many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
@@ -96,7 +117,7 @@ class Invoke(Group):
         return [*super().__dir__(), "all", "cache", "error", "generated", "prompt", "run", "text", "token_ids"]
 
 
-class Trace(Place):
+class Trace(NonTensor):
     """The object of `with lm.trace(...)`. With a prompt it acts as its `Invoke`; without one, `invoke` adds prompts.
     Everything runs at the end of the `with` block, in as few batches as its reads allow. With `stream=True` it runs
     when the trace is iterated, after the block."""
@@ -111,7 +132,7 @@ class Trace(Place):
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
         self._edits = list(Program.of(edits).edits)
-        self._options: Call = {"logprobs": logprobs, "lora": lora}
+        self._options: RunArguments = {"logprobs": logprobs, "lora": lora}
         self._streamed, self._state, self._invokes = as_flag(stream, "stream"), "open", []
         self._stream: Stream | None = None
         self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
@@ -192,16 +213,28 @@ class Trace(Place):
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         execution = self._end(kind is not None)
-        if execution is not None:
-            drive(execution, self._lm)
+        call = None if execution is None else execution.next_call()
+        while execution is not None and call is not None:
+            call = execution.next_call(self._called(call))
 
     async def __aenter__(self) -> Trace:
         return self.__enter__()
 
     async def __aexit__(self, kind: Any, *_: Any) -> None:
         execution = self._end(kind is not None)
-        if execution is not None:
-            await drive_async(execution, self._lm)
+        call = None if execution is None else execution.next_call()
+        while execution is not None and call is not None:
+            try:
+                answer = await self._lm.arun(**call)
+            except PatchclampError as error:
+                answer = error
+            call = execution.next_call(answer)
+
+    def _called(self, call: RunArguments) -> list[Run] | PatchclampError:
+        try:
+            return self._lm.run(**call)
+        except PatchclampError as error:
+            return error
 
     def _end(self, left: bool) -> Execution | None:
         """Closes the recordings and returns the execution to run now, if any."""
@@ -226,7 +259,7 @@ class Trace(Place):
             raise ProgramError("nothing streams: t.so_far(value) is for the loop `for part in t`")
         run = self._stream.so_far
         if isinstance(value, Cache):
-            cache = value.empty()
+            cache = Cache(value.sites, value.tokens, value.line, value.recording)
             cache.fill(run, self._lm.fetch([run], cache.sites, copy=False)[0])
             return cache
         if not isinstance(value, Pending):
@@ -234,34 +267,41 @@ class Trace(Place):
         return self._execution.value_so_far(value.saved, run)
 
     def __iter__(self) -> Iterator[Part]:
-        calls, call = self._before_the_stream()
-        try:
-            with self._lm.stream(**call) as self._stream:
-                yield from self._stream
-        except PatchclampError as error:
-            _answer(calls, error)
-        except BaseException:
-            _abandon(calls)
-            raise
-        else:
-            _answer(calls, [self._stream.run])
-        finally:
-            self._stream = None
-            self._set_state("ended")
+        with self._streaming() as stream, stream:
+            yield from stream
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        calls, call = self._before_the_stream()
-        try:
-            async with self._lm.stream(**call) as self._stream:
-                async for part in self._stream:
+        with self._streaming() as stream:
+            async with stream:
+                async for part in stream:
                     yield part
+
+    @contextlib.contextmanager
+    def _streaming(self) -> Iterator[Stream]:
+        """Makes all calls except the last, the prompt's own, and yields that one as a stream. Fills in the saved values
+        at the end; if the stream is left before, they raise an error when read."""
+        if not self._streamed:
+            raise ProgramError("only a trace with stream=True is iterated: lm.trace(prompt, stream=True)")
+        if self._state != "ended":
+            raise ProgramError("a trace streams once, after its `with`")
+        self._state = "streamed"
+        self._set_state("streaming")
+        execution = self._execution
+        call = execution.next_call()
+        while call is not None and not execution.is_last_call():
+            call = execution.next_call(self._called(call))
+        assert call is not None  # the prompt's own run
+        try:
+            self._stream = self._lm.stream(**{k: v[0] if isinstance(v, list) else v for k, v in call.items()})
+            yield self._stream
         except PatchclampError as error:
-            _answer(calls, error)
+            execution.next_call(error)
         except BaseException:
-            _abandon(calls)
+            with contextlib.suppress(PatchclampError):
+                execution.next_call(EngineError("the stream was left before its end"))
             raise
         else:
-            _answer(calls, [self._stream.run])
+            execution.next_call([self._stream.run])
         finally:
             self._stream = None
             self._set_state("ended")
@@ -269,22 +309,6 @@ class Trace(Place):
     def _set_state(self, state: str) -> None:
         for invoke in self._invokes:
             invoke._recording.state = state
-
-    def _before_the_stream(self) -> tuple[Calls, Call]:
-        """Makes all calls except the last, the prompt's own, and returns that one to be streamed."""
-        if not self._streamed:
-            raise ProgramError("only a trace with stream=True is iterated: lm.trace(prompt, stream=True)")
-        if self._state != "ended":
-            raise ProgramError("a trace streams once, after its `with`")
-        self._state = "streamed"
-        self._set_state("streaming")
-        calls = self._execution.calls()
-        call = next(calls)
-        while not self._execution.is_last_call():
-            answered = _answer(calls, _called(self._lm, call))
-            assert answered is not None  # the last call is still to come
-            call = answered
-        return calls, {name: value[0] if isinstance(value, list) else value for name, value in call.items()}
 
 
 class Edit(Invoke):
@@ -313,47 +337,6 @@ class Edit(Invoke):
         raise ProgramError("a named program edits and reads nothing: cache in a trace")
 
 
-def drive(execution: Execution, lm: LM) -> None:
-    """Makes the calls of an execution."""
-    calls = execution.calls()
-    call = next(calls, None)
-    while call is not None:
-        call = _answer(calls, _called(lm, call))
-
-
-async def drive_async(execution: Execution, lm: LM) -> None:
-    """The asyncio version of `drive`."""
-    calls = execution.calls()
-    call = next(calls, None)
-    while call is not None:
-        try:
-            answer = await lm.arun(**call)
-        except PatchclampError as error:
-            answer = error
-        call = _answer(calls, answer)
-
-
-def _called(lm: LM, call: Call) -> list[Run] | PatchclampError:
-    try:
-        return lm.run(**call)
-    except PatchclampError as error:
-        return error
-
-
-def _answer(calls: Calls, answer: list[Run] | PatchclampError) -> Call | None:
-    """Sends a call's runs or error to the generator, and returns the next call, or None after the last."""
-    try:
-        return calls.throw(answer) if isinstance(answer, PatchclampError) else calls.send(answer)
-    except StopIteration:
-        return None
-
-
-def _abandon(calls: Calls) -> None:
-    """Ends the calls of an abandoned stream, so that its saved values raise an error when read."""
-    with contextlib.suppress(PatchclampError):
-        calls.throw(EngineError("the stream was left before its end"))
-
-
 def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
     """The token ids of one prompt, and its text if it was given as text."""
     if messages is not None and prompt is None:
@@ -376,3 +359,228 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
             "prompt",
         )
     return lm._prompt(prompt, "prompt").ids, None
+
+
+def is_shared(run: Planned, read: Entry) -> bool:
+    """True if a run captures the place of a read again after a write there: `From` would take that later value."""
+    after = [entry for entry in run.entries if entry.number > read.number and entry.points & read.points]
+    written = next((entry.number for entry in after if not entry.is_read), None)
+    if written is None:
+        return False
+    resolve = run.recording.lm.sites.resolve
+    cached = (ref.point for cache in run.recording.caches for site in cache.sites for ref in resolve(site))
+    again = any(entry.is_read and entry.number > written for entry in after)
+    return again or (run.is_last and not read.points.isdisjoint(cached))
+
+
+def runnable(recordings: Iterable[Recording]) -> list[Recording]:
+    """The recordings that can run: those that have not failed and take no rows of one that has."""
+    whole = [recording for recording in recordings if recording.failure is None]
+    for recording in whole:
+        lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
+        recording.failure = next((failure for failure in lost if failure is not None), None)
+    return whole if all(recording.failure is None for recording in whole) else runnable(whole)
+
+
+RunArguments = dict[str, Any]  # of one `lm.run` of a list of prompts
+
+
+class Execution:
+    """The execution of one trace: runs its recordings batch by batch, and fills in the saved values.
+
+    The caller makes the calls that `next_call` returns, with `lm.run`, `await lm.arun(...)` or a stream. An error of
+    one prompt fails that prompt and those that read it; the others keep their values, and the first error is raised at
+    the end. `edits` come before the trace's own ops in every program; `options` are arguments of `lm.run` for the
+    prompts' own runs.
+    """
+
+    def __init__(self, recordings: list[Recording], edits: list[Op], options: RunArguments) -> None:
+        self._edits, self._options, self._recordings = edits, options, recordings
+        for recording in recordings:
+            for saved in recording.saved if recording.state == "left" else ():
+                saved.failure = recording.failure
+        self._schedule = Schedule(runnable(recordings), bool(edits))
+        self._left = 0  # batches left, including the current one
+        self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
+        self._calls = self._make_calls()
+
+    def next_call(self, answer: list[Run] | PatchclampError | None = None) -> RunArguments | None:
+        """Takes the runs or the error of the last call, and returns the arguments of the next one; None after the last.
+        Then the values are filled in, and the trace's first error is raised."""
+        try:
+            return self._calls.throw(answer) if isinstance(answer, PatchclampError) else self._calls.send(answer)
+        except StopIteration:
+            return None
+
+    def _make_calls(self) -> Generator[RunArguments, Any, None]:
+        batches = self._schedule.batches()
+        for self._left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
+            while batch := [run for run in batch if run.recording.failure is None]:
+                programs = [self._program(run) for run in batch]
+                ready = [i for i, run in enumerate(batch) if run.recording.failure is None]
+                batch, programs = [batch[i] for i in ready], [programs[i] for i in ready]
+                if not batch:
+                    break
+                try:
+                    runs = yield self._call(batch, programs)
+                except PatchclampError as error:
+                    self._blame(batch, error)
+                    continue
+                self._take(batch, runs)
+                break
+        self._finish()
+
+    def is_last_call(self) -> bool:
+        """True if the current call belongs to the last batch."""
+        return self._left == 1
+
+    def value_so_far(self, saved: Saved, run: Run) -> Any:
+        """The current value of a saved expression in an unfinished run of the last batch."""
+        planned = next(run for batch in self._schedule.batches() for run in batch if run.is_last)
+        reads = [term.read for term in saved.expression.terms]
+        return value_of(
+            saved.expression, {read: rows_of(read, run, self._path(planned, read)) for read in reads}
+        ).clone()
+
+    # -- calls
+
+    def _program(self, run: Planned) -> list[Op]:
+        """The ops of a run. Marks the run as failed if a prompt that it reads has failed."""
+        ops: list[Op] = list(self._edits)
+        for entry in run.entries:
+            if entry.source is None:
+                ops.append(entry.op)
+            elif entry.within:
+                ops.append(msgspec.structs.replace(entry.op, value=same_run(entry, entry.source)))
+            elif entry.source.recording.failure is not None:
+                run.recording.failure = run.recording.failure or entry.source.recording.failure
+                break
+            else:
+                ops.append(msgspec.structs.replace(entry.op, value=self._value(entry, entry.source)))
+        return ops
+
+    def _value(self, write: Entry, read: Entry) -> From | Vector:
+        """The value of a write from the run that has its read: a `From`, or the numbers themselves where `From` would
+        take another read of the place or another part of the row."""
+        planned, source = next(pair for pair in self._runs.values() if self._schedule.gives(pair[0], read, write))
+        columns = {ref.columns for ref in (*read.refs, *write.refs)}
+        if len(columns) == 1 and not is_shared(planned, read):
+            return From(source, read.op.at, read.op.tokens)
+        rows = rows_of(read, source, self._path(planned, read))
+        count = 1 if read.spot.single else rows.shape[1] if read.spot.batched else rows.shape[0]
+        flat = rows.reshape(count, -1)
+        return Vector.of(flat[0] if count == 1 else flat)
+
+    def _call(self, batch: list[Planned], programs: list[list[Op]]) -> RunArguments:
+        call: RunArguments = {
+            "prompt": [_prompt(run) for run in batch],
+            "edits": programs,
+            "max_tokens": batch[0].max_tokens,
+        }
+        last = [run.is_last for run in batch]
+        call["capture"] = [
+            [Capture(site, cache.tokens) for cache in run.recording.caches for site in cache.sites] if own else []
+            for run, own in zip(batch, last, strict=True)
+        ]
+        call["sampling"] = [_sampling(run) for run in batch]
+        if any(run.recording.score and own for run, own in zip(batch, last, strict=True)):
+            call["score"] = [run.recording.score if own else [] for run, own in zip(batch, last, strict=True)]
+        return call | (self._options if any(last) else {k: v for k, v in self._options.items() if k == "lora"})
+
+    def _take(self, batch: list[Planned], runs: list[Run]) -> None:
+        for planned, run in zip(batch, runs, strict=True):
+            self._runs[id(planned)] = planned, run
+            if planned.is_last:
+                planned.recording.run = run
+            if run.error is not None:
+                self._fail(planned, run.error)
+
+    def _path(self, planned: Planned, entry: Entry) -> str:
+        return f"edits[{len(self._edits) + planned.entries.index(entry)}]"
+
+    # -- errors
+
+    def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
+        """Attributes a call's error to the prompt whose index is in its path, or to all."""
+        match = re.match(r"prompt (\d+)\.?", error.path or "")
+        if match is not None:
+            error = type(error)(error.message, (error.path or "")[match.end() :] or None)
+            batch = [batch[int(match[1])]]
+        for planned in batch:
+            self._fail(planned, error)
+
+    def _fail(self, planned: Planned, error: PatchclampError) -> None:
+        """Fails the recording of a failed run; the first error is kept."""
+        recording = planned.recording
+        recording.failure = recording.failure or at_line(error, self._line(planned, error))
+
+    def _line(self, planned: Planned, error: PatchclampError) -> Line:
+        """The line of the op that caused an error, found by its path or by the site it names."""
+        match = re.match(r"(edits|capture)\[(\d+)\]", error.path or "")
+        recording = planned.recording
+        if match is not None and match[1] == "edits" and int(match[2]) >= len(self._edits):
+            return planned.entries[int(match[2]) - len(self._edits)].line
+        if match is not None and match[1] == "capture":
+            return [cache.line for cache in recording.caches for _ in cache.sites][int(match[2])]
+        labels = recording.lm.sites.labels
+        at = [e for e in planned.entries if not e.is_read and
+              any(re.search(rf"(?<!\w){re.escape(word)}(?![\w\[])", error.message)
+                  for point in e.points for word in labels(point))]  # fmt: skip
+        return at[-1].line if at else recording.line
+
+    # -- results
+
+    def _finish(self) -> None:
+        """Fills in every value it can, then raises the first error."""
+        errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
+        errors += [error for rec in self._recordings for saved in rec.saved if (error := self._fill(saved))]
+        errors += [error for rec in self._recordings if (error := self._fill_caches(rec))]
+        for planned, run in self._runs.values():
+            if not planned.is_last:
+                run.close()
+        self._runs.clear()
+        if errors:
+            raise errors[0]
+
+    def _fill(self, saved: Saved) -> PatchclampError | None:
+        """Fills in a saved tensor. Returns its error, if any, unless its recording has already failed."""
+        failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
+        if failure is not None:
+            saved.failure = failure
+            return None
+        try:
+            rows = {term.read: self._rows(term.read) for term in saved.expression.terms}
+            saved.fill(value_of(saved.expression, rows))
+        except PatchclampError as error:
+            saved.failure = at_line(error, saved.line)
+            return saved.failure
+        return None
+
+    def _rows(self, read: Entry) -> Any:
+        planned, run = next((p, r) for p, r in self._runs.values() if p.is_last and p.recording is read.recording)
+        return rows_of(read, run, self._path(planned, read))
+
+    def _fill_caches(self, recording: Recording) -> PatchclampError | None:
+        for cache in recording.caches:
+            cache.failure = recording.failure
+            if recording.failure is not None or recording.run is None:
+                continue
+            try:
+                cache.fill(recording.run, recording.lm.fetch([recording.run], cache.sites, copy=False)[0])
+            except PatchclampError as error:
+                cache.failure = at_line(error, cache.line)
+                return cache.failure
+        return None
+
+
+def _sampling(run: Planned) -> dict[str, Any]:
+    """The sampling parameters of a run; an early run of one token keeps only those that edit it."""
+    sampling = run.recording.sampling or {}
+    kept = sampling if run.is_last or run.max_tokens > 1 else {"extra_args": sampling.get("extra_args")}
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def _prompt(run: Planned) -> str | list[int]:
+    assert run.recording.prompt is not None
+    ids, text = run.recording.prompt
+    return ids if text is None else text

@@ -11,7 +11,7 @@ from patchclamp.engines.base import Finding
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
 from patchclamp.errors import SeamMoved
-from patchclamp.runtime.graphs import can_cut
+from patchclamp.runtime.cuda_graphs import can_cut
 
 CHECKED = tuple(sorted({checked for seam in SEAMS.values() for checked in seam.checked}))
 MIB = 1 << 20

@@ -73,12 +73,9 @@ def drafts_of(completion: Any) -> Drafts | None:
 
 
 NOT_RETURNED = (
-    "prompt_logprobs",
-    "prompt_logprob_token_ids",
-    "prompt_logprob_start",
-    "flat_logprobs",
+    "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
     "routed_experts_prompt_start",
-)
+)  # fmt: skip
 SET_BY_US = (
     "max_tokens",
     "logprobs",
@@ -128,9 +125,11 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ProgramError(f"{str(error).replace('`', '')}: {value!r}", f"sampling.{name}") from None
-    numbers = converted.values() if isinstance(converted, dict) else [converted]
-    if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-        raise ProgramError(f"expected a number, got {value!r}", f"sampling.{name}")
+    is_table = isinstance(converted, dict)
+    numbers = {f"[{key}]": number for key, number in converted.items()} if is_table else {"": converted}
+    for entry, number in numbers.items():
+        if isinstance(number, float) and math.isnan(number):
+            raise ProgramError("expected a number, got nan", f"sampling.{name}{entry}")
 
 
 DATA, TEXT = "multi_modal_data", ("prompt", "prompt_token_ids")

@@ -37,7 +37,7 @@ def complete(vllm_config: Any) -> None:
             raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
     asked = ours.get("numerics", "stock")
-    base.check(asked)
+    base.check_numerics(asked)
     try:
         limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)

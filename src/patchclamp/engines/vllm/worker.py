@@ -28,9 +28,9 @@ from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
-from patchclamp.runtime import Arrival, Limits, Runtime, graphs
+from patchclamp.runtime import Arrival, Limits, Runtime, cuda_graphs
+from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
-from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.store.captures import StoredRows, tensors_of
 from patchclamp.store.host_memory import default_pinned_bytes
@@ -203,7 +203,7 @@ class Attached:
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
     def _on_cuda(self, runner: Any, limits: Limits) -> None:
-        from patchclamp.runtime.cuda import CudaStep
+        from patchclamp.runtime.cuda_step import CudaStep
 
         rows, samples, positions = compat.device_facts(runner, self.kind)
         parallel = self._config.parallel_config
@@ -218,7 +218,7 @@ class Attached:
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
-        watch = Watch(step.buffers) if graphs.checked() else None
+        watch = Watch(step.buffers) if cuda_graphs.checked() else None
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:

@@ -24,7 +24,7 @@ from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_
 from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
-from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES, addresses, compare
+from patchclamp.runtime.cuda_graphs import MAX_NODES, NODE_BYTES, addresses, compare
 from patchclamp.runtime.taps import apart_from_layers, without_taps
 
 

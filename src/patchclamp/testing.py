@@ -172,7 +172,10 @@ class FakeEngine(Engine):
         with self._lock, np.errstate(all="ignore"):
             self._check_open()
             answers = self._serve(requests)
-        return [_settled(answer) for answer in answers]
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        for future, answer in zip(futures, answers, strict=True):
+            settle(future, answer)
+        return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return ascending positions and fp32 rows. If two ops captured a position, the later one wins."""
@@ -205,13 +208,8 @@ class FakeEngine(Engine):
 
     def status(self) -> dict[str, int]:
         """Return counts of resources. Tables exist only during a batch."""
-        return {
-            "programs": self._programs,
-            "runs": len(self._captured),
-            "pinned": 0,
-            "vectors": 0,
-            "steps_planned": self._planned,
-        }
+        counts = {"programs": self._programs, "runs": len(self._captured), "steps_planned": self._planned}
+        return {**counts, "pinned": 0, "vectors": 0}
 
     def close(self) -> None:
         self._open = False
@@ -231,7 +229,9 @@ class FakeEngine(Engine):
                 values |= self._values(request)
             except PatchclampError as error:
                 failed[request.run] = error
-        writers = [_Writer(request, self._net, self.tokenizer) for request in requests if request.run not in failed]
+        writers = [
+            _ActiveRequest(request, self._net, self.tokenizer) for request in requests if request.run not in failed
+        ]
         try:
             failed |= self._generate(writers, values)
         except Exception as error:
@@ -265,7 +265,7 @@ class FakeEngine(Engine):
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
         return rows
 
-    def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> dict[str, RunError]:
+    def _generate(self, writers: list[_ActiveRequest], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
         self._captured |= {bound.run: [] for bound in bounds if bound.captured}  # other runs are never released
         code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
@@ -274,7 +274,7 @@ class FakeEngine(Engine):
             self._step(working, programs)
         return programs.errors
 
-    def _step(self, writers: list[_Writer], programs: _Programs) -> None:
+    def _step(self, writers: list[_ActiveRequest], programs: _Programs) -> None:
         counts = [min(self._chunk, len(writer.tokens) - writer.computed) for writer in writers]
         first = np.cumsum([0, *counts[:-1]])
         slots = np.array([programs.slot.get(writer.request.run, 0) for writer in writers])
@@ -389,7 +389,7 @@ class _Programs:
         return captured
 
 
-class _Writer:
+class _ActiveRequest:
     """An active request: its tokens, its key/value cache, and its partial answer."""
 
     def __init__(self, request: Request, net: _Net, tokenizer: Tokenizer) -> None:
@@ -466,7 +466,7 @@ class _Net:
         shape = (len(self._layers), positions, self._heads, self._size)
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
-    def forward(self, writers: list[_Writer], counts: list[int], tap: Tap) -> np.ndarray:
+    def forward(self, writers: list[_ActiveRequest], counts: list[int], tap: Tap) -> np.ndarray:
         """Compute the next `counts[n]` tokens of each request. Return the logits after each request's last, [N, V]."""
         rows = [(writer, p) for writer, count in zip(writers, counts, strict=True)
                 for p in range(writer.computed, writer.computed + count)]  # fmt: skip
@@ -494,7 +494,7 @@ class _Net:
         return logits_NV
 
     def _attention(
-        self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]], tap: Tap
+        self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_ActiveRequest, int]], tap: Tap
     ) -> np.ndarray:
         """Write the rows' keys and values to their requests' caches, then attend from every row over its cache."""
         positions = [p for _, p in rows]
@@ -555,9 +555,3 @@ def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_
             raise ProgramError(f"expected at least {minimum}, got {size}", name)
     if d_model % (2 * heads):
         raise ProgramError(f"{heads} heads of an even size do not make d_model={d_model}", "heads")
-
-
-def _settled(answer: Answer | PatchclampError) -> Future[Answer]:
-    future: Future[Answer] = Future()
-    settle(future, answer)
-    return future

@@ -1,14 +1,18 @@
-"""Sampling for the Transformers engine: from a step's logits to tokens, log-probabilities and text.
+"""Batches of the Transformers engine: their forward passes, and sampling from each step's logits.
 
-Supports some of vLLM's sampling parameters, under vLLM's names.
+`Passes` has the inputs of a batch: the padded prompts, then one token per request. `StepReadout` reads tokens and
+log-probabilities from a step's logits, and `OutputWriter` collects those of one request. `Sampler` supports some of
+vLLM's sampling parameters, under vLLM's names. `Generation` holds a batch from start to end.
 
-B requests of the batch · V vocabulary
+B requests of the batch · T longest prompt · V vocabulary
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from patchclamp.engines.base import Answer, Part, Request, Tokenizer, check_samp
 from patchclamp.engines.tokenizer import complete_text
 from patchclamp.errors import PatchclampError, RunError
 from patchclamp.kernels.transfer import Arriving, to_device
+from patchclamp.plan import Batch
 from patchclamp.plan.cuts import Cut
 
 UNSEEDED = -1  # means no seed, as in vLLM
@@ -90,7 +95,7 @@ class Sampler:
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
 
 
-class Writer:
+class OutputWriter:
     """Collects one request's tokens, passes new ones to its listener, and decides when it is done."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
@@ -102,15 +107,11 @@ class Writer:
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
         self.error: PatchclampError | None = None
-        self.last = 0
         self._sent = ""  # text already passed to the listener
 
     @property
     def done(self) -> bool:
         return self.reason is not None or self.error is not None
-
-    def fail(self, error: PatchclampError) -> None:
-        self.error = error
 
     @property
     def scored(self) -> Sequence[int]:
@@ -126,7 +127,6 @@ class Writer:
         are empty or None if not requested."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))
-        self.last = token
         self.ids.append(token)
         if self.request.logprobs is not None:
             self.logprobs.append(values[0])
@@ -136,15 +136,17 @@ class Writer:
             self.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
         if self.request.listener is not None:
-            self.request.listener(Part(self._new_text(), [self.last], self.logprobs[-1:]))
+            self.request.listener(Part(self._new_text(), [token], self.logprobs[-1:]))
 
     def _new_text(self) -> str:
         """Return the text that no later token changes and that was not yet passed to the listener."""
-        text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
+        text = self._stopped_text() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
         if not text.startswith(self._sent):
             if self.done:
-                self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
-                                   f"{self._sent!r} and more; run this prompt without streaming"))  # fmt: skip
+                self.error = RunError(
+                    f"the tokenizer changed text that was already streamed: expected a continuation of {self._sent!r}, "
+                    f"got {text!r}; run this prompt without streaming"
+                )
             return ""
         sent, self._sent = self._sent, text
         return text[len(sent) :]
@@ -152,7 +154,7 @@ class Writer:
     def _text(self) -> str:
         return complete_text(self.tokenizer.decode, self.ids)
 
-    def _final(self) -> str:
+    def _stopped_text(self) -> str:
         return self.sampler.cut(self._text())
 
     def answer(self, computed_from: Cut | None) -> Answer | PatchclampError:
@@ -160,14 +162,14 @@ class Writer:
             return self.error
         logprobs = None if self.request.logprobs is None else self.logprobs
         return Answer(
-            self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
-        )  # fmt: skip
+            self.ids, self._stopped_text, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
+        )
 
 
-class Asked:
+class StepReadout:
     """The values read from a step's fp32 logits [B, V] for unfinished requests, copied to the host asynchronously."""
 
-    def __init__(self, writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
+    def __init__(self, writers: Sequence[OutputWriter], logits_BV: torch.Tensor) -> None:
         self._rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]
         device = logits_BV.device
         token_B = logits_BV.argmax(-1)
@@ -196,14 +198,115 @@ class Asked:
                 writer.take(tokens[b], [] if values is None else values[b], logprobs_V)
 
     @property
-    def _last(self) -> Arriving:
-        return self._tokens if self._values is None else self._values
-
-    @property
     def has_arrived(self) -> bool:
         """True if the step has been computed."""
-        return self._last.has_arrived
+        return (self._values or self._tokens).has_arrived
 
     def wait(self) -> None:
         """Block until the step has been computed."""
-        self._last.result()
+        (self._values or self._tokens).result()
+
+
+class Passes:
+    """The padded inputs of the current pass: the prompts first, then one token each."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], pads_left: bool, device: str) -> None:
+        length = np.array([len(prompt) for prompt in prompts])
+        widest = int(length.max())
+        self.start = widest - length if pads_left else np.zeros(len(prompts), np.int64)
+        ids, mask, positions = np.zeros((3, len(prompts), widest), np.int64)
+        for b, prompt in enumerate(prompts):
+            row = slice(self.start[b], self.start[b] + len(prompt))
+            ids[b, row], mask[b, row], positions[b, row] = prompt, 1, np.arange(len(prompt))
+        self.ids_BT, self.mask_BT, self.positions_BT = to_device(np.stack((ids, mask, positions)), device)
+        self.cache: Any = None
+        last = self.start + length - 1
+        self.keep = int(widest - last.min())
+        self.last_row = to_device(last - (widest - self.keep), device)
+        self._first, self._count = np.zeros(len(prompts), np.int64), length
+
+    def batch(self, slots: np.ndarray) -> Batch:
+        widest = self.ids_BT.shape[1]
+        row = np.arange(len(slots)) * widest + self.start
+        return Batch(slots, row, self._first, self._count, len(slots) * widest)
+
+    def run(self, net: Any) -> torch.Tensor:
+        """Run the model on the current inputs; return the logits to sample from, [B, V]."""
+        name = cache_name(type(net))
+        # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
+        # along a longer mask
+        has_states = name == "cache_params" and self.cache is not None
+        out = net(
+            input_ids=self.ids_BT, attention_mask=None if has_states else self.mask_BT, position_ids=self.positions_BT,
+            use_cache=True, logits_to_keep=self.keep, **{name: self.cache},
+        )  # fmt: skip
+        self.cache = out[name]
+        logits_BKV = out.logits[:, -self.keep :]  # some classes ignore `logits_to_keep`
+        return logits_BKV[torch.arange(len(self.ids_BT), device=logits_BKV.device), self.last_row].contiguous()
+
+    def advance(self, tokens: list[int]) -> None:
+        """Make the sampled tokens the next inputs."""
+        self._first = self._first + self._count
+        self._count = np.ones_like(self._count)
+        self.start = np.zeros_like(self.start)
+        device = self.ids_BT.device
+        self.ids_BT = to_device(np.array(tokens), device)[:, None]
+        self.positions_BT = to_device(self._first, device)[:, None]
+        self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+        self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
+
+
+@functools.cache
+def cache_name(kind: type) -> str:
+    """Return the name of a model class's cache argument; classes that keep only states have their own."""
+    return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
+
+
+class Generation:
+    """A batch of requests. Some may have failed already.
+
+    errors: the error of each request, if any
+    computed_from: the cut at which the first step begins; None: everything is computed
+    readout: the values read from the last step's logits
+    has_failed: True if an error ended the whole batch
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], futures: Sequence[Future[Answer]], errors: Sequence[Exception | None]
+    ) -> None:
+        self.requests, self.futures, self.errors = requests, futures, list(errors)
+        self.writers: list[OutputWriter] = []
+        self.computed_from: Cut | None = None
+        self.passes: Passes | None = None
+        self.readout: StepReadout | None = None
+        self.has_failed = False
+
+    @property
+    def ready(self) -> list[int]:
+        """The indices of the requests that have not failed."""
+        return [i for i, error in enumerate(self.errors) if error is None]
+
+    def start(self, tokenizer: Tokenizer, eos: set[int]) -> list[Request]:
+        """Create writers for the ready requests; return these requests."""
+        requests = [self.requests[i] for i in self.ready]
+        self.writers = [OutputWriter(request, tokenizer, eos) for request in requests]
+        return requests
+
+    @property
+    def may_wait(self) -> bool:
+        """True if the only step is still on the device, and everything to read from it was requested at its launch."""
+        return self.readout is not None and not self.readout.has_arrived and all(
+            writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
+            and writer.request.listener is None for writer in self.writers
+        )  # fmt: skip
+
+    def fail(self, error: Exception) -> None:
+        """End all ready requests with an error."""
+        self.has_failed = True
+        for i in self.ready:
+            self.errors[i] = error
+
+    def answers(self) -> list[Answer | Exception]:
+        """Return the answer or error of every request."""
+        answers = iter([writer.answer(self.computed_from) for writer in self.writers])
+        return [error or next(answers, RunError("not run")) for error in self.errors]

@@ -1,4 +1,4 @@
-"""Executors of a step: `HostStep` in PyTorch, on any device; `runtime.cuda.CudaStep` in Triton, on CUDA under vLLM."""
+"""Executors of a step: `HostStep` in PyTorch, on any device; `cuda_step.CudaStep` in Triton, on CUDA under vLLM."""
 
 from __future__ import annotations
 
