@@ -7,8 +7,8 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.vllm.compat.front import Submitter
-from patchclamp.engines.vllm.requests import Parameters
+from patchclamp.engines.vllm.compat.clients import Submitter
+from patchclamp.engines.vllm.frontend import ParamsTemplate
 from patchclamp.kernels import switches
 
 SETTINGS = [
@@ -23,7 +23,7 @@ SETTINGS = [
 def added(shallow, monkeypatch):
     """A function that adds a request by our way or by stock's, and returns what the engine core would get."""
     engine = shallow.get("vllm", "float32").engine._engine
-    parameters, submitter, given = Parameters(True), Submitter(engine), []
+    parameters, submitter, given = ParamsTemplate(True), Submitter(engine), []
     monkeypatch.setattr(engine.engine_core, "add_request", given.append)
 
     def add(ours: bool, ids: list[int], carried: bytes | None, **settings) -> dict:

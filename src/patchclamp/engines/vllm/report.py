@@ -8,12 +8,12 @@ import os
 from typing import Any
 
 from patchclamp.engines.base import Finding
-from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
+from patchclamp.engines.vllm import worker  # noqa: F401  with the modules that declare seams
+from patchclamp.engines.vllm.compat import clients, configuration  # noqa: F401
+from patchclamp.engines.vllm.compat.seams import CHECKED, SEAMS, version
 from patchclamp.errors import SeamMoved
 from patchclamp.runtime.graphs import can_cut
 
-CHECKED = tuple(sorted({checked for seam in SEAMS.values() for checked in seam.checked}))
 MIB = 1 << 20
 
 
@@ -37,7 +37,7 @@ def _version() -> Finding:
     if (installed := version()).split("+")[0] in CHECKED:
         return Finding("versions", "vllm", "ok", installed)
     return Finding("versions", "vllm", "note", f"{installed}, checked are {', '.join(CHECKED)}",
-                   "it works if every seam below is found; otherwise install a version that was checked")  # fmt: skip
+                   "it may work if every seam below is ok; otherwise install a checked version")  # fmt: skip
 
 
 def _plugin() -> Finding:
@@ -64,13 +64,12 @@ def _bindings() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Check that every seam is where it is expected."""
+    """Check that every function that is wrapped has a signature that was checked."""
     findings = []
-    for seam in SEAMS.values():
-        detail = f"{seam.why}; {seam.checked_on}"
+    for seam in SEAMS:
         try:
-            require(seam.name)
-            findings.append(Finding("seams", seam.name, "ok", detail))
+            seam.found()
+            findings.append(Finding("seams", seam.name, "ok", seam.why))
         except SeamMoved as moved:
             findings.append(Finding("seams", seam.name, "problem", str(moved), f"install vLLM {' or '.join(CHECKED)}"))
     return findings
