@@ -439,7 +439,7 @@ def test_who_comes_leaves_and_is_released_before_a_step_leaves_nothing(lm):
     def act(inner: Any, add: Any) -> None:
         add("gone", scaled("gone", keeps=True))
         inner.abort_requests(["gone"])
-        inner.patchclamp_call("release", ["gone"])
+        inner.patchclamp_call("release", [["gone"]])
 
     before = runtime.status()["runs"]
     assert raw_sessions(lm, act) == {}
@@ -455,7 +455,7 @@ def test_who_is_released_on_the_way_leaves_nothing(lm):
         add("on", msgspec.msgpack.encode(Carried(BoundProgram("on", len(PROMPT), ops), {})))
         inner.step_fn()
         kept.append(runtime.status()["captured_bytes"])
-        inner.patchclamp_call("release", ["on"])
+        inner.patchclamp_call("release", [["on"]])
 
     before = runtime.status()["captured_bytes"]
     assert raw_sessions(lm, act) == {"on": None}
@@ -474,7 +474,7 @@ def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch
     monkeypatch.setattr(runtime.bank, "write", lambda begin, rows: written.append(begin) or write(begin, rows))
 
     def act(inner: Any, add: Any) -> None:
-        inner.patchclamp_call("hold", safetensors.numpy.save({key: rows.numpy()}), [key], [])
+        inner.patchclamp_call("hold", [safetensors.numpy.save({key: rows.numpy()}), [key], []])
         add("first", first)
         inner.abort_requests(["first"])
         add("second", second)
@@ -483,7 +483,7 @@ def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch
     assert raw_sessions(lm, act) == {"second": None}
     (begin,) = written
     assert torch.equal(runtime.bank.data[begin : begin + D], rows[0])
-    lm.engine._call(lambda: engine_core(lm).patchclamp_call("hold", b"", [], [key, "never held"])).result()
+    lm.engine._call(lambda: engine_core(lm).patchclamp_call("hold", [b"", [], [key, "never held"]])).result()
     lm.engine.release(["first", "second"])
 
 
@@ -725,7 +725,7 @@ def raw_sessions(lm: pc.LM, act: Any) -> dict[str, Any]:
                 for output in part.outputs:
                     if output.finish_reason is not None and output.kv_transfer_params:
                         errors[output.request_id] = output.kv_transfer_params["patchclamp"][1]
-        inner.patchclamp_call("release", ["plain"])
+        inner.patchclamp_call("release", [["plain"]])
         return errors
 
     return lm.engine._call(job).result(60)

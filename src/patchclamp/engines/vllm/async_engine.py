@@ -119,12 +119,13 @@ class AsyncEngine(VllmFrontEnd):
 
     async def _run(self, request: Request, future: Future[Answer], carried: bytes | None) -> None:
         """Run a request to its answer."""
-        underway, generate = self._underway(request, None), clients.stock_generate(self.client)
+        underway, generate = self._underway(request), clients.stock_generate(self.client)
+        params = clients.sampling_params(request, None, self._has_text)
         prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids}  # the format of vLLM's renderers
         if request.bound is None:
-            outputs = generate(prompt, underway.params, request.run)
+            outputs = generate(prompt, params, request.run)
         else:
-            outputs = self.outputs(request, prompt, underway.params, request.run, generate, carried)
+            outputs = self.outputs(request, prompt, params, request.run, generate, carried)
         try:
             async for output in outputs:
                 underway.take(output)

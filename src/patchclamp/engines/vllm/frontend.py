@@ -8,7 +8,6 @@ program. Captures stay in the workers until they are fetched.
 from __future__ import annotations
 
 import collections
-import copy
 import functools
 import math
 import typing
@@ -42,7 +41,6 @@ from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.errors import EngineError, ProgramError, unknown, unpack
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -65,9 +63,8 @@ class VllmFrontEnd(Engine):
         """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
-        has_text = not config.model_config.skip_tokenizer_init
-        self.tokenizer: Tokenizer = HubTokenizer(hub_tokenizer()) if has_text else NoTokenizer()
-        self._template = ParamsTemplate(has_text)
+        self._has_text = not config.model_config.skip_tokenizer_init
+        self.tokenizer: Tokenizer = HubTokenizer(hub_tokenizer()) if self._has_text else NoTokenizer()
         self.model = Model(
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
@@ -108,24 +105,23 @@ class VllmFrontEnd(Engine):
         if unused:
             self._tell("hold", b"", [], unused)
 
-    def _underway(self, request: Request, carried: bytes | None) -> Underway:
-        """Return a request's state, before it is submitted. `carried`: its encoded program, if vLLM is to get it."""
-        params = self._template.of(request, carried)
-        underway = Underway(request, params, self._decoder(request, params))
-        if params.logprobs is not None:
+    def _underway(self, request: Request) -> Underway:
+        """Return a request's state, before it is submitted."""
+        underway = Underway(request, self._decoder(request) if self._has_text else None)
+        if request.logprobs is not None or request.score:
             tables_of(self._processor)[request.run] = underway.tables
         return underway
 
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
 
-    def _decoder(self, request: Request, params: SamplingParams) -> Callable[[list[int], bool], str] | None:
+    def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
         """Return the function that decodes a request's ids when the text is read; None if vLLM makes the text."""
         from vllm import SamplingParams
 
-        if params.detokenize or isinstance(self.tokenizer, NoTokenizer):
-            return None
         processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
+        if request.listener is not None or sampling.get("stop"):
+            return None
         return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
 
     def _carried(self, request: Request) -> bytes | None:
@@ -152,10 +148,8 @@ class Underway:
     decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM makes the text
     """
 
-    def __init__(
-        self, request: Request, params: SamplingParams, decode: Callable[[list[int], bool], str] | None
-    ) -> None:
-        self.request, self.params, self._decode = request, params, decode
+    def __init__(self, request: Request, decode: Callable[[list[int], bool], str] | None) -> None:
+        self.request, self._decode = request, decode
         self.tables: list[Table] = []
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -242,47 +236,6 @@ def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
 
 
 # -- sampling parameters
-
-
-class ParamsTemplate:
-    """Creates vLLM's `SamplingParams` for requests. Consecutive requests with the same settings get copies of one.
-
-    vLLM detokenizes during generation only if needed: for stop texts, and for a listener.
-    """
-
-    def __init__(self, has_text: bool) -> None:
-        self._has_text = has_text
-        self.settings: tuple[object, ...] = ()  # of the last request: the same object while they are equal
-        self._last: SamplingParams | None = None  # the last request's parameters
-
-    def of(self, request: Request, carried: bytes | None) -> SamplingParams:
-        """Return a request's parameters, with its encoded program."""
-        settings = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
-        if settings != self.settings:
-            self.settings, self._last = settings, self._make(request)
-        params = copy.copy(self._last)
-        assert params is not None
-        if carried is not None:
-            params.extra_args = {configuration.KEY: carried}
-        return params
-
-    def _make(self, request: Request) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        arguments: dict[str, Any] = {"temperature": 0.0, **request.sampling}
-        logprobs = request.logprobs
-        if request.score:
-            arguments["logprob_token_ids"] = list(dict.fromkeys(request.score))
-            logprobs = len(arguments["logprob_token_ids"])
-        return SamplingParams(
-            max_tokens=request.max_tokens,
-            logprobs=logprobs,
-            output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
-            skip_clone=True,  # `of` makes a copy for each request
-            detokenize=self._has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
-            **arguments,
-        )
 
 
 NOT_RETURNED = (

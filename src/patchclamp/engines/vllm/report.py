@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from patchclamp.engines.base import Finding
 from patchclamp.engines.vllm import worker  # noqa: F401  with the modules that declare seams
@@ -14,16 +16,15 @@ from patchclamp.engines.vllm.compat.seams import CHECKED, SEAMS, version
 from patchclamp.errors import SeamMoved
 from patchclamp.runtime.graphs import can_cut
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 MIB = 1 << 20
 
 
 def machine() -> list[Finding]:
     """Check vLLM's version, the plugin's registration, and the GPU."""
     findings = [_version(), _plugin()]
-    try:
-        import torch
-    except ImportError as error:
-        return [*findings, Finding("versions", "torch", "problem", str(error), "pip install 'patchclamp[vllm]'")]
     if not torch.cuda.is_available():
         return [*findings, Finding("versions", "GPU", "note", "none that PyTorch sees: vLLM's CPU build runs, slowly")]
     name, capability = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
@@ -75,7 +76,7 @@ def seams() -> list[Finding]:
     return findings
 
 
-def running(vllm_config: Any, status: dict[str, Any]) -> list[Finding]:
+def running(vllm_config: VllmConfig, status: dict[str, Any]) -> list[Finding]:
     """Return the findings about a running engine: its configuration, fusions, graphs and memory."""
     chosen = configuration.chosen(vllm_config) | {"runner": status["runner"].upper(), "workers": status["workers"]}
     findings = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
@@ -87,7 +88,7 @@ def _fusions(status: dict[str, Any], numerics: str) -> list[Finding]:
     uniform numerics there is only one variant."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
-                        "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
+                        "to count them, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
     findings = []
     if numerics == "uniform":
         counts = sorted(status["fusions"].items())

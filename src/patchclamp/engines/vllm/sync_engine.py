@@ -217,8 +217,6 @@ class VllmEngine(VllmFrontEnd):
         from vllm.v1.executor import Executor
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        if configuration.enabled(config) is None:
-            raise EngineError("vLLM dropped additional_config, without which its workers do not load patchclamp")
         if config.parallel_config.data_parallel_size > 1:
             raise EngineError(
                 "one process has one replica of the model: data_parallel_size above 1 is for servers "
@@ -228,13 +226,10 @@ class VllmEngine(VllmFrontEnd):
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         if not self.remote:
             configuration.share_groups(config)
-        self._engine = LLMEngine(
-            config, executor, log_stats=False,
-            multiprocess_mode=separate,
-        )  # fmt: skip
+        self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
         notice_death(self._engine)
         self._ask("started", self.remote)
-        self._submitter = Submitter(self._engine)
+        self._submitter = Submitter(self._engine, has_text=not config.model_config.skip_tokenizer_init)
         self._adapters = Adapters(self._engine, lambda number: self._ask("unfit", number), config.lora_config)
 
     def _ask(self, verb: str, *args: Any) -> list[Any]:
@@ -323,7 +318,7 @@ class VllmEngine(VllmFrontEnd):
     def _release(self, runs: list[str]) -> None:
         """Free captures, and abort runs whose stream was abandoned."""
         unfinished = [self._waiting[run][0].request for run in runs if run in self._waiting]
-        unfinished += [request for request, _ in self._held_back if request.run in runs]
+        unfinished += [request for request, _ in self._held_back if request.run in set(runs)]
         if abandoned := {request.run for request in unfinished if request.listener is not None}:
             self._abort(abandoned)
         self._tell("release", runs)
@@ -336,11 +331,9 @@ class VllmEngine(VllmFrontEnd):
     def _start(self, request: Request, future: Future[Answer]) -> None:
         try:
             adapter = self._adapters.take(request)
-            prompt = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
             carried = self._carried(request)
-            underway = self._underway(request, carried)
-            self._waiting[request.run] = underway, future, carried
-            self._submitter.add(request.run, prompt, underway.params, adapter, self._template.settings)
+            self._waiting[request.run] = self._underway(request), future, carried
+            self._submitter.add(request, carried, adapter)
         except Exception as error:
             self._refuse(request, future, _as_error(error, RunError))  # vLLM rejected only this request
 

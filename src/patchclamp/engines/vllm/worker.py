@@ -142,7 +142,7 @@ def too_deep(level: int) -> EngineError | None:
     """Return the error for sleep levels above 1, at which vLLM discards the weights; else None."""
     if level <= 1:
         return None
-    return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
+    return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
 
 
 def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
@@ -196,7 +196,9 @@ class Attached:
         self.runtime.has_tap[self._logits] = last
         self.runtime.store.keeps_last = self._config.speculative_config is not None
         if worker.vllm_config.parallel_config.world_size > 1:
-            self._exchange = Exchange(self.runtime, compat.all_workers())
+            from vllm.distributed.parallel_state import get_world_group
+
+            self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
 from patchclamp.engines.vllm.compat.core import is_pending
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -86,6 +87,27 @@ def on_config(complete: Callable[[VllmConfig], None]) -> None:
 # -- requests
 
 
+def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> SamplingParams:
+    """Return vLLM's parameters of a request, with its encoded program. vLLM makes text during generation only if
+    needed: for stop texts, and for a listener."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    listens = request.listener is not None
+    arguments: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+    if request.score:
+        arguments["logprob_token_ids"] = list(dict.fromkeys(request.score))
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        logprobs=len(arguments["logprob_token_ids"]) if request.score else request.logprobs,
+        output_kind=RequestOutputKind.DELTA if listens else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for this request alone
+        detokenize=has_text and (listens or bool(request.sampling.get("stop"))),
+        extra_args=None if carried is None else {KEY: carried},
+        **arguments,
+    )
+
+
 class Submitter:
     """Adds the requests of one `LLMEngine`.
 
@@ -93,43 +115,42 @@ class Submitter:
     same settings share the result.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._last: tuple[object, LoRARequest | None] = None, None  # settings and adapter of the last processed request
-        self._processed: Any = None
+    def __init__(self, engine: LLMEngine, has_text: bool) -> None:
+        self._engine, self._has_text = engine, has_text
+        self._settings: tuple[object, ...] = ()  # of the last processed request
+        self._processed: EngineCoreRequest | None = None
 
-    def add(
-        self, run: str, prompt: dict[str, Any], params: SamplingParams, adapter: LoRARequest | None, settings: object
-    ) -> str:
-        """Add a request, and return vLLM's name of it. Raises vLLM's errors.
-
-        prompt: in vLLM's format; plain token ids must have been checked (`LM` does)
-        settings: the source of its parameters, without `extra_args`; compared by identity
-        """
-        engine = self._engine
-        is_plain = prompt.keys() == {"prompt_token_ids"} and params.n == 1 and params.max_tokens is not None
-        if not is_plain or not switches.enabled("alike_requests"):
-            given: Any = prompt
-            return engine.add_request(run, given, params, lora_request=adapter) or run
-        if self._processed is None or self._last[0] is not settings or self._last[1] is not adapter:
-            self._processed = None  # drop it first: processing may raise
-            given = prompt
-            tasks = engine.get_supported_tasks()
-            request = engine.input_processor.process_inputs(run, given, params, tasks, lora_request=adapter)
-            self._processed, self._last = _copy(request), (settings, adapter)
+    def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None) -> None:
+        """Add a request, with its encoded program. Raises vLLM's errors."""
+        engine, run = self._engine, request.run
+        settings = (
+            request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None, adapter
+        )  # fmt: skip
+        # a limit that vLLM sets, max_tokens=None, depends on the prompt
+        is_shared = request.inputs is None and request.max_tokens is not None and switches.enabled("alike_requests")
+        if is_shared and self._processed is not None and settings == self._settings:
+            asked = _copy(self._processed)  # `LM` has checked the token ids
+            asked.request_id, asked.prompt_token_ids, asked.arrival_time = run, request.prompt_token_ids, time.time()
+            assert asked.sampling_params is not None
+            asked.sampling_params.extra_args = None if carried is None else {KEY: carried}
         else:
-            request = _copy(self._processed)
-            request.request_id, request.prompt_token_ids = run, prompt["prompt_token_ids"]
-            request.sampling_params.extra_args, request.arrival_time = params.extra_args, time.time()
-        engine.input_processor.assign_request_id(request)
-        engine.output_processor.add_request(request, None, None, 0)
-        engine.engine_core.add_request(request)
-        return request.request_id
+            params = sampling_params(request, carried, self._has_text)
+            prompt: Any = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
+            if not is_shared:
+                engine.add_request(run, prompt, params, lora_request=adapter)
+                return
+            self._processed = None  # drop it first: processing may raise
+            tasks = engine.get_supported_tasks()
+            asked = engine.input_processor.process_inputs(run, prompt, params, tasks, lora_request=adapter)
+            self._processed, self._settings = _copy(asked), settings
+        engine.input_processor.assign_request_id(asked)
+        engine.output_processor.add_request(asked, None, None, 0)
+        engine.engine_core.add_request(asked)
 
 
-def _copy(request: Any) -> Any:
-    copied = copy.copy(request)
-    copied.sampling_params = copy.copy(request.sampling_params)
+def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
+    copied = copy.copy(asked)
+    copied.sampling_params = copy.copy(asked.sampling_params)
     return copied
 
 
@@ -229,7 +250,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     Raises `EngineError` if an earlier call failed."""
     client: Any = engine.engine_core
     if (core := _core_here(engine)) is not None:
-        core.patchclamp_call(method, *args)
+        core.patchclamp_call(method, args)
         return
     from vllm.v1.engine import EngineCoreRequestType
 
@@ -240,7 +261,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
             raise EngineError(f"the engine core refused a call: {failure}")
     number, future = uuid.uuid1().int >> 64, Future()
     client.utility_results[number] = future
-    client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, *args)))
+    client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, args)))
     answers.append(future)
 
 
@@ -248,7 +269,7 @@ def ask_core(engine: LLMEngine, method: str) -> Any:
     """Call a method of the core's `Admission` and return its result."""
     client: Any = engine.engine_core
     core = _core_here(engine)
-    return client.call_utility("patchclamp_call", method) if core is None else core.patchclamp_call(method)
+    return client.call_utility("patchclamp_call", method, ()) if core is None else core.patchclamp_call(method, ())
 
 
 def _core_here(engine: LLMEngine) -> Any:
@@ -326,7 +347,7 @@ def _cores_of(client: AsyncLLM) -> AsyncMPClient:
 
 def tell_cores(client: AsyncLLM, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
     """Like `tell_core`, for every core, or core `only`; on the loop's thread. The futures receive the results."""
-    return _tell(client, "patchclamp_call", (method, *args), only)
+    return _tell(client, "patchclamp_call", (method, args), only)
 
 
 def tell_workers(client: AsyncLLM, verb: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:

@@ -256,7 +256,7 @@ def refused(vllm_config: VllmConfig) -> dict[str, str]:
         ("a folder of compiled code (compilation_config.cache_dir)", compilation_config.cache_dir,
          "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
-         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it would leave graphs with taps in place"),
         (f"compilation mode {getattr(compilation_config.mode, 'name', None)} on a GPU",
          getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",

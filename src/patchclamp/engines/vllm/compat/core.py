@@ -94,7 +94,7 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
                 vars(core)["patchclamp"] = admitting
             return admitting
 
-    def patchclamp_call(core: EngineCore, method: str, *args: Any) -> Any:
+    def patchclamp_call(core: EngineCore, method: str, args: Sequence[Any]) -> Any:
         return getattr(admitting_of(core).admission, method)(*args)
 
     REQUEST.wrap(preprocess_add_request)
@@ -336,7 +336,7 @@ class _Admitting:
         return self._unfinished() + waiting
 
     def finished(self) -> bool:
-        """True if a step is needed, even if no request is active."""
+        """True if the core must step, even if no request is active."""
         return self._finished() or self.pending()
 
     def pending(self) -> bool:

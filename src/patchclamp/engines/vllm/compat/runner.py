@@ -23,7 +23,6 @@ from patchclamp.engines.vllm.compat.variants import (
 from patchclamp.errors import SeamMoved
 
 if TYPE_CHECKING:
-    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
@@ -352,13 +351,6 @@ def worker_rank() -> tuple[int, bool, bool]:
 
     rank = get_tp_group().rank_in_group
     return rank, rank == 0, get_pp_group().is_last_rank
-
-
-def all_workers() -> GroupCoordinator:
-    """Return vLLM's group of all workers of an engine."""
-    from vllm.distributed.parallel_state import get_world_group
-
-    return get_world_group()
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
