@@ -179,7 +179,7 @@ class Side:
         from vllm.sampling_params import RequestOutputKind
 
         from patchclamp.engines.base import Carried
-        from patchclamp.engines.vllm.compat.core import tell_core
+        from patchclamp.engines.vllm.compat.clients import tell_core
         from patchclamp.plan import Prompt, bind
         from patchclamp.plan.room import bank_sizes
 
@@ -190,7 +190,7 @@ class Side:
             values: dict[str, np.ndarray] = {}
             bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None, None, values)
             if values:
-                tell_core(self.engine, "patchclamp_hold", safetensors.numpy.save(values), list(values), [])
+                tell_core(self.engine, "hold", safetensors.numpy.save(values), list(values), [])
                 self.vectors += values
             carried = Carried(bound, bank_sizes(bound, values, self.sites, lambda *_: 0))
             given["extra_args"] = {"patchclamp": msgspec.msgpack.encode(carried)}
@@ -218,12 +218,12 @@ class Side:
 
     def _forget(self, runs: list[str], vectors: list[str]) -> None:
         """Requests end, their captures and vectors go."""
-        from patchclamp.engines.vllm.compat.core import tell_core
+        from patchclamp.engines.vllm.compat.clients import tell_core
 
         self.engine.abort_request(runs)
         if self.ours:
-            tell_core(self.engine, "patchclamp_release", runs)
-            tell_core(self.engine, "patchclamp_hold", b"", [], vectors)
+            tell_core(self.engine, "release", runs)
+            tell_core(self.engine, "hold", b"", [], vectors)
 
     def block(self, steps: int, core: int, case: str = "") -> float:
         """Milliseconds a step, every request decoding; the engine's thread stays on one core of the machine's.

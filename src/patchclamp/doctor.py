@@ -29,7 +29,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
-    """Examines the machine and, with a `model`, an engine started with `options`. Startup errors become findings."""
+    """Examine the machine and, with a `model`, an engine started with `options`. Startup errors become findings."""
     findings = [*_versions(), *_vllm(engine)]
     return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
 
@@ -57,15 +57,15 @@ def _vllm(engine: str | None) -> list[Finding]:
 
         return [*machine(), *seams()]
     except (ImportError, OSError, RuntimeError) as error:  # a broken installation
-        return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "install it anew")]
+        return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "reinstall it")]
 
 
 def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
-    """Starts an engine and proves its sites."""
+    """Start an engine and prove its sites."""
     try:
         lm = LM(model, engine, **options)
     except PatchclampError as error:
-        return [Finding("configuration", "start", "problem", str(error), "change what it names, and ask again")]
+        return [Finding("configuration", "start", "problem", str(error), "fix what it names, and try again")]
     with lm:
         m = lm.model
         described = f"{m.family}, {m.layers} layers, width {m.d_model}, {m.dtype}, on {m.engine}"
@@ -74,7 +74,10 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
             of_engine = list(lm.engine.report())
             proofs = prove(lm)
         except PatchclampError as error:
-            return [model_loads, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]
+            return [
+                model_loads,
+                Finding("sites", "proof", "problem", str(error), "report it, with the model and this error"),
+            ]
         configuration = [finding for finding in of_engine if finding.part == "configuration"]
         others = [finding for finding in of_engine if finding.part != "configuration"]
         return [model_loads, *configuration, *map(_site, proofs), *others]
@@ -82,7 +85,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
 
 def _site(proof: Proof) -> Finding:
     if not proof.holds:
-        advice = "programs that name it are refused; the others work"
+        advice = "programs that use this site are refused; others work"
         return Finding("sites", proof.name, "problem", proof.note or "not proved", advice)
     layers = "" if proof.layers is None else f" in {proof.layers} layers"
     return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit, order, sums")

@@ -60,7 +60,7 @@ if kind == "stock":
     ]
 else:
     import patchclamp as pc
-    from patchclamp.engines.vllm.compat import graphs
+    from patchclamp.engines.vllm.compat import variants as graphs
     from patchclamp.runtime import op
 
     class Counted(type(op._current)):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import patchclamp as pc
-from patchclamp.engines.vllm import cache
+from patchclamp.engines.vllm.compat import core
 
 BLOCK, LENGTH, FORCED = 32, 133, 77
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": BLOCK,
@@ -223,7 +223,7 @@ if __name__ == "__main__":
         else:
             told["fresh"] = unedited(lm, watch)
     if kind == "fresh":
-        cache.block_key = lambda bound, start, end, seen_whole: None
+        core.block_key = lambda bound, start, end, seen_whole: None
         with pc.LM(model, engine="vllm", **options) as lm:
             edited(lm)
             told["without keys"] = unedited(lm, watch)

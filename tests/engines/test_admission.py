@@ -27,7 +27,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 import patchclamp as pc
 from patchclamp.engines.base import Carried, decode, receipt_of
 from patchclamp.engines.vllm.admission import Verdict
-from patchclamp.engines.vllm.compat import core
+from patchclamp.engines.vllm.compat import clients
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange
 from tests.models import with_weights, with_words
 
@@ -73,9 +73,9 @@ def check_nothing_left(lm: pc.LM) -> None:
     status = lm.engine.status()
     assert {name: status[name] for name in COUNTS} == dict.fromkeys(COUNTS, 0)
     engine = lm.engine
-    assert not core.verdicts_of(engine._engine.output_processor)
-    assert [len(held) for held in (engine._waiting, engine._held_back, engine._streamed)] == [0, 0, 0]
-    assert not +engine._vectors
+    assert not clients.tables_of(engine._engine.output_processor)
+    assert [len(held) for held in (engine._waiting, engine._held_back)] == [0, 0]
+    assert not +engine._readers
     if not engine.remote:
         attached, admission, admitting = worker(lm), admission_of(lm), engine_core(lm).patchclamp
         kept = [attached._settled, attached.runtime._errors, attached.runtime._admitted, admission.errors,
@@ -149,7 +149,17 @@ def raw(
     runs: list[str] = []
 
     def job() -> tuple[dict[str, Any], dict[str, Verdict]]:
-        engine, outputs = lm.engine._engine, {}
+        engine, outputs, verdicts = lm.engine._engine, {}, {}
+        get_output = engine.engine_core.get_output
+
+        def watched() -> Any:
+            given = get_output()
+            for output in given.outputs:
+                if output.kv_transfer_params is not None:
+                    verdicts[output.request_id] = Verdict(*output.kv_transfer_params["patchclamp"])
+            return given
+
+        engine.engine_core.get_output = watched
 
         def add(name: str, program: Any, prompt: Any = PROMPT, **more: Any) -> str:
             params = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, **more})
@@ -162,13 +172,12 @@ def raw(
 
         act(engine, add)
         for _ in range(200):
-            if not (engine.has_unfinished_requests() or core.is_pending(engine)):
+            if not clients.is_busy(engine):
                 break
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
-        verdicts = dict(core.verdicts_of(engine.output_processor))
-        core.verdicts_of(engine.output_processor).clear()
+        del engine.engine_core.get_output
         if release:
-            core.tell_core(engine, "patchclamp_release", runs)
+            clients.tell_core(engine, "release", runs)
         return outputs, verdicts
 
     return lm.engine._call(job).result(120)
@@ -430,7 +439,7 @@ def test_who_comes_leaves_and_is_released_before_a_step_leaves_nothing(lm):
     def act(inner: Any, add: Any) -> None:
         add("gone", scaled("gone", keeps=True))
         inner.abort_requests(["gone"])
-        inner.patchclamp_release(["gone"])
+        inner.patchclamp_call("release", [["gone"]])
 
     before = runtime.status()["runs"]
     assert raw_sessions(lm, act) == {}
@@ -446,7 +455,7 @@ def test_who_is_released_on_the_way_leaves_nothing(lm):
         add("on", msgspec.msgpack.encode(Carried(BoundProgram("on", len(PROMPT), ops), {})))
         inner.step_fn()
         kept.append(runtime.status()["captured_bytes"])
-        inner.patchclamp_release(["on"])
+        inner.patchclamp_call("release", [["on"]])
 
     before = runtime.status()["captured_bytes"]
     assert raw_sessions(lm, act) == {"on": None}
@@ -465,7 +474,7 @@ def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch
     monkeypatch.setattr(runtime.bank, "write", lambda begin, rows: written.append(begin) or write(begin, rows))
 
     def act(inner: Any, add: Any) -> None:
-        inner.patchclamp_hold(safetensors.numpy.save({key: rows.numpy()}), [key], [])
+        inner.patchclamp_call("hold", [safetensors.numpy.save({key: rows.numpy()}), [key], []])
         add("first", first)
         inner.abort_requests(["first"])
         add("second", second)
@@ -474,7 +483,7 @@ def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch
     assert raw_sessions(lm, act) == {"second": None}
     (begin,) = written
     assert torch.equal(runtime.bank.data[begin : begin + D], rows[0])
-    lm.engine._call(lambda: engine_core(lm).patchclamp_hold(b"", [], [key, "never held"])).result()
+    lm.engine._call(lambda: engine_core(lm).patchclamp_call("hold", [b"", [], [key, "never held"]])).result()
     lm.engine.release(["first", "second"])
 
 
@@ -579,9 +588,9 @@ def test_a_result_without_its_receipt_is_an_error(lm, monkeypatch, spoil):
     monkeypatch.setattr(admitting, "_attach", attach_wrongly)
     edited, plain = lm.run([PROMPT] * 2, logprobs=True, max_tokens=2, edits=[[pc.Scale(0.5, pc.resid_post[0])], []])
     assert isinstance(edited.error, pc.EngineError)
-    assert "without the receipt of its program" in str(edited.error)
+    assert "did not confirm" in str(edited.error)
     assert plain.error is None
-    with pytest.raises(pc.EngineError, match="without the receipt"):
+    with pytest.raises(pc.EngineError, match="did not confirm"):
         list(lm.stream(PROMPT, max_tokens=2, edits=[pc.Scale(0.5, pc.resid_post[0])]))
 
 
@@ -616,7 +625,7 @@ def test_bytes_that_are_no_program_end_their_request_alone(lm):
 
 
 def test_a_vector_that_is_not_held_is_missing_for_that_run_alone(lm, monkeypatch):
-    v, hold = vector(2), admission_of(lm).hold_vectors
+    v, hold = vector(2), admission_of(lm).hold
 
     def forgetful(vectors: Any, keys: list[str], drop: list[str]) -> None:
         hold(vectors, keys, drop)
@@ -624,7 +633,7 @@ def test_a_vector_that_is_not_held_is_missing_for_that_run_alone(lm, monkeypatch
             admission_of(lm)._vectors.pop(key)
 
     lost = True
-    monkeypatch.setattr(admission_of(lm), "hold_vectors", forgetful)
+    monkeypatch.setattr(admission_of(lm), "hold", forgetful)
     edits = [[pc.Add(v, pc.resid_post[1])], [pc.Scale(0.5, pc.resid_post[1])], []]
     bad, scaled_run, plain = lm.run([PROMPT] * 3, logprobs=True, max_tokens=2, edits=edits)
     assert isinstance(bad.error, pc.MissingSource)
@@ -716,7 +725,7 @@ def raw_sessions(lm: pc.LM, act: Any) -> dict[str, Any]:
                 for output in part.outputs:
                     if output.finish_reason is not None and output.kv_transfer_params:
                         errors[output.request_id] = output.kv_transfer_params["patchclamp"][1]
-        inner.patchclamp_release(["plain"])
+        inner.patchclamp_call("release", [["plain"]])
         return errors
 
     return lm.engine._call(job).result(60)
@@ -887,6 +896,7 @@ def test_without_a_prefix_cache_workers_are_asked_once_and_no_block_is_held(fold
     edit = [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
     with pc.LM(folder, engine="vllm", dtype="float32", **OPTIONS, enable_prefix_caching=False) as cold:
         for engine, times, most in ((lm, 2, 1), (cold, 1, 0)):
+            engine.engine.status()  # the first call attaches the admission
             executor, admitting = engine_core(engine).model_executor, engine_core(engine).patchclamp
             call, settled, proved = executor.collective_rpc, [], []
             attach = admitting._attach

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from patchclamp.engines.vllm import shared, worker
-from patchclamp.engines.vllm.compat import graphs as compat_graphs
 from patchclamp.engines.vllm.compat import runner as compat
+from patchclamp.engines.vllm.compat import variants as compat_graphs
 from patchclamp.errors import EngineError
 from patchclamp.runtime import Limits, Runtime, op
 from patchclamp.sites import SiteMap, Sizes
@@ -182,7 +182,7 @@ def a_worker(uniform: bool) -> Any:
     """A worker's bookkeeping without programs, whose steps are what `_take_in` says."""
     attached: Any = worker.Attached.__new__(worker.Attached)
     runtime = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), Limits(max_programs=4, max_records=64, bank_bytes=1 << 12))
-    vars(attached).update(kind="v1", runtime=runtime, _sender=shared.Sender(), _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
+    vars(attached).update(kind="v1", runtime=runtime, _sender=shared.CaptureSender(), _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
                           _graphs=None, _take_in=lambda output: (output.active, True))  # fmt: skip
     return attached
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 import patchclamp as pc
 from patchclamp.engines.base import receipt_of
-from patchclamp.engines.vllm.compat.graphs import Graphs
+from patchclamp.engines.vllm.compat.variants import Graphs
 from patchclamp.errors import ModelError
 from patchclamp.language.site import SITES
 

@@ -265,7 +265,7 @@ def test_options_of_drafts_are_as_vllm_has_them_by_default():
 def test_steps_come_one_after_the_other_beside_drafts_on_the_v1_runner_unless_it_is_set(smollm2, monkeypatch, on_v2):
     from vllm.engine.arg_utils import EngineArgs
 
-    from patchclamp.engines.vllm.compat import front
+    from patchclamp.engines.vllm.compat import clients
     from patchclamp.engines.vllm.compat.configuration import KEY, refused
 
     def create_engine_config(
@@ -279,7 +279,7 @@ def test_steps_come_one_after_the_other_beside_drafts_on_the_v1_runner_unless_it
     created = getattr(EngineArgs.create_engine_config, "__wrapped__", EngineArgs.create_engine_config)
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_engine_config)
     seen = []
-    front.on_config(seen.append)
+    clients.on_config(seen.append)
     drafts = {"speculative_config": {"method": "draft_model", "model": str(smollm2), "num_speculative_tokens": 2}}
     short = {"spec_method": "draft_model", "spec_model": str(smollm2), "spec_tokens": 2}
     for ours, set_to, asked, expected in (
@@ -358,16 +358,6 @@ def test_where_adapters_are_not_tested_they_are_refused(configuration):
         check(config)
 
 
-@pytest.mark.parametrize("option", ["enable_sp", "fuse_gemm_comms"])
-def test_sequence_parallel_passes_are_refused_where_a_version_has_them(configuration, option):
-    """0.32 and 0.33 have none."""
-    from patchclamp.engines.vllm.compat.configuration import refused
-
-    config = configuration()
-    object.__setattr__(config.compilation_config, "pass_config", SimpleNamespace(**{option: True}))
-    assert list(refused(config)) == ["sequence-parallel passes (enable_sp, fuse_gemm_comms)"]
-
-
 def test_breakable_graphs_are_refused_where_graphs_are_recorded(configuration, monkeypatch):
     from vllm.config import CUDAGraphMode
 
@@ -432,12 +422,12 @@ def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatc
     from vllm.config import CompilationMode
 
     lm = shallow.get("vllm", "float32")
-    assert lm.engine._call(lambda: lm.engine._workers.one("started", False)).result() is None
+    assert lm.engine._call(lambda: lm.engine._ask("started", False)).result() == [None]
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
-    assert lm.engine._call(lambda: lm.engine._workers.one("started", False)).result() is None
+    assert lm.engine._call(lambda: lm.engine._ask("started", False)).result() == [None]
     monkeypatch.setitem(lm.engine.config.additional_config["patchclamp"], "numerics", "stock")
     with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
-        lm.engine._call(lambda: lm.engine._workers.one("started", False)).result()
+        lm.engine._call(lambda: lm.engine._ask("started", False)).result()
 
 
 @pytest.mark.parametrize(("cpu", "context"), [(False, "LLM_CLASS"), (True, "UNKNOWN_CONTEXT")])

@@ -13,7 +13,7 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines.base import Carried
 from patchclamp.engines.vllm import shared, worker
-from patchclamp.engines.vllm.admission import Admitted, Orders
+from patchclamp.engines.vllm.admission import InstallOrder, Orders
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.room import Room, bank_sizes
@@ -48,7 +48,7 @@ class Side:
         runtime = Runtime(SiteMap(LLAMA, Sizes(4, WIDTH, 61)), LIMITS)
         self.worker = worker.Attached.__new__(worker.Attached)
         vars(self.worker).update(
-            runtime=runtime, _sender=shared.Sender(), _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
+            runtime=runtime, _sender=shared.CaptureSender(), _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
             _most_kept=4 * 4 * WIDTH,  # a token of one program that captures
             _uniform=False, _most_ahead=0, _steps=[0, 0],
         )  # fmt: skip
@@ -75,7 +75,7 @@ class Scheduler:
         self.waiting: dict[str, tuple[int, bool]] = {}  # tokens to compute, and whether it never ran
         self.room = Room(LIMITS.max_programs, LIMITS.max_records, LIMITS.bank_bytes // 4)
         self.placements: dict = {}
-        self.admitted: list[Admitted] = []  # since the last step
+        self.admitted: list[InstallOrder] = []  # since the last step
         self.gone: set[str] = set()
         self.count = 0
 
@@ -94,7 +94,7 @@ class Scheduler:
         sizes = bank_sizes(bound, vectors, sites, lambda *_: 0)
         self.placements[name] = self.room.place(record_count(bound.ops), sizes)
         carried = msgspec.msgpack.encode(Carried(bound, sizes))
-        self.admitted.append(Admitted(name, carried, self.placements[name]))
+        self.admitted.append(InstallOrder(name, carried, self.placements[name]))
 
     def end(self, name: str) -> None:
         """A request ends; workers are asked about it if it was not aborted."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.engines.vllm.compat.core import ask_core
+from patchclamp.engines.vllm.compat.clients import ask_core
 
 from .conftest import PROMPTS
 
@@ -212,7 +212,7 @@ def test_streams_that_are_given_up_stop_and_leave_nothing_behind(shallow, engine
     assert counts(lm) == before
     assert lm.engine.status()["steps_planned"] - planned < LONG["max_tokens"]  # of eight streams together
     if engine == "vllm":
-        assert [len(held) for held in (lm.engine._waiting, lm.engine._held_back, lm.engine._streamed)] == [0, 0, 0]
+        assert [len(held) for held in (lm.engine._waiting, lm.engine._held_back)] == [0, 0]
 
 
 @BOTH
@@ -317,7 +317,7 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
     gate, slots = threading.Event(), 2 * lm.engine.config.scheduler_config.max_num_seqs
     lm.engine._call(gate.wait)  # the engine's thread: all that follows comes at once
     streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same, logprobs=True) for _ in range(slots + 6)]
-    waiting = lm.engine._call(lambda: lm.engine._call(lambda: ask_core(lm.engine._engine, "patchclamp_counts")))
+    waiting = lm.engine._call(lambda: lm.engine._call(lambda: ask_core(lm.engine._engine, "counts")))
     gate.set()
     assert waiting.result(60).result(60)["waiting"] == 6  # after the first step
     streams.pop()
@@ -327,7 +327,6 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
         read(stream, plain)
     del streams, stream
     assert counts(lm) == before
-    assert not lm.engine._streamed
 
 
 @BOTH

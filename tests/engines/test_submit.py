@@ -7,8 +7,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.vllm.compat.front import Submitter
-from patchclamp.engines.vllm.requests import Parameters
+from patchclamp.engines.vllm.compat.clients import Submitter, sampling_params
 from patchclamp.kernels import switches
 
 SETTINGS = [
@@ -23,14 +22,16 @@ SETTINGS = [
 def added(shallow, monkeypatch):
     """A function that adds a request by our way or by stock's, and returns what the engine core would get."""
     engine = shallow.get("vllm", "float32").engine._engine
-    parameters, submitter, given = Parameters(True), Submitter(engine), []
+    submitter, given = Submitter(engine, has_text=True), []
     monkeypatch.setattr(engine.engine_core, "add_request", given.append)
 
     def add(ours: bool, ids: list[int], carried: bytes | None, **settings) -> dict:
         request = Request("run", ids, **{"max_tokens": 4, **settings})
-        params, prompt = parameters.of(request, carried), {"prompt_token_ids": ids}
-        name = (submitter.add("run", prompt, params, None, parameters.settings) if ours
-                else engine.add_request("run", prompt, params))  # fmt: skip
+        if ours:
+            submitter.add(request, carried, None)
+        else:
+            engine.add_request("run", {"prompt_token_ids": ids}, sampling_params(request, carried, True))
+        name = given[-1].request_id
         engine.output_processor.abort_requests([name], True)
         asked = given.pop()
         assert (given, asked.request_id, asked.external_req_id) == ([], name, "run")

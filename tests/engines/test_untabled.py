@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import patchclamp as pc
-from patchclamp.engines.vllm import architecture
+from patchclamp.engines.vllm.compat import architecture
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites import untabled
 from tests.recipes import gap

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 import patchclamp as pc
 from patchclamp.engines import wire
 from patchclamp.engines.base import Carried
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
 from tests.attacks.requests import ENGINE, FILES, NUMBERS, OBJECTS

@@ -57,9 +57,7 @@ def test_openai_requests_with_a_program_draft_too(drafting, local):
     client = drafting.openai()
     answer = client.completions.create(model=drafting.model, prompt=TEXT, max_tokens=24, temperature=0, extra_body=body)
     assert answer.choices[0].text == local.run(TEXT, edits=edits, **GREEDY).text
-    with pytest.raises(
-        openai.BadRequestError, match="sampling does not go with a program and speculative decoding on a CPU"
-    ):
+    with pytest.raises(openai.BadRequestError, match="speculative decoding on a CPU"):
         client.completions.create(model=drafting.model, prompt=TEXT, max_tokens=4, temperature=1, extra_body=body)
     plain = client.completions.create(model=drafting.model, prompt=TEXT, max_tokens=4, temperature=1)
     assert plain.choices[0].text

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from patchclamp.engines.vllm.compat.configuration import KEY, is_uniform, serving
+from patchclamp.engines.vllm.compat.configuration import KEY, is_uniform
+from patchclamp.engines.vllm.server import serving
 from patchclamp.errors import EngineError, UnknownName
 
 

@@ -97,7 +97,7 @@ class TestWatch:
 
     @pytest.fixture
     def watch(self, monkeypatch):
-        module = pytest.importorskip("patchclamp.engines.vllm.compat.graphs")
+        module = pytest.importorskip("patchclamp.engines.vllm.compat.variants")
         monkeypatch.setattr(module, "addresses", lambda value, path: addresses(value, path, "cpu"))
         self.own = {"kept": torch.ones(3)}
         return module.Watch(lambda: self.own)
@@ -132,7 +132,7 @@ class TestWatch:
         assert watch.run_wrapper(stock, wrapper, context, args, {}) == "ran"
 
     def test_arguments_have_the_names_of_what_is_called(self, watch):
-        names = pytest.importorskip("patchclamp.engines.vllm.compat.graphs").argument_names
+        names = pytest.importorskip("patchclamp.engines.vllm.compat.variants").argument_names
 
         class Piece(torch.nn.Module):
             def forward(self, hidden_states, weight):

@@ -13,7 +13,7 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.table import record_count

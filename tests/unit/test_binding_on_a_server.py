@@ -11,7 +11,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.tokenizer import prompt_of
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import PatchclampError, RunError, TooLarge
 from patchclamp.language import Program, Vector
 from patchclamp.plan import Prompt, bind

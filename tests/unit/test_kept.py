@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import (
     CapacityError,
     Gone,

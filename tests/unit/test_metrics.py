@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.engines.vllm.metrics import KINDS, edited_rows
+from patchclamp.engines.vllm.server import KINDS, edited_rows
 from patchclamp.language import Program
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind

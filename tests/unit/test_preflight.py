@@ -115,10 +115,10 @@ def test_the_cache_is_read_where_the_options_say(tmp_path, monkeypatch):
 
 
 def test_serve_reads_the_options_that_say_where_a_model_is(monkeypatch):
-    pytest.importorskip("patchclamp.engines.vllm.launch")
+    pytest.importorskip("patchclamp.engines.vllm.server")
     resolved = {}
     monkeypatch.setattr("patchclamp.engines.resolve", lambda model, options: resolved.update(options) or model)
-    monkeypatch.setattr("patchclamp.engines.vllm.launch.run_server", lambda model, args: None)
+    monkeypatch.setattr("patchclamp.engines.vllm.server.run_server", lambda model, args: None)
     words = ["serve", "org/m", "--revision", "v1", "--download-dir=/models", "--skip-tokenizer-init"]
     assert CliRunner().invoke(app, words).exit_code == 0
     expected = {"revision": "v1", "download_dir": "/models", "skip_tokenizer_init": "--skip-tokenizer-init"}
@@ -138,7 +138,7 @@ def test_small_models_run_in_fp32_on_a_cpu(tmp_path, caplog):
 
 @pytest.mark.parametrize("given", [[], ["--kv-cache-memory-bytes", "5"], ["--gpu_memory_utilization=0.5"]], ids=str)
 def test_a_server_on_a_cpu_has_a_cache_that_fits(given, monkeypatch):
-    launch = pytest.importorskip("patchclamp.engines.vllm.launch")
+    launch = pytest.importorskip("patchclamp.engines.vllm.server")
     monkeypatch.setattr(launch.configuration, "available_bytes", lambda: 1 << 32)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     expected = [] if given or torch.cuda.is_available() else ["--kv-cache-memory-bytes", str(1 << 30)]

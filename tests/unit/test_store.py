@@ -270,8 +270,8 @@ class Line:
     """A sender and a receiver, and what passes between them."""
 
     def __init__(self) -> None:
-        self.sender, self.handed = shared.Sender(), []
-        self.receiver = shared.Receiver(self.sender.take_back)
+        self.sender, self.handed = shared.CaptureSender(), []
+        self.receiver = shared.CaptureReceiver(self.sender.take_back)
 
     def fetch(self, rows: torch.Tensor, parts: int = 1, before=lambda: None):
         return self.fetch_many({0: stored(rows, parts)}, before)[0]
@@ -312,7 +312,10 @@ def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, row
 def test_rows_of_many_pass_together(seed):
     """Of several senders at once, in several dtypes and parts, however the rows meet the ends of a buffer."""
     draw = np.random.default_rng(seed)
-    senders, receiver = [shared.Sender() for _ in range(int(draw.integers(1, 4)))], shared.Receiver(lambda loans: None)
+    senders, receiver = (
+        [shared.CaptureSender() for _ in range(int(draw.integers(1, 4)))],
+        shared.CaptureReceiver(lambda loans: None),
+    )
     asked = 0
     with mock.patch.object(shared, "MAX_BUFFER_BYTES", 512), mock.patch.object(shared, "MAX_INLINE_BYTES", 300):
         for _ in range(3):
@@ -454,7 +457,11 @@ def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
 
 def test_a_receiver_hears_from_several_senders():
     """Each stage of a pipeline hands over its own rows through a buffer of its own."""
-    senders, receiver, before = [shared.Sender() for _ in range(3)], shared.Receiver(lambda loans: None), left()
+    senders, receiver, before = (
+        [shared.CaptureSender() for _ in range(3)],
+        shared.CaptureReceiver(lambda loans: None),
+        left(),
+    )
     handed = []
     for turn in range(12):
         made = torch.full((50_000, 16), float(turn))
@@ -469,11 +476,11 @@ def test_a_receiver_hears_from_several_senders():
 
 
 def test_what_a_dead_receiver_leaves_is_deleted():
-    sender, before, made = shared.Sender(), left(), torch.zeros(50_000, 16)
+    sender, before, made = shared.CaptureSender(), left(), torch.zeros(50_000, 16)
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     lost = sender.hand({0: stored(made)}, f"{int(dead.stdout)}-x")
     assert os.path.exists(lost["path"])
-    receiver = shared.Receiver(lambda loans: None)
+    receiver = shared.CaptureReceiver(lambda loans: None)
     receiver.fetch(lambda *asked: [sender.hand({0: stored(made)}, *asked)])
     assert left() == before
 

@@ -113,7 +113,7 @@ def test_no_import_cycle():
         module(name): MODULES.intersection(imports(tree)) - {module(name), "patchclamp"} for name, tree in TREES.items()
     }
     graph.pop("patchclamp")
-    assert "patchclamp.engines.vllm.frontend" in graph["patchclamp.engines"]  # which a function imports
+    assert "patchclamp.engines.vllm.sync_engine" in graph["patchclamp.engines"]  # which a function imports
     assert "patchclamp.language.tokens" in graph["patchclamp.language.site"]
     assert set(graphlib.TopologicalSorter(graph).static_order()) >= graph.keys()
 
@@ -172,8 +172,8 @@ def test_every_public_name_is_there():
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (1_968, 6), "sites": (1_877, 4), "plan": (2_701, 9), "kernels": (1_230, 10), "store": (1_508, 9),
-    "runtime": (2_178, 7), "engines": (3_082, 9), "engines/vllm": (6_637, 28), "trace": (2_437, 5),
-    "studies": (11_277, 28), "plots": (1_272, 5), "serve": (3_438, 14), "cli": (1_213, 4), "": (2_982, 11),
+    "runtime": (2_178, 7), "engines": (3_082, 9), "engines/vllm": (5_738, 20), "trace": (2_437, 5),
+    "studies": (11_277, 28), "plots": (1_272, 5), "serve": (3_437, 14), "cli": (1_169, 4), "": (2_985, 11),
 }  # fmt: skip
 
 

@@ -374,27 +374,13 @@ def doctor(
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
-    vllm_source: Annotated[
-        Path | None,
-        typer.Option("--vllm-source", metavar="PATH", help="Only look up the seams in another vLLM, without running "
-                     "it: a wheel, a checkout or an installed folder."),
-    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Examine versions, the seams into vLLM and, with a model, its configuration, sites, fusions, graphs and memory.
 
-    The exit status is 1 if there is a problem; with --vllm-source, if a seam has moved or is gone.
+    The exit status is 1 if there is a problem.
     """
     from patchclamp.cli import show
-
-    if vllm_source is not None:
-        if model or engine or dtype or option:
-            raise ProgramError("the source is read, not run: leave out the model and its options", "--vllm-source")
-        from patchclamp.engines.vllm.versions import examine_source
-
-        source = examine_source(vllm_source)
-        (show.seams_json if as_json else show.seams)(OUT, source)
-        raise typer.Exit(0 if source.all_there else 1)
     from patchclamp.doctor import examine
 
     with quietly(), ERR.status("examining …"):
@@ -520,7 +506,7 @@ def serve(model: Model, context: typer.Context) -> None:
     """
     from patchclamp.engines import resolve
     from patchclamp.engines.preflight import model_name
-    from patchclamp.engines.vllm.launch import run_server
+    from patchclamp.engines.vllm.server import run_server
 
     words = dict(zip(context.args, [*context.args[1:], ""], strict=True))
     given = {name.lstrip("-").replace("-", "_"): value if same else words[word] or word for word in context.args

@@ -21,7 +21,6 @@ from patchclamp.plots.style import tick
 if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.doctor import Report
-    from patchclamp.engines.vllm.versions import SourceReport
     from patchclamp.lm import LM
     from patchclamp.proving import Proof
     from patchclamp.studies.parity import Parity
@@ -399,33 +398,4 @@ def findings_json(console: Console, report: Report) -> None:
     """Print a JSON object: the verdict, and every finding in order."""
     rows = [msgspec.to_builtins(finding) for finding in report.findings]
     answer = {"ok": not report.problems, "findings": rows}
-    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
-
-
-SEAM_MARKS = {"there": ("✓", "green"), "moved": ("→", "bold yellow"), "gone": ("✗", "bold red")}
-
-
-def seams(console: Console, report: SourceReport) -> None:
-    """Print one row per seam with its status, then the number of seams per status."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for seam in report.seams:
-        mark, style = SEAM_MARKS[seam.status]
-        detail = Text(seam.place)
-        if seam.status != "there":
-            checked = " and ".join(seam.checked)
-            detail.append(f"\n{seam.detail} (needed to {seam.why}; checked on {checked})", style=style)
-        table.add_row(Text(mark, style=style), seam.name, Text(seam.status, style=style), detail)
-    console.print(table)
-    counts = {status: sum(seam.status == status for seam in report.seams) for status in SEAM_MARKS}
-    summary = f"\nvLLM {report.version}: {counts['there']} seams there, {counts['moved']} moved, {counts['gone']} gone"
-    console.print(Text(summary, style=SEAM_MARKS["there" if report.all_there else "gone"][1]))
-
-
-def seams_json(console: Console, report: SourceReport) -> None:
-    """Print a JSON object: the verdict, the version, and every seam in order."""
-    answer = {"ok": report.all_there, **msgspec.to_builtins(report)}
     console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")

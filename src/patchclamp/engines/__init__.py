@@ -35,7 +35,7 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
         return FakeEngine(**_checked(FakeEngine, options))
     path = resolve(model, options)
     if name == "vllm":
-        from patchclamp.engines.vllm.frontend import VllmEngine
+        from patchclamp.engines.vllm.sync_engine import VllmEngine
 
         return VllmEngine(path, **options)
     from patchclamp.engines.transformers import TransformersEngine
@@ -89,9 +89,9 @@ def known_options(engine: str) -> list[str]:
 
         return _options(TransformersEngine)
     if engine == "vllm":
-        from patchclamp.engines.vllm import frontend
+        from patchclamp.engines.vllm import sync_engine
 
-        return frontend.known_options()
+        return sync_engine.known_options()
     raise unknown("engine", engine, NAMES, "engine")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from patchclamp.engines.vllm.compat import front
+from patchclamp.engines.vllm.compat import clients
 from patchclamp.errors import MissingSource, NoKey, PatchclampError
 from patchclamp.serve.front import OPEN, Front, front_of, owner_of
 from patchclamp.serve.openai import PATHS
@@ -36,10 +36,10 @@ async def bound_shutdown(client: Any, state: Any) -> None:
     )
     while not (client.errored or server.should_exit):
         await asyncio.sleep(LOOK_EVERY_S)
-    front.fail_all(client)
+    clients.fail_all(client)
     while not server.should_exit:  # vLLM can be configured to outlive its engine
         await asyncio.sleep(LOOK_EVERY_S)
-        front.fail_all(client)
+        clients.fail_all(client)
     timer = threading.Timer(config.timeout_graceful_shutdown + EXIT_S, os._exit, (1 if client.errored else 0,))
     timer.daemon = True
     timer.start()

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import ProgramError, TooLarge
 
 KEY = re.compile(rb'"patchclamp"\s*:\s*')

@@ -18,7 +18,7 @@ import numpy as np
 
 from patchclamp.engines.base import Request
 from patchclamp.engines.tokenizer import Chat
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Capture, Program, SiteOp, Use
 from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz

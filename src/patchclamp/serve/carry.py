@@ -14,8 +14,8 @@ import msgspec
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.engines.vllm.compat import images
-from patchclamp.engines.vllm.compat.front import http_error
-from patchclamp.engines.vllm.requests import drafts_of
+from patchclamp.engines.vllm.compat.clients import http_error
+from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import is_ours
 from patchclamp.plan.bind import Binding

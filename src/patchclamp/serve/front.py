@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.metrics import metrics_of
+from patchclamp.engines.vllm.server import metrics_of, serving
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import NoKey, PatchclampError
 from patchclamp.language import Program
@@ -187,7 +186,7 @@ class Front:
         self.model_name: str = client.vllm_config.model_config.served_model_name
         self.engine = AsyncEngine(client, name)
         self.lm = LM(name, engine=self.engine)
-        self.limits = configuration.serving(client.vllm_config)
+        self.limits = serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
         self._channel = NoteChannel(self.engine)
         self.kept, self.has_keys = Kept(self.limits, channel=self._channel), False

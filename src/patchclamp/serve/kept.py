@@ -23,7 +23,7 @@ import numpy as np
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.tokenizer import Chat
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import Gone, MissingSource, NameTaken, PatchclampError, ProgramError, near
 from patchclamp.language import From, Named, Program, SameRun, SiteOp, Use, Vector, every
 from patchclamp.lm import LM

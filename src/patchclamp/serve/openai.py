@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
-from patchclamp.engines.vllm.compat.seams import require_alike
+from patchclamp.engines.vllm.compat.clients import ROUTES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import check_words, is_ours
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
@@ -28,7 +28,7 @@ from patchclamp.serve.front import Front, log
 from patchclamp.serve.routes import caller
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
-SEAMS = dict(zip((*PATHS, MODELS), ("openai completions", "openai chats", "openai models"), strict=True))
+SEAMS = dict(zip((*PATHS, MODELS), ROUTES, strict=True))
 DONE, FAILED = "data: [DONE]", 'data: {"error"'
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -37,7 +37,7 @@ def attach(app: Any) -> None:
     """Adds routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
-        require_alike(seam, stock[path].endpoint if path in stock else None)
+        seam.compare(inspect.signature(stock[path].endpoint) if path in stock else None)
     router = APIRouter(route_class=OpenAIRoute, tags=["OpenAI"])
     for path in PATHS:
         route = stock[path]

@@ -11,14 +11,14 @@ from patchclamp.language.ops import is_ours
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`. Programs act only in engines that enable patchclamp."""
-    from patchclamp.engines.vllm import plugin
-    from patchclamp.engines.vllm.compat import front
+    from patchclamp.engines.vllm import setup
+    from patchclamp.engines.vllm.compat import clients
 
-    plugin.register()
+    setup.register()
     try:
-        front.on_generate(_edited, is_ours)
+        clients.on_generate(_edited, is_ours)
     except SeamMoved as moved:
-        plugin.problem = plugin.problem or moved
+        setup.problem = setup.problem or moved
 
 
 def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:

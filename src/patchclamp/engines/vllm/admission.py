@@ -15,15 +15,16 @@ import itertools
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
+import safetensors.numpy
 
 from patchclamp.engines.base import ABORTED, decode
 from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
-from patchclamp.plan import APPLY, CAPTURE
+from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import is_loaded, is_vector, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
@@ -57,7 +58,7 @@ class LastWords:
         return self._number, news[::-1]
 
 
-class Admitted(msgspec.Struct):
+class InstallOrder(msgspec.Struct):
     """One program for the workers to install. `program`: the encoded program, from which they compute its receipt."""
 
     request: str
@@ -70,7 +71,7 @@ class Orders(msgspec.Struct):
     the rows of inline vectors that are not in the bank yet."""
 
     release: list[str]
-    admit: list[Admitted]
+    admit: list[InstallOrder]
     vectors: dict[str, np.ndarray]
 
 
@@ -104,16 +105,6 @@ class RequestProgram:
         self.arrived_s = 0.0
         self.waited_s: float | None = None  # from arrival to admission
 
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens of the prompt that it is bound to."""
-        return self.bound.prompt
-
-    @property
-    def has_code(self) -> bool:
-        """True if it has ops that run Python."""
-        return any(op.kind == APPLY for op in self.bound.ops)
-
     def forget_proof(self) -> None:
         """Discard the proof of the edited tokens, because they will be recomputed.
 
@@ -124,7 +115,9 @@ class RequestProgram:
         self.proved, self.asked = self.unedited, 0
 
 
-class _Vector(msgspec.Struct):
+class _SharedVector(msgspec.Struct):
+    """An inline vector [n, W], and the number of its holders."""
+
     rows: np.ndarray
     holders: int = 0
 
@@ -140,21 +133,32 @@ class Admission:
         self._waiting: dict[str, Any] = {}  # requests that wait
         self._blocked: Any = None  # the head of the queue, if it had no room and none was freed since
         self._order = itertools.count()
-        self._vectors: dict[str, _Vector] = {}
+        self._vectors: dict[str, _SharedVector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
         self._capturing: set[str] = set()  # runs with captures that are not released yet
         self._under_way: dict[str, RequestProgram] = {}  # by run: programs with captures of unfinished requests
         self._sessions: dict[str, float] = {}  # of remote clients: the time of each one's last heartbeat
         self._orders = Orders([], [], {})
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
+        self._words = LastWords()
 
-    # -- vectors and runs, from front ends
+    # -- calls of front ends
 
-    def hold_vectors(self, vectors: Mapping[str, np.ndarray], keys: list[str], drop: list[str]) -> None:
-        """Store inline vectors [n, W] with reference counts; `keys` adds holders, `drop` removes them."""
+    def say(self, key: str, word: bytes) -> None:
+        """Store a note for the other front ends."""
+        self._words.say(key, word)
+
+    def said_since(self, number: int) -> tuple[int, list[bytes]]:
+        """Return the latest sequence number, and the notes stored after `number`."""
+        return self._words.since(number)
+
+    def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
+        """Store inline vectors [n, W], as safetensors, with reference counts: `keys` adds holders, `drop` removes
+        them."""
+        rows = safetensors.numpy.load(vectors) if vectors else {}
         for key in keys:
-            if key not in self._vectors and key in vectors:  # otherwise its readers get `MissingSource`
-                self._vectors[key] = _Vector(vectors[key])
+            if key not in self._vectors and key in rows:  # otherwise its readers get `MissingSource`
+                self._vectors[key] = _SharedVector(rows[key])
             if key in self._vectors:
                 self._vectors[key].holders += 1
         for key in drop:
@@ -239,21 +243,21 @@ class Admission:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
                 raise ProgramError(f"it acts at points that this model does not have: {list(op.points)}", op.path)
             if op.ranges and (op.ranges[0].start < 0 or any(each.stop < each.start for each in op.ranges)):
-                raise ProgramError("its positions are no positions", op.path)
+                raise ProgramError("its positions are out of range", op.path)
         for key, (rows, width) in program.sizes.items():
             source = source_of(key)
             if source is not None and not 0 <= source[1] < len(points):
                 raise ProgramError(f"it reads a point that this model does not have: {source[1]}")
             whole = source is None or width == points[source[1]].width
             if rows < 0 or width < 1 or not whole:
-                raise ProgramError(f"it reads rows of no possible size: {rows} of {width} numbers")
+                raise ProgramError(f"it reads rows of an impossible size: {rows} of {width} numbers")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]} is not of the size that the program says")
+                raise ProgramError(f"vector {key[2:14]} has another size than the program says")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
-                    f"run {bound.run} is captured by another request already, and their rows could not be told apart: "
-                    "each of several runs of a prompt needs a program of its own"
+                    f"run {bound.run} is already captured by another request: each of several runs of a prompt needs a "
+                    "program of its own"
                 )
             self._capturing.add(bound.run)
             self._under_way[bound.run] = program
@@ -300,10 +304,6 @@ class Admission:
             self._room.free(program.placement)
             program.placement = self._blocked = None
 
-    def judge(self, program: RequestProgram, verdict: Verdict) -> Verdict:
-        """Complete the workers' verdict with the waiting time, which only the core measures."""
-        return msgspec.structs.replace(verdict, waited_s=program.waited_s)
-
     def counts(self) -> dict[str, int]:
         """Return counts of resources; all 0 when every request has ended and every run was released."""
         return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
@@ -328,11 +328,7 @@ class Admission:
         if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
-        self._order_admission(request_id, program, placement)
-        return True
-
-    def _order_admission(self, request_id: str, program: RequestProgram, placement: Placement) -> None:
-        self._orders.admit.append(Admitted(request_id, program.carried, placement))
+        self._orders.admit.append(InstallOrder(request_id, program.carried, placement))
         for name in placement.load:
             key = name.removesuffix("#")
             source = source_of(key)
@@ -340,3 +336,4 @@ class Admission:
                 self._orders.vectors[key] = self._vectors[key].rows
             else:
                 self._runs.setdefault(source[0], set()).add(name)
+        return True

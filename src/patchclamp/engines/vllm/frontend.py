@@ -1,454 +1,291 @@
-"""The vLLM engine: one `LLMEngine`, built and stepped on its own thread, with a queue of jobs from any thread."""
+"""The shared half of the two front ends: `VllmEngine` (`sync_engine`), and a server's `AsyncEngine` (`async_engine`).
+
+A front end sends the core the vectors that a request reads, then the request with its program in
+`SamplingParams.extra_args`. It collects vLLM's outputs to an `Answer`, which counts only with the receipt of the
+program. Captures stay in the workers until they are fetched.
+"""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import os
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any
+import functools
+import math
+import typing
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import safetensors.numpy
+import torch
 
 from patchclamp.engines.base import (
-    ABORTED,
-    MAX_SCORES,
-    Adapter,
     Answer,
     Captured,
+    Drafts,
     Engine,
-    Expanded,
-    Finding,
     Model,
+    Part,
     Request,
     Tokenizer,
-    Wanted,
     carry,
     receipt_of,
-    settle,
-)  # fmt: skip
+)
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.vllm import plugin, requests, shared
-from patchclamp.engines.vllm import requests as sampling_of_vllm
-from patchclamp.engines.vllm.architecture import site_map
+from patchclamp.engines.vllm import shared
+from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
-from patchclamp.engines.vllm.compat.front import Submitter
-from patchclamp.engines.vllm.compat.seams import require_all, version
-from patchclamp.engines.vllm.report import running
-from patchclamp.engines.vllm.requests import Decode, Parameters, PartialAnswer, Underway, judged
-from patchclamp.engines.vllm.worker import too_deep
-from patchclamp.engines.vllm.workers import Adapters, Workers, join_captured
-from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
-from patchclamp.kernels.code import check_outside
+from patchclamp.engines.vllm.compat.architecture import site_map
+from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
+from patchclamp.engines.vllm.compat.seams import version
+from patchclamp.errors import EngineError, ProgramError, unknown, unpack
 
-LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
-OURS = (*LIMITS, "numerics", "multiprocess_mode")
-COALESCE_S = 0.001
-MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+Shard = TypeVar("Shard")  # one worker's part of some rows
 
 
-_one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
+class VllmFrontEnd(Engine):
+    """The shared half of both engines."""
 
-_alive: set[VllmEngine] = set()
+    config: VllmConfig
 
+    def __init__(self) -> None:
+        self._receiver = shared.CaptureReceiver(self.release)
+        self._readers: collections.Counter[str] = collections.Counter()  # the number of requests that read each vector
 
-def known_options() -> list[str]:
-    """Return the names of the engine options: vLLM's engine arguments, and ours."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return [*(field.name for field in dataclasses.fields(EngineArgs)), *OURS]
-
-
-class VllmEngine(Engine):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eight of ours:
-
-    `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
-    (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or "stock";
-    `multiprocess_mode`: True to run the engine core in a separate process.
-    """
-
-    def __init__(self, name: str, **options: Any) -> None:
-        self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
-        self._released: collections.deque[str] = collections.deque()
-        self._asleep = False
-        self._wake = threading.Condition()
-        self._stop, self._ended = False, EngineError("the engine is closed")
-        self._receiver = shared.Receiver(self.release)
-        self._engine: Any = None
-        self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
-        self._waiting: dict[str, Underway] = {}  # by run
-        self._streamed: set[str] = set()  # runs with a listener, started or held back
-        self._vectors: collections.Counter[str] = collections.Counter()  # the number of requests that use each vector
-        started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._live, args=(name, options, started), name="patchclamp", daemon=True
-        )
-        self._thread.start()
-        started.result()
-
-    @property
-    def has_views(self) -> bool:
-        return self._receiver.has_views or not self.remote
-
-    # -- from any thread
-
-    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
-        futures: list[Future[Answer]] = [Future() for _ in requests]
-        added = self._call(lambda: self._add(requests, futures))
-        added.add_done_callback(lambda done: _pass_on(done, futures))
-        return futures
-
-    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        return self.fetch_many([(run, point, op)])[0]
-
-    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        def ask(*receiver: Any) -> list[Any]:
-            return self._call(lambda: self._workers.all("fetch", wanted, *receiver)).result()
-
-        return join_captured(self._receiver.fetch(ask) if self.remote else ask(), len(wanted))
-
-    def release(self, runs: list[str]) -> None:
-        # the garbage collector may call this on any thread, so it must not wait for a lock
-        self._released.extend(runs)
-        if self._wake.acquire(blocking=False):
-            self._wake.notify()
-            self._wake.release()
-
-    def abort(self, runs: list[str]) -> None:
-        """Stop unfinished runs and free their captures."""
-        if not self._stop:
-            self._call(lambda: self._abort(set(runs)))
-
-    def status(self) -> dict[str, Any]:
-        """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
-        return self._call(lambda: {**self._workers.status(), **ask_core(self._engine, "patchclamp_counts")}).result()
-
-    def report(self) -> list[Finding]:
-        """Return the doctor's findings about this engine."""
-        return self._call(lambda: running(self.config, self._workers.status("examine"))).result()
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the device memory of weights and cache until `wake`; vectors and captures stay. Raises `EngineError` for
-        a level above 1, without `enable_sleep_mode=True`, and while runs are unfinished."""
-        self._call(lambda: self._sleep(level)).result()
-
-    def wake(self) -> None:
-        """Reallocate the memory and restore the weights; the prefix cache starts empty."""
-        self._call(self._wake_up).result()
-
-    def check_sampling(self, sampling: dict[str, Any]) -> None:
-        sampling_of_vllm.check(sampling)
-
-    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-        return self._call(lambda: requests.expand(self._engine, prompt, messages)).result()
-
-    def check_adapter(self, adapter: Adapter) -> None:
-        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
-        self._adapters.check(adapter)
-
-    def close(self) -> None:
-        with self._wake:
-            self._stop = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:  # the garbage collector may close an engine from anywhere
-            self._thread.join()
-
-    def _call(self, job: Callable[[], Any]) -> Future[Any]:
-        check_outside()
-        future: Future[Any] = Future()
-        with self._wake:
-            if self._stop:
-                raise self._ended
-            self._queue.append((job, future))
-            self._wake.notify()
-        return future
-
-    # -- on the engine's thread
-
-    def _live(self, name: str, options: dict[str, Any], started: Future[None]) -> None:
-        try:
-            with _one_at_a_time:
-                self._build(name, options)
-                _alive.add(self)
-        except BaseException as error:
-            self._stop = True
-            if self._engine is not None:
-                configuration.shut_down(self._engine, alone=not _alive)
-            started.set_exception(_as_error(error, EngineError))
-            return
-        started.set_result(None)
-        try:
-            while self._serve():
-                self._step()
-            self._fail(EngineError("the engine is closed"))
-        except BaseException as error:
-            stopped = EngineError(f"vLLM stopped: {describe_error(error)}")
-            stopped.__cause__ = error
-            self._fail(stopped)
-        finally:
-            if not self.remote:  # a worker in another process ends with it
-                with suppress(Exception):  # the engine may have failed
-                    self._workers.one("close")
-            with _one_at_a_time:
-                _alive.discard(self)
-                configuration.shut_down(self._engine, alone=not _alive)
-
-    def _build(self, name: str, options: dict[str, Any]) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        require_all("")
-        plugin.register()
-        if plugin.problem is not None:
-            raise plugin.problem
-        for option in options:
-            if option not in (known := known_options()):
-                raise unknown("engine option", option, known, option)
-        limits = {option: options.pop(option) for option in LIMITS if option in options}
-        ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
-        separate = bool(options.pop("multiprocess_mode", False))
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        extra = {**options.pop("additional_config", {}), configuration.KEY: ours}
-        arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
-        configuration.spare_memory(arguments)
-        configuration.choose_dtype(arguments)
-        with configuration.surroundings(separate):
-            engine_args = EngineArgs(**configuration.counted_drafts(arguments), additional_config=extra)
-            config = engine_args.create_engine_config(configuration.usage())
-            self._make(config, separate)
-        self._describe(name, config)
-
-    def _make(self, config: Any, separate: bool) -> None:
-        """Create the engine and its workers from a configuration."""
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-        self._check(config)
-        executor = Executor.get_class(config)
-        self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
-        if not self.remote:
-            configuration.share_groups(config)
-        self._engine = LLMEngine(
-            config, executor, log_stats=False,
-            multiprocess_mode=separate,
-        )  # fmt: skip
-        self._workers = Workers(self._engine, self.remote)
-        self._adapters = Adapters(self._engine, self._workers, config.lora_config)
-
-    def _check(self, config: Any) -> None:
-        if configuration.enabled(config) is None:
-            raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
-        if config.parallel_config.data_parallel_size > 1:
-            raise EngineError(
-                "one process has one replica of the model: data_parallel_size above 1 is for servers "
-                "(patchclamp serve --data-parallel-size ...)"
-            )
-
-    def _describe(self, name: str, config: Any) -> None:
+    def _describe(
+        self, name: str, config: VllmConfig, hub_tokenizer: Callable[[], Any], processor: OutputProcessor
+    ) -> None:
+        """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
         facts = configuration.model_facts(config)
-        self.config = config
-        self.sites = site_map(config)
-        skipped = config.model_config.skip_tokenizer_init
-        self.tokenizer: Tokenizer = NoTokenizer() if skipped else HubTokenizer(self._engine.get_tokenizer())
-        self._parameters, self._submitter = Parameters(not skipped), Submitter(self._engine)
+        self.config, self.sites, self._processor = config, site_map(config), processor
+        self._has_text = not config.model_config.skip_tokenizer_init
+        self.tokenizer: Tokenizer = HubTokenizer(hub_tokenizer()) if self._has_text else NoTokenizer()
         self.model = Model(
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
         )  # fmt: skip
 
-    def _serve(self) -> bool:
-        """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
-        with self._wake:
-            while not (self._stop or self._queue or self._held_back or self._released or self._busy()):
-                self._wake.wait(MAX_SLEEP_S)
-            jobs = [self._queue.popleft() for _ in range(len(self._queue))]
-        if self._released:
-            if not jobs and not self._busy():
-                with self._wake:  # releases come in bursts, and each batch of them costs an engine step
-                    self._wake.wait_for(lambda: self._queue or self._stop, COALESCE_S)
-            self._release([self._released.popleft() for _ in range(len(self._released))])
-        for job, future in jobs:
-            try:
-                future.set_result(job())
-            except Exception as error:
-                future.set_exception(_as_error(error))
-        if self._held_back and not self._stop:
-            self._start_held_back()
-        return not self._stop
+    @property
+    def has_views(self) -> bool:
+        return self._receiver.has_views or not self.remote
 
-    def _busy(self) -> bool:
-        return self._engine.has_unfinished_requests() or is_pending(self._engine)
+    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
+        return self.fetch_many([(run, point, op)])[0]
 
-    def _step(self) -> None:
-        if not self._busy():
-            return
-        with _one_at_a_time:
-            outputs = self._engine.step()
-        for output in outputs:
-            underway = self._waiting.get(output.request_id)
-            if underway is None:
-                continue
-            if output.finished:
-                self._end(output, underway)
-            else:
-                underway.answer.take(output, underway.new_tables())
-        self._drop_vectors()
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        check_sampling(sampling)
 
-    def _end(self, output: Any, underway: Underway) -> None:
-        """Settle a request with its last output."""
-        self._forget(underway.request)
-        verdict = verdicts_of(self._engine.output_processor).pop(underway.name, None)
-        error = judged(underway, verdict)
-        if error is not None:
-            settle(underway.future, error)
-            return
-        underway.answer.take(output, underway.new_tables())
-        settle(underway.future, underway.answer.answer(output, underway.decode))
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of the admission of every core, without waiting, ahead of later requests."""
+        raise NotImplementedError
 
-    def _forget(self, request: Request) -> None:
-        """Drop all state of an ended request."""
-        underway = self._waiting.pop(request.run, None)
-        if underway is not None:
-            tables_of(self._engine.output_processor).pop(underway.name, None)
-        self._streamed.discard(request.run)
-        self._adapters.give(request)
-        self._vectors.subtract(request.vectors.keys())
-
-    def _drop_vectors(self) -> None:
-        """Make the core drop the vectors that no request uses."""
-        unused = [key for key, holders in self._vectors.items() if holders == 0]
-        if unused:
-            for key in unused:
-                del self._vectors[key]
-            tell_core(self._engine, "patchclamp_hold", b"", [], unused)
-
-    def _sleep(self, level: int) -> None:
-        deep = too_deep(level)
-        if deep is not None:
-            raise deep
-        if not self.config.model_config.enable_sleep_mode:
-            raise EngineError("this engine cannot sleep: start it with enable_sleep_mode=True")
-        runs = len(self._waiting) + len(self._held_back)
-        if runs:
-            raise EngineError(f"{runs} runs are under way; the engine cannot sleep")
-        self._asleep = True  # set first: an engine whose sleep failed does not schedule until `wake` either
-        self._engine.sleep(level)
-
-    def _wake_up(self) -> None:
-        if self._asleep:
-            self._engine.wake_up()
-        self._asleep = False
-
-    def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
-        if self._asleep:
-            raise EngineError("the engine sleeps: wake it with lm.wake()")
-        accepted: list[tuple[Request, Future[Answer]]] = []
-        for request, future in zip(requests, futures, strict=True):
-            if request.abandoned:  # before it was submitted
-                settle(future, EngineError(ABORTED))
-            else:
-                accepted.append((request, future))
-        self._hold_vectors(request for request, _ in accepted)
-        for request, _ in accepted:
-            if request.code:
-                self._workers.one("hold_code", request.run, request.code)
-        self._streamed.update(request.run for request, _ in accepted if request.listener is not None)
-        self._held_back.extend(accepted)
-
-    def _hold_vectors(self, requests: Iterable[Request]) -> None:
-        """Send the core the vectors that requests need and it lacks, ahead of the requests."""
+    def _hold(self, requests: Iterable[Request]) -> None:
+        """Send the core the vectors that requests read and it lacks, ahead of the requests."""
         vectors: dict[str, np.ndarray] = {}
         for request in requests:
             for key, rows in request.vectors.items():
-                if not self._vectors[key]:
+                if not self._readers[key]:
                     vectors[key] = np.ascontiguousarray(rows)
-                self._vectors[key] += 1
+                self._readers[key] += 1
         if vectors:
-            tell_core(self._engine, "patchclamp_hold", safetensors.numpy.save(vectors), list(vectors), [])
+            self._tell("hold", safetensors.numpy.save(vectors), list(vectors), [])
 
-    def _release(self, runs: list[str]) -> None:
-        """Free captures, and abort runs whose stream was abandoned."""
-        unheard = self._streamed.intersection(runs)
-        if unheard:
-            self._abort(unheard)
-        tell_core(self._engine, "patchclamp_release", runs)
+    def _drop(self, requests: Iterable[Request]) -> None:
+        """Make the core drop the vectors of ended requests that no other request reads."""
+        keys = [key for request in requests for key in request.vectors]
+        self._readers.subtract(keys)
+        unused = [key for key in dict.fromkeys(keys) if self._readers[key] == 0]
+        for key in unused:
+            del self._readers[key]
+        if unused:
+            self._tell("hold", b"", [], unused)
 
-    def _start_held_back(self) -> None:
-        """Submit held-back requests to vLLM, in order, while there is room for their adapters."""
-        for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
-            self._start(*self._held_back.popleft())
+    def _underway(self, request: Request) -> Underway:
+        """Return a request's state, before it is submitted."""
+        underway = Underway(request, self._decoder(request) if self._has_text else None)
+        if request.logprobs is not None or request.score:
+            tables_of(self._processor)[request.run] = underway.tables
+        return underway
 
-    def _start(self, request: Request, future: Future[Answer]) -> None:
-        try:
-            adapter = self._adapters.take(request)
-            prompt = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
-            carried = None if request.bound is None else carry(request, self.sites)
-            params = self._parameters.of(request, carried)
-            name = self._submitter.add(request.run, prompt, params, adapter, self._parameters.settings)
-            receipt = "" if carried is None else receipt_of(carried)
-            tables: list[Table] = []
-            if params.logprobs is not None:
-                tables_of(self._engine.output_processor)[name] = tables
-            decode = None if params.detokenize or isinstance(self.tokenizer, NoTokenizer) else self._decoder(request)
-            self._waiting[request.run] = Underway(
-                request, future, PartialAnswer(request), name, receipt, tables, decode
-            )
-        except Exception as error:
-            self._refuse(request, future, _as_error(error, RunError))  # vLLM rejected only this request
+    def _forget_tables(self, run: str) -> None:
+        tables_of(self._processor).pop(run, None)
 
-    def _decoder(self, request: Request) -> Decode:
-        """Return the function that decodes a request's ids when the text is read."""
+    def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
+        """Return the function that decodes a request's ids when the text is read; None if vLLM makes the text."""
         from vllm import SamplingParams
 
-        processor, prompt, sampling = self._engine.output_processor, request.prompt_token_ids, request.sampling
+        processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
+        if request.listener is not None or sampling.get("stop"):
+            return None
         return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
 
-    def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
-        self._forget(request)
-        self._drop_vectors()
-        settle(future, _as_error(error))
-
-    def _abort(self, runs: set[str]) -> None:
-        """Abort runs, held back or started."""
-        aborted = EngineError(ABORTED)
-        for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
-            self._held_back.remove((request, future))
-            self._refuse(request, future, aborted)
-        waiting = [self._waiting[run] for run in runs if run in self._waiting]
-        self._engine.abort_request([underway.request.run for underway in waiting])
-        for underway in waiting:
-            self._refuse(underway.request, underway.future, aborted)
-        tell_core(self._engine, "patchclamp_release", list(runs))
-
-    def _fail(self, error: EngineError) -> None:
-        """Stop accepting calls: pending futures and later calls get this error."""
-        with self._wake:
-            self._stop, self._ended = True, error
-            jobs, self._queue = list(self._queue), collections.deque()
-        waiting = [underway.future for underway in self._waiting.values()]
-        for future in [*waiting, *(future for _, future in self._held_back), *(future for _, future in jobs)]:
-            settle(future, error)
-        self._held_back.clear()
-        self._waiting.clear()
+    def _carried(self, request: Request) -> bytes | None:
+        """Encode a request's program."""
+        return None if request.bound is None else carry(request, self.sites)
 
 
-def _pass_on(added: Future[Any], futures: list[Future[Answer]]) -> None:
-    """If requests could not be added, set the error on each of their futures."""
-    error = added.exception()
-    if error is not None:
-        for future in futures:
-            settle(future, _as_error(error))
+def confirm(run: str, verdict: Verdict | None, carried: bytes) -> None:
+    """Raise the error that invalidates an answer: its program failed, or vLLM did not confirm that it ran."""
+    if verdict is not None and verdict.error is not None:
+        raise unpack(verdict.error)
+    if verdict is None or verdict.receipt != receipt_of(carried):
+        raise EngineError(f"run {run}: vLLM did not confirm that the program ran; the output was discarded")
 
 
-def _as_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
-    if isinstance(error, PatchclampError):
-        return error
-    kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)
-    wrapped = kind(describe_error(error))
-    wrapped.__cause__ = error
-    return wrapped
+# -- answers
+
+
+class Underway:
+    """A request in vLLM, and its answer so far. Each of vLLM's outputs contains only the new part; without a listener
+    there is one output. The text is vLLM's own, which holds back possible stop texts.
+
+    tables: log-probabilities that have arrived and are unread
+    decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM makes the text
+    """
+
+    def __init__(self, request: Request, decode: Callable[[list[int], bool], str] | None) -> None:
+        self.request, self._decode = request, decode
+        self.tables: list[Table] = []
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
+        self._scores: dict[int, float] = {}
+
+    def take(self, output: RequestOutput) -> None:
+        """Add an output, with the log-probabilities since the last one, and pass it to the listener."""
+        request, new = self.request, output.outputs[0]
+        ids, tables = list(new.token_ids), self.tables.copy()
+        self.tables.clear()
+        has_logprobs = request.logprobs is not None
+        logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if has_logprobs else []
+        if tables and request.score and not self._ids:
+            first = dict(zip(tables[0][0][0].tolist(), tables[0][1][0].tolist(), strict=True))
+            self._scores = {token: first[token] for token in request.score}
+        if request.logprobs:
+            last = 1 + request.logprobs
+            for tokens, numbers in tables:
+                likeliest = zip(tokens[:, 1:last].tolist(), numbers[:, 1:last].tolist(), strict=True)
+                self._top_logprobs += [dict(zip(*row, strict=True)) for row in likeliest]
+        self._texts.append(new.text)
+        self._ids += ids
+        self._logprobs += logprobs[: len(ids)]
+        if request.listener is not None and (new.text or ids):
+            request.listener(Part(new.text, ids, logprobs[: len(ids)]))
+
+    def answer(self, output: RequestOutput) -> Answer:
+        """Return the answer, after the last output."""
+        ids, decode, last = self._ids, self._decode, output.outputs[0]
+        reason = last.finish_reason
+        return Answer(
+            ids, "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop"),
+            None if self.request.logprobs is None else self._logprobs, self._scores, reason,
+            output.num_cached_tokens or 0, self._top_logprobs[: len(ids)], drafts=drafts_of(last),
+        )  # fmt: skip
+
+
+def drafts_of(completion: CompletionOutput) -> Drafts | None:
+    """Return vLLM's counts of a completion's drafted tokens; None if it did not count."""
+    counts = draft_counts(completion)
+    return None if counts is None else Drafts(*counts)
+
+
+# -- workers
+
+
+def results_of(answers: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Return the results of a call of every worker; raise the first error."""
+    answers = list(answers)
+    for _, error in answers:
+        if error is not None:
+            raise unpack(tuple(error))
+    return [result for result, _ in answers]
+
+
+def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the workers' counts as those of one worker."""
+    summed: dict[str, Any] = {name: sum(status[name] for status in statuses) for name in ("captured_bytes", "failures")}
+    if "active_graphs" in statuses[0]:
+        summed["active_graphs"] = min(status["active_graphs"] for status in statuses)
+        problems = [status["active_graphs_problem"] for status in statuses if status["active_graphs_problem"]]
+        summed["active_graphs_problem"] = problems[0] if problems else ""
+    return {**statuses[0], **summed, "workers": len(statuses)}
+
+
+def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
+    """Join the workers' shards, in rank order, of each of the `count` wanted captures."""
+    shards: list[list[Captured]] = [[] for _ in range(count)]
+    for answer in answers:
+        for i, captured in answer.items():
+            shards[i].append(captured)
+    kept = [with_rows(some, [len(positions) for positions, _ in some]) for some in shards]
+    return [
+        some[0] if len(some) == 1 else (some[0][0], torch.cat([torch.as_tensor(rows) for _, rows in some], 1))
+        for some in kept
+    ]
+
+
+def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
+    """Return the shards with rows, or else the first. Projected rows are only on the worker with all columns."""
+    return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
+
+
+# -- sampling parameters
+
+
+NOT_RETURNED = (
+    "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
+    "routed_experts_prompt_start",
+)  # fmt: skip
+SET_BY_US = (
+    "max_tokens", "logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize", "skip_clone",
+)  # fmt: skip
+
+
+def check_sampling(sampling: dict[str, Any]) -> None:
+    """Raise `UnknownName` for an unknown parameter, `ProgramError` for a reserved, unsupported or invalid one."""
+    from vllm import SamplingParams
+
+    types = _types()
+    for name, value in sampling.items():
+        if name in SET_BY_US:
+            raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
+        if name in NOT_RETURNED:
+            raise ProgramError(f"{name} is not supported: a Run does not return it yet", f"sampling.{name}")
+        if name not in types:
+            names = [name for name in types if name not in SET_BY_US]
+            raise unknown("sampling parameter", name, names, f"sampling.{name}")
+        _check_type(name, value, types[name])
+    try:
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **sampling})
+    except Exception as error:  # including vLLM's own validation error, which is not a ValueError
+        raise ProgramError(str(error) or f"vLLM rejected {sampling}", "sampling") from None
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    return {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if not name.startswith("_")}
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
+    if classes:
+        if value is not None and not isinstance(value, classes):
+            raise ProgramError(f"expected {classes[0].__name__} of vLLM, got {value!r}", f"sampling.{name}")
+        return
+    try:
+        converted = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ProgramError(f"{str(error).replace('`', '')}: {value!r}", f"sampling.{name}") from None
+    is_table = isinstance(converted, dict)
+    numbers = {f"[{key}]": number for key, number in converted.items()} if is_table else {"": converted}
+    for entry, number in numbers.items():
+        if isinstance(number, float) and math.isnan(number):
+            raise ProgramError("expected a number, got nan", f"sampling.{name}{entry}")

@@ -5,25 +5,26 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from patchclamp.engines.base import Finding
-from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
+from patchclamp.engines.vllm import worker  # noqa: F401  with the modules that declare seams
+from patchclamp.engines.vllm.compat import clients, configuration  # noqa: F401
+from patchclamp.engines.vllm.compat.seams import CHECKED, SEAMS, version
 from patchclamp.errors import SeamMoved
 from patchclamp.runtime.cuda_graphs import can_cut
 
-CHECKED = tuple(sorted({checked for seam in SEAMS.values() for checked in seam.checked}))
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 MIB = 1 << 20
 
 
 def machine() -> list[Finding]:
     """Check vLLM's version, the plugin's registration, and the GPU."""
     findings = [_version(), _plugin()]
-    try:
-        import torch
-    except ImportError as error:
-        return [*findings, Finding("versions", "torch", "problem", str(error), "pip install 'patchclamp[vllm]'")]
     if not torch.cuda.is_available():
         return [*findings, Finding("versions", "GPU", "note", "none that PyTorch sees: vLLM's CPU build runs, slowly")]
     name, capability = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
@@ -37,7 +38,7 @@ def _version() -> Finding:
     if (installed := version()).split("+")[0] in CHECKED:
         return Finding("versions", "vllm", "ok", installed)
     return Finding("versions", "vllm", "note", f"{installed}, checked are {', '.join(CHECKED)}",
-                   "it works if every seam below is found; otherwise install a version that was checked")  # fmt: skip
+                   "it may work if every seam below is ok; otherwise install a checked version")  # fmt: skip
 
 
 def _plugin() -> Finding:
@@ -64,19 +65,18 @@ def _bindings() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Check that every seam is where it is expected."""
+    """Check that every function that is wrapped has a signature that was checked."""
     findings = []
-    for seam in SEAMS.values():
-        detail = f"{seam.why}; {seam.checked_on}"
+    for seam in SEAMS:
         try:
-            require(seam.name)
-            findings.append(Finding("seams", seam.name, "ok", detail))
+            seam.found()
+            findings.append(Finding("seams", seam.name, "ok", seam.why))
         except SeamMoved as moved:
             findings.append(Finding("seams", seam.name, "problem", str(moved), f"install vLLM {' or '.join(CHECKED)}"))
     return findings
 
 
-def running(vllm_config: Any, status: dict[str, Any]) -> list[Finding]:
+def running(vllm_config: VllmConfig, status: dict[str, Any]) -> list[Finding]:
     """Return the findings about a running engine: its configuration, fusions, graphs and memory."""
     chosen = configuration.chosen(vllm_config) | {"runner": status["runner"].upper(), "workers": status["workers"]}
     findings = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
@@ -88,7 +88,7 @@ def _fusions(status: dict[str, Any], numerics: str) -> list[Finding]:
     uniform numerics there is only one variant."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
-                        "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
+                        "to count them, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
     findings = []
     if numerics == "uniform":
         counts = sorted(status["fusions"].items())

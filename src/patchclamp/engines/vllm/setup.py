@@ -1,35 +1,75 @@
-"""Completes patchclamp's part of vLLM's configuration, or rejects the configuration."""
+"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It wraps vLLM's functions, and completes our
+part of a configuration or rejects it. Engines without patchclamp are left alone."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from typing import Any
+import logging
+import os
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from patchclamp.engines import base
-from patchclamp.engines.vllm.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import EngineError, unknown
+from patchclamp.engines.vllm.compat.architecture import carried, find_sites
+from patchclamp.engines.vllm.server import CAUSES, ServeLimits, set_serving
+from patchclamp.errors import EngineError, SeamMoved, describe_error, unknown
 from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
 from patchclamp.version import __version__
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 ASKED = ("limits", "serve", "numerics")  # settings in our part of `additional_config` that a user may give
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
+problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
 
-def complete(vllm_config: Any) -> None:
+
+class _Causes(logging.Handler):
+    """Appends each logged exception as a line to a file, since a server does not get the cause of a failed core."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            with contextlib.suppress(OSError), open(os.environ[CAUSES], "a") as file:
+                file.write(" ".join(describe_error(record.exc_info[1]).split()) + "\n")
+
+
+def register() -> None:
+    """Wrap vLLM's configuration, model loading, compilation, prefix cache, engine core and output processor. Each
+    wrapper first checks if the engine uses patchclamp."""
+    global problem
+    if os.environ.get(CAUSES):
+        logging.getLogger("vllm").addHandler(_Causes(logging.ERROR))
+    from patchclamp.engines.vllm import worker
+    from patchclamp.engines.vllm.compat import clients, core, runner, variants
+
+    try:
+        clients.on_config(complete)
+        runner.on_load(worker.attach, worker.answer)
+        variants.on_compile()
+        core.on_prefix_cache()
+        core.on_core(worker.admission_of)
+        clients.on_outputs()
+    except SeamMoved as moved:
+        problem = moved
+
+
+def complete(vllm_config: VllmConfig) -> None:
     """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
     It enters the key of vLLM's compile cache, so it includes everything that changes the graph. A server's limits do
-    not change the graph, so they are removed (`configuration.serving`).
+    not change the graph, so they are removed (`server.serving`).
 
     Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
     for an unknown setting.
     """
+    if problem is not None:
+        raise problem
     ours = configuration.enabled(vllm_config)
     assert ours is not None
     for part in ours:
@@ -44,7 +84,7 @@ def complete(vllm_config: Any) -> None:
     except msgspec.ValidationError as error:
         raise EngineError(f"engine options: {error}") from None
     configuration.save_graphs(vllm_config)
-    ours = configuration.set_serving(vllm_config, serving)
+    ours = set_serving(vllm_config, serving)
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)
@@ -64,6 +104,6 @@ def complete(vllm_config: Any) -> None:
 def _op() -> str:
     """Return a key of what taps leave in compiled code, for vLLM's cache: their source, and if layers share code."""
     digest = hashlib.sha256()
-    for module in (taps, op, taps):
+    for module in (taps, op):
         digest.update(inspect.getsource(module).encode())
     return f"{digest.hexdigest()[:16]} {'shared' if switches.enabled('equal_layers') else 'apart'}"

@@ -41,7 +41,7 @@ class _Buffer(msgspec.Struct):
     memory: np.ndarray
 
 
-class Sender:
+class CaptureSender:
     """Sends rows to receivers in other processes, identified by name."""
 
     def __init__(self) -> None:
@@ -128,9 +128,9 @@ class Sender:
             host_memory.delete_shared(buffer.path)
 
 
-class Receiver:
-    """Receives rows from `Sender`s. `name` identifies the receiver. `release` is called with the names of loans without
-    views, on any thread where the garbage collector runs; they go to the senders' `take_back`.
+class CaptureReceiver:
+    """Receives rows from `CaptureSender`s. `name` identifies the receiver. `release` is called with the names of loans
+    without views, on any thread where the garbage collector runs; they go to the senders' `take_back`.
 
     has_views: True once large rows have arrived as views
     """
@@ -146,7 +146,7 @@ class Receiver:
 
     def fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]]) -> list[dict[int, Captured]]:
         """Fetch positions and rows by number, from each sender; `ask(name, mapped, at, files, loan)` calls their
-        `Sender.hand`.
+        `CaptureSender.hand`.
 
         Loans are returned if anything is raised.
         """

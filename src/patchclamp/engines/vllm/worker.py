@@ -17,11 +17,11 @@ import torch
 from patchclamp.engines.base import Wanted, Window, decode, receipt_of
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders
-from patchclamp.engines.vllm.architecture import site_map
-from patchclamp.engines.vllm.compat import backend, configuration, lora
+from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
-from patchclamp.engines.vllm.compat.graphs import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
+from patchclamp.engines.vllm.compat.architecture import share, site_map
 from patchclamp.engines.vllm.compat.runner import after as after_attention
+from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.errors import EngineError, MissingSource, Packed, pack
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -122,7 +122,7 @@ def attach(worker: Any) -> None:
     assert config is not None
     configuration.check(worker.vllm_config)
     runner, kind = compat.runner_of(worker)
-    backend.share(runner.get_model(), worker.vllm_config)
+    share(runner.get_model(), worker.vllm_config)
     with torch.inference_mode(False):  # tensors created here are written both in steps and in calls
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)
@@ -142,7 +142,7 @@ def too_deep(level: int) -> EngineError | None:
     """Return the error for sleep levels above 1, at which vLLM discards the weights; else None."""
     if level <= 1:
         return None
-    return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
+    return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
 
 
 def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
@@ -181,7 +181,7 @@ class Attached:
         self._runner = runner
         self._config, self._compiled = worker.vllm_config, compiled_ahead(worker.vllm_config)
         self._fusions = fusions_of(self._config)
-        self._sender = shared.Sender()
+        self._sender = shared.CaptureSender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
@@ -196,7 +196,9 @@ class Attached:
         self.runtime.has_tap[self._logits] = last
         self.runtime.store.keeps_last = self._config.speculative_config is not None
         if worker.vllm_config.parallel_config.world_size > 1:
-            self._exchange = Exchange(self.runtime, compat.all_workers())
+            from vllm.distributed.parallel_state import get_world_group
+
+            self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest)

@@ -1,13 +1,12 @@
 """The private parts of vLLM that patchclamp relies on; only this package uses them.
 
-seams           every part of vLLM that is wrapped, read or set here, with the versions it was checked on
+seams           the functions of vLLM that are wrapped here, compared at start
 configuration   facts from vLLM's configuration, and the configurations that are refused
-backend         vLLM's Transformers backend, and the classes it decorates
-blueprint       a trace of vLLM's own class of a model
-core            admission in the engine core, and verdicts in the output processor
-front           requests and engine cores of an `AsyncLLM`
-runner          the model runners, the worker, the prefix cache, and the tap on attention's output
-graphs          the idle and the active variant of compiled code and CUDA graphs
+architecture    the site table of a model; a trace of vLLM's own class
+clients         an `LLMEngine` and an `AsyncLLM`: requests, outputs, calls of engine cores
+core            admission and the prefix cache in the engine core, and verdicts
+runner          the model runners, the worker, and the tap on attention's output
+variants        the idle and the active variant of compiled code and CUDA graphs
 images          prompts with images
 lora            adapters
 """

@@ -5,56 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchclamp.engines.preflight import default_dtype
-from patchclamp.engines.vllm.compat.seams import require
-from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
 from patchclamp.store.free_memory import available_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.usage.usage_lib import UsageContext
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
 
 
-def enabled(vllm_config: Any) -> dict[str, Any] | None:
+def enabled(vllm_config: VllmConfig) -> dict[str, Any] | None:
     """Return our part of `additional_config`; None for an engine without patchclamp."""
     extra = getattr(vllm_config, "additional_config", None)
     ours = extra.get(KEY) if isinstance(extra, dict) else None
     return ours if isinstance(ours, dict) else None
 
 
-def is_uniform(vllm_config: Any) -> bool:
+def is_uniform(vllm_config: VllmConfig) -> bool:
     """True if an engine uses patchclamp and all its steps run the same code, with taps."""
     ours = enabled(vllm_config)
     return ours is not None and ours["numerics"] == "uniform"
 
 
-def engine_id(vllm_config: Any) -> int:
+def engine_id(vllm_config: VllmConfig) -> int:
     """Return the same number for every copy of one engine's configuration. vLLM creates and compiles the decoder of a
     model that also reads images with a copy; copies share the compiler's configuration."""
     return id(vllm_config.compilation_config)
-
-
-class _Additional(dict[str, Any]):
-    """An `additional_config` with a server's limits as an attribute, because vLLM hashes the items. The configuration
-    itself cannot have the attribute: vLLM could not derive the configuration of a part of the model from it."""
-
-    serving: ServeLimits
-
-
-def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
-    """Move a server's limits out of our part of `additional_config`, to be read by `serving`; return that part. The
-    original engine arguments are not modified."""
-    extra = vllm_config.additional_config
-    ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
-    vllm_config.additional_config = _Additional({**extra, KEY: ours})
-    vllm_config.additional_config.serving = limits
-    return ours
-
-
-def serving(vllm_config: Any) -> ServeLimits:
-    """Return the server's limits of a configuration with patchclamp."""
-    return vllm_config.additional_config.serving
 
 
 @contextmanager
@@ -98,7 +78,7 @@ MEGA = "VLLM_USE_MEGA_AOT_ARTIFACT"
 ONE_VARIANT = f"patchclamp does not run with {MEGA}=1: it saves one variant of the compiled code, and there are two"
 
 
-def save_graphs(vllm_config: Any) -> None:
+def save_graphs(vllm_config: VllmConfig) -> None:
     """Make vLLM save ahead-of-time compiled code as the traced graph, as `surroundings` does, in a process that starts
     an engine by itself. Raises `EngineError` if the user has set the opposite."""
     from vllm import envs
@@ -131,7 +111,7 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
             arguments["dtype"] = dtype
 
 
-def usage() -> Any:
+def usage() -> UsageContext:
     """Return the usage from which vLLM chooses the largest batch: on a GPU as for `vllm.LLM`, on a CPU unknown.
 
     The start runs a step of the largest size, which is slow on a CPU.
@@ -142,48 +122,24 @@ def usage() -> Any:
     return UsageContext.UNKNOWN_CONTEXT if current_platform.is_cpu() else UsageContext.LLM_CLASS
 
 
-def shut_down(engine: Any, alone: bool) -> None:
-    """Shut down an engine. With other engines in this process, keep the state that vLLM shares among them."""
-    if alone:
-        engine.engine_core.shutdown()
-        return
-    with _disabled("clean up"), _disabled("workspace"):
-        engine.engine_core.shutdown()
-
-
-def share_groups(vllm_config: Any) -> None:
+def share_groups(vllm_config: VllmConfig) -> None:
     """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first.
     This is for a worker in this process only."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    owner, name = require("experts")
-    if not parallel_state.model_parallel_is_initialized() or getattr(owner, name) is not None:
-        return
-    if not getattr(vllm_config.model_config, "is_moe", False):
+    is_needed = parallel_state.model_parallel_is_initialized() and vllm_config.model_config.is_moe
+    if not is_needed or parallel_state._EP is not None:
         return
     world = parallel_state.get_world_group()
     with set_current_vllm_config(vllm_config):
-        group = parallel_state.init_model_parallel_group(
+        parallel_state._EP = parallel_state.init_model_parallel_group(
             [[world.rank]], world.local_rank, torch.distributed.get_backend(world.device_group), group_name="ep"
         )
-    setattr(owner, name, group)
 
 
-@contextmanager
-def _disabled(seam: str) -> Iterator[None]:
-    """Replace a module's function by a no-op inside the context."""
-    owner, name = require(seam)
-    before = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def model_facts(vllm_config: Any) -> dict[str, Any]:
+def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return the architectures and sizes of an engine's model."""
     model_config = vllm_config.model_config
     config = model_config.hf_text_config
@@ -202,18 +158,18 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     }
 
 
-def images_see_ahead(vllm_config: Any) -> bool:
+def images_see_ahead(vllm_config: VllmConfig) -> bool:
     """True if an image's tokens attend to later tokens of the image, as in Gemma 3. On a CPU they do not, regardless of
     the configuration."""
-    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+    return vllm_config.model_config.is_mm_prefix_lm
 
 
-def settings(vllm_config: Any) -> str:
+def settings(vllm_config: VllmConfig) -> str:
     """Return vLLM's own hash of its configuration, and the checkpoint's revision: they identify the code that runs."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
 
 
-def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
+def unrecorded(vllm_config: VllmConfig, sizes: Sequence[int]) -> str | None:
     """Describe the step sizes without CUDA graphs; None if vLLM records graphs for all of them, or none at all."""
     recorded = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     missing = [size for size in sizes if size not in recorded]
@@ -222,7 +178,7 @@ def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
     return f"active_sizes {missing}: vLLM records graphs for steps of {recorded} tokens here"
 
 
-def chosen(vllm_config: Any) -> dict[str, Any]:
+def chosen(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return an engine's settings for the report, under vLLM's own names."""
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     compilation_config, scheduler_config = vllm_config.compilation_config, vllm_config.scheduler_config
@@ -235,7 +191,7 @@ def chosen(vllm_config: Any) -> dict[str, Any]:
         "max_num_seqs": scheduler_config.max_num_seqs,
         "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
         "enable_prefix_caching": bool(cache_config.enable_prefix_caching),
-        "async_scheduling": bool(getattr(scheduler_config, "async_scheduling", False)),
+        "async_scheduling": bool(scheduler_config.async_scheduling),
         "tensor_parallel_size": parallel_config.tensor_parallel_size,
         "pipeline_parallel_size": parallel_config.pipeline_parallel_size,
         "compilation": "eager"
@@ -247,7 +203,7 @@ def chosen(vllm_config: Any) -> dict[str, Any]:
     }
 
 
-def check(vllm_config: Any) -> None:
+def check(vllm_config: VllmConfig) -> None:
     """Raise `EngineError`, with names and reasons, for a configuration that would break a guarantee."""
     reasons = refused(vllm_config)
     if reasons:
@@ -256,7 +212,7 @@ def check(vllm_config: Any) -> None:
         )
 
 
-def refused(vllm_config: Any) -> dict[str, str]:
+def refused(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the settings of a configuration that would break a guarantee, each with its reason.
 
     An option that a version does not have counts as off.
@@ -289,9 +245,6 @@ def refused(vllm_config: Any) -> dict[str, str]:
          "what comes from elsewhere does not say which edits are in it"),
         ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _above(cache_config, "kv_sharing_fast_prefill", 0),
          "layers leave out prompt positions that programs name"),
-        ("sequence-parallel passes (enable_sp, fuse_gemm_comms)",
-         _above(pass_config, "enable_sp", 0) or _above(pass_config, "fuse_gemm_comms", 0),
-         "a worker sees a part of the rows, and programs name whole ones"),
         ("sharded sampling (enable_batch_sharded_sampling)",
          _above(parallel_config, "enable_batch_sharded_sampling", 0),
          "a worker computes the logits of some requests alone, past the tap"),
@@ -303,7 +256,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("a folder of compiled code (compilation_config.cache_dir)", compilation_config.cache_dir,
          "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
-         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it would leave graphs with taps in place"),
         (f"compilation mode {getattr(compilation_config.mode, 'name', None)} on a GPU",
          getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",
@@ -326,35 +279,28 @@ UNTRIED_DRAFTS = {
 }  # fmt: skip
 
 
-def needs_steps_apart(vllm_config: Any) -> bool:
+def needs_steps_apart(vllm_config: VllmConfig) -> bool:
     """True if steps are scheduled ahead of draft verification by a runner that does not expose their true positions."""
     scheduler_config = vllm_config.scheduler_config
     return (
         vllm_config.speculative_config is not None
-        and bool(getattr(scheduler_config, "async_scheduling", False))
+        and bool(scheduler_config.async_scheduling)
         and not _on_v2(vllm_config)
     )
 
 
-def _drafts(arguments: dict[str, Any]) -> bool:
-    """True if engine arguments enable speculative decoding. A checkpoint with its own drafter enables it by itself."""
-    return any(arguments.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
-
-
 def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return engine arguments with which vLLM counts each request's drafted tokens, if it drafts any."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    option = "per_request_spec_decode_metrics"
-    counts = _drafts(arguments) and hasattr(EngineArgs, option)
-    return {option: "summary", **arguments} if counts else arguments
+    # a checkpoint with its own drafter enables speculative decoding by itself
+    drafts = any(arguments.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
+    return {"per_request_spec_decode_metrics": "summary", **arguments} if drafts else arguments
 
 
-def _on_v2(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+def _on_v2(vllm_config: VllmConfig) -> bool:
+    return vllm_config.use_v2_model_runner
 
 
-def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
+def _refused_speculation(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Return the (name, condition, reason) of unsupported kinds of speculative decoding. Programs need to know a step's
     drafted rows, and its first position, which is known once the last step's drafts are checked."""
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
@@ -402,5 +348,6 @@ def _above(config: Any, name: str, limit: int = 1) -> bool:
 
 
 def _breakable() -> bool:
-    owner, name = require("breakable graphs")
-    return bool(getattr(owner, name)())
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
+    return is_breakable_cudagraph_enabled()

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from patchclamp.engines.vllm.compat.seams import require_all
-from patchclamp.errors import ProgramError
+from patchclamp.engines.base import Expanded
+from patchclamp.errors import PatchclampError, ProgramError, describe_error, unknown
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
 
 Span = tuple[int, int]  # positions first … end−1
 UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images are not tested
 
 
-def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Render a prompt with images for an `LLMEngine`.
+DATA, TEXT = "multi_modal_data", ("prompt", "prompt_token_ids")
+PARTS = (*TEXT, DATA, "mm_processor_kwargs")
 
-    It bypasses vLLM's cache of processed images, which assumes that the engine core has received every image in it. A
-    prompt rendered here may never be sent.
-    """
-    require_all("images")
+
+def expand(engine: LLMEngine, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+    """Implement `Engine.expand` for an `LLMEngine`. Call it on the thread that steps the engine, because vLLM's
+    processors temporarily change PyTorch's number of threads."""
+    if prompt is not None:
+        _check(prompt)
     check_model(engine.vllm_config)
-    [inputs] = engine.renderer.render_cmpl([dict(prompt)], skip_mm_cache=True)
-    return inputs
+    # without vLLM's cache of processed images, which assumes that the core has received every image in it: this prompt
+    # may never be sent
+    inputs: Any
+    given: Any = None if prompt is None else dict(prompt)
+    try:
+        if prompt is None:
+            inputs = _render_chat(engine, messages or [])
+        else:
+            [inputs] = engine.renderer.render_cmpl([given], skip_mm_cache=True)
+    except PatchclampError:
+        raise
+    except Exception as error:
+        raise ProgramError(f"vLLM does not take this prompt: {describe_error(error)}") from error
+    return Expanded(list(inputs["prompt_token_ids"]), images_in(inputs), inputs)
 
 
-def render_chat(engine: Any, messages: list[Any]) -> dict[str, Any]:
-    """Like `render`, for a chat with images in its messages, ready for the assistant's turn."""
-    require_all("images")
-    check_model(engine.vllm_config)
+def _check(prompt: Mapping[str, Any]) -> None:
+    for part in prompt:
+        if part not in PARTS:
+            raise unknown("part of a prompt with images", str(part), PARTS, str(part))
+    if sum(part in prompt for part in TEXT) != 1:
+        raise ProgramError(f"a prompt with images has either {TEXT[0]!r} or {TEXT[1]!r} in it")
+    if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
+        raise ProgramError(
+            f'a prompt with images has {{"image": ...}} under {DATA!r}; without any, give the text or the token ids'
+        )
+    check_modalities(prompt[DATA])
+
+
+def _render_chat(engine: LLMEngine, messages: list[Any]) -> Any:
+    """Render a chat with images in its messages, ready for the assistant's turn."""
     from vllm.renderers import ChatParams
 
     asked = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
@@ -55,14 +86,14 @@ def check_modalities(modalities: Iterable[str]) -> None:
         )
 
 
-def check_model(vllm_config: Any) -> None:
+def check_model(vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` for a model whose images are not tested."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
         raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
 
 
-def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
+def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` for a request in an engine core with other modalities than images, on an untested model, or
     with a program that was bound to a prompt of another length, before its images were expanded."""
     check_model(vllm_config)
@@ -74,7 +105,7 @@ def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
         )
 
 
-def spans_of(request: Any) -> tuple[Span, ...]:
+def spans_of(request: Request) -> tuple[Span, ...]:
     """Return the spans of a request's images in an engine core, including separator tokens within them."""
     if not request.mm_features:
         return ()
@@ -82,7 +113,7 @@ def spans_of(request: Any) -> tuple[Span, ...]:
     return tuple((place.offset, place.offset + place.length) for place in places)
 
 
-def forget(client: Any, inputs: Mapping[str, Any]) -> None:
+def forget(client: AsyncLLM, inputs: Mapping[str, Any]) -> None:
     """Make an `AsyncLLM` send a prompt's images again next time, because this prompt is refused and not sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None

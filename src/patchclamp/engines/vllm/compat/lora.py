@@ -1,4 +1,8 @@
-"""LoRA adapters in vLLM: their requests, a check that one fits its model, and a zero slot for requests without one.
+"""LoRA adapters in vLLM: loading them between steps, a check that one fits its model, and a zero slot for requests
+without one.
+
+vLLM by itself would read an adapter in the step that first needs it, where a bad one ends the engine, and would evict
+the least recently used one even while a run uses it.
 
 vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and the slot of a row without an adapter is
 −1: in a batch with adapters such rows get the adapter of the last slot (vLLM #48421). So `prepare` adds a last slot
@@ -7,31 +11,118 @@ that no adapter uses and that stays zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from patchclamp.engines.vllm.compat.seams import require_all, require_on
-from patchclamp.errors import EngineError
+from patchclamp.engines.base import Adapter, Request
+from patchclamp.errors import CapacityError, EngineError, ModelError
 
-
-def request(name: str, number: int, folder: str) -> Any:
-    """Return vLLM's request for an adapter; blocks of the prefix cache are keyed by its name and folder."""
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig
+    from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    return LoRARequest(name, number, folder)
+
+# -- in the front end
+
+
+class _Loaded(msgspec.Struct):
+    """vLLM's request for an adapter, and the runs that use it."""
+
+    request: LoRARequest
+    runs: set[str]
+
+
+class Adapters:
+    """The adapters of one engine. `find_unfit(number)`: the problems that each worker finds with a loaded adapter.
+    `config`: vLLM's LoRA configuration, or None if LoRA is off."""
+
+    def __init__(
+        self, engine: LLMEngine, find_unfit: Callable[[int], list[list[str]]], config: LoRAConfig | None
+    ) -> None:
+        self._engine, self._find_unfit, self._config = engine, find_unfit, config
+        self._room: int = 0 if config is None else config.max_cpu_loras or config.max_loras
+        self._loaded: dict[str, _Loaded] = {}  # by name, in the order of loading
+        self._numbers = itertools.count(1)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        if self._config is None:
+            raise EngineError(
+                "this engine was started without LoRA: use pc.LM(..., enable_lora=True), and max_loras for the number "
+                "of adapters in a batch", "lora"
+            )  # fmt: skip
+        if adapter.rank > self._config.max_lora_rank:
+            raise CapacityError(
+                f"{adapter.folder} has rank {adapter.rank}, above max_lora_rank={self._config.max_lora_rank}: start "
+                "the engine with a larger one", "lora"
+            )  # fmt: skip
+
+    def admits(self, requests: Iterable[Request]) -> int:
+        """Count the leading requests whose adapters fit beside those in use."""
+        used = {name for name, loaded in self._loaded.items() if loaded.runs}
+        for i, request in enumerate(requests := list(requests)):
+            if request.adapter is not None:
+                used.add(request.adapter.name)
+                if len(used) > self._room:
+                    return i
+        return len(requests)
+
+    def take(self, request: Request) -> LoRARequest | None:
+        """Load a request's adapter, keep it until `give`, and return vLLM's request for it; None without an adapter.
+        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model."""
+        adapter = request.adapter
+        if adapter is None:
+            return None
+        if adapter.name not in self._loaded:
+            self._make_room()
+            self._loaded[adapter.name] = _Loaded(self._load(adapter), set())
+        loaded = self._loaded[adapter.name]
+        loaded.runs.add(request.run)
+        return loaded.request
+
+    def give(self, request: Request) -> None:
+        """Return the adapter of an ended request."""
+        loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
+        if loaded is not None:
+            loaded.runs.discard(request.run)
+
+    def _make_room(self) -> None:
+        for name in [name for name, loaded in self._loaded.items() if not loaded.runs]:
+            if len(self._loaded) < self._room:
+                return
+            self._engine.remove_lora(self._loaded.pop(name).request.lora_int_id)
+
+    def _load(self, adapter: Adapter) -> LoRARequest:
+        from vllm.lora.request import LoRARequest
+
+        number = next(self._numbers)
+        lora_request = LoRARequest(adapter.name, number, adapter.folder)  # both key blocks of the prefix cache
+        try:
+            self._engine.add_lora(lora_request)
+            unfit = sorted(set(itertools.chain(*self._find_unfit(number))))
+        except Exception as error:
+            with suppress(Exception):  # it may not be loaded
+                self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
+        if unfit:
+            self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
+        return lora_request
+
+
+# -- in a worker
 
 
 def prepare(runner: Any) -> None:
-    """Prepare a runner's model for adapters. Raises `SeamMoved`, and `EngineError` for layers of experts on a CPU."""
-    require_all("lora")
-    require_on("lora runner", runner)
-    require_on("lora worker", runner.lora_manager)
-    adapters = runner.lora_manager._adapter_manager
-    require_on("lora manager", adapters)
-    for module in adapters.modules.values():
-        require_on("lora layer", module)
+    """Prepare a runner's model for adapters. Raises `EngineError` for layers of experts on a CPU."""
+    for module in _manager_of(runner).modules.values():
         if runner.device.type == "cpu":
             if _has_experts(module):
                 raise EngineError(
@@ -41,6 +132,10 @@ def prepare(runner: Any) -> None:
             module.lora_b_stacked = _with_zeros(module.lora_b_stacked)
             if not _is_table(module):
                 module.lora_a_stacked = _with_zeros(module.lora_a_stacked)
+
+
+def _manager_of(runner: Any) -> LoRAModelManager:
+    return runner.lora_manager._adapter_manager
 
 
 def _has_experts(module: Any) -> bool:
@@ -61,8 +156,10 @@ def _with_zeros(stacked: Any) -> Any:
 
 def unfit(runner: Any, number: int) -> list[str]:
     """Describe the parts of a loaded adapter that the model lacks or has in another size. vLLM skips or cuts them."""
-    adapters = runner.lora_manager._adapter_manager
-    weights = adapters.get_adapter(number).loras
+    adapters = _manager_of(runner)
+    adapter = adapters.get_adapter(number)
+    assert adapter is not None
+    weights = adapter.loras
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
     for name in weights.keys() & adapters.modules.keys():
         if _has_experts(adapters.modules[name]):

@@ -1,27 +1,54 @@
-"""Hooks on vLLM's model runners, worker, attention layers and prefix cache, and readers of the scheduler's output."""
+"""Hooks on vLLM's model runners, worker and attention layers, and readers of the scheduler's output."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
-from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.graphs import (
+from patchclamp.engines.vllm.compat.configuration import enabled
+from patchclamp.engines.vllm.compat.seams import forwards, require_all, seam, version
+from patchclamp.engines.vllm.compat.variants import (
     Graphs,
     compiled_variant,
     on_dispatch,
     record_variants,
     record_variants_v1,
 )
-from patchclamp.engines.vllm.compat.seams import forwards, require, require_all, require_on, version
 from patchclamp.errors import SeamMoved
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+_V1, _V2, _WORKER = f"{V1}:GPUModelRunner.", f"{V2}:GPUModelRunner.", "vllm.v1.worker.gpu_worker:Worker."
+seam(_WORKER + "execute_model", "begin a step", "self, scheduler_output")
+seam(_WORKER + "sleep", "refuse levels that discard weights", "self, level=1")
+seam(_V1 + "_prepare_inputs", "plan rows", "self, scheduler_output, num_scheduled_tokens", part="v1")
+seam(_V1 + "execute_model", "begin a step", "self, scheduler_output, intermediate_tensors=None", part="v1")
+seam(
+    _V1 + "_dummy_run", "measure both variants",
+    "self, num_tokens, cudagraph_runtime_mode=None, force_attention=False, uniform_decode=False, "
+    "allow_microbatching=True, skip_eplb=False, is_profile=False, create_mixed_batch=False, remove_lora=True, "
+    "is_graph_capturing=False, num_active_loras=0, profile_seq_lens=None, randomize_inputs=False", part="v1",
+)  # fmt: skip
+seam(_V2 + "prepare_inputs", "plan rows", "self, scheduler_output, batch_req_state, batch_desc, num_active_loras",
+     part="v2")  # fmt: skip
+seam(
+    _V2 + "execute_model", "begin a step",
+    "self, scheduler_output, intermediate_tensors=None, dummy_run=False, skip_attn_for_dummy_run=False, "
+    "is_profile=False, context_len=0, valid_dummy_state_slots=False, randomize_inputs=False", part="v2",
+)  # fmt: skip
+seam(_V2 + "sample_tokens", "end a step", "self, grammar_output", part="v2")
 
 
 class _Rewound(torch.Generator):
@@ -37,7 +64,7 @@ class _Rewound(torch.Generator):
         self.set_state(self._at_step)
 
 
-def rewind(runner: Any) -> None:
+def rewind(runner: V1Runner) -> None:
     """Make a V1 runner on a CPU use generators that can be rewound, for seeded requests with chunked prompts.
 
     vLLM samples a token for every chunk of a prompt, and undoes that through the offset of the request's generator. A
@@ -50,10 +77,10 @@ def rewind(runner: Any) -> None:
         batch = runner.input_batch
         for row, generator in batch.generators.items():
             if not isinstance(generator, _Rewound):
-                rewound = _Rewound()
-                rewound.set_state(generator.get_state())
-                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = rewound
-            batch.generators[row].keep()
+                state, generator = generator.get_state(), _Rewound()
+                generator.set_state(state)
+                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = generator
+            generator.keep()
         return prepare(*args, **kwargs)
 
     runner._prepare_inputs = prepare_inputs
@@ -67,8 +94,6 @@ def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
 
     Raises `SeamMoved` if the layer's implementation has no `output` argument.
     """
-    require_on("attention layer", layer)
-    require_on("attention implementation", layer.impl)
     inner = layer.impl.forward
     signature = inspect.signature(inner)
     if "output" not in signature.parameters:
@@ -90,75 +115,67 @@ STEPS_UNDER_WAY = 2  # the maximum per worker, if steps are scheduled ahead
 
 def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
     """Call `attach(worker)` once a worker with patchclamp has its model, and `call(worker, verb, …)` for our RPCs."""
-    owner, name = require("load")
-    wrapper_base = getattr(owner, name)
-    if getattr(wrapper_base, "patchclamp_rpc", None) is not None:
+    from vllm.v1.worker import worker_base
+
+    wrapper: Any = worker_base.WorkerWrapperBase
+    if hasattr(wrapper, "patchclamp_rpc"):
         return
 
-    def load_model(wrapper_base: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wrapper_base.worker.load_model(*args, **kwargs)
-        if enabled(wrapper_base.worker.vllm_config) is not None:
-            attach(wrapper_base.worker)
+    def load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+        worker: Any = self.worker
+        result = worker.load_model(*args, **kwargs)
+        if enabled(worker.vllm_config) is not None:
+            attach(worker)
         return result
 
-    def patchclamp_rpc(wrapper_base: Any, verb: str, *args: Any) -> Any:
-        return call(wrapper_base.worker, verb, *args)
+    def patchclamp_rpc(self: WorkerWrapperBase, verb: str, *args: Any) -> Any:
+        return call(self.worker, verb, *args)
 
-    wrapper_base.load_model = load_model
-    wrapper_base.patchclamp_rpc = patchclamp_rpc
+    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it passes unknown names on to its worker
 
 
-def runner_of(worker: Any) -> tuple[Any, str]:
+def runner_of(worker: Worker) -> tuple[Any, str]:
     """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, and if a seam
-    that this kind needs is missing."""
-    runner = worker.model_runner
-    kinds = {"vllm.v1.worker.gpu.model_runner": "v2", "vllm.v1.worker.gpu_model_runner": "v1"}
-    kind = next((kinds[base.__module__] for base in type(runner).__mro__ if base.__module__ in kinds), None)
+    that this kind needs differs."""
+    runner: Any = worker.model_runner
+    modules = {base.__module__ for base in type(runner).__mro__}
+    kind = "v2" if V2 in modules else "v1" if V1 in modules else None
     if kind is None:
         raise SeamMoved(
             f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2"
         )
     require_all("")
     require_all(kind)
-    require_on(f"{kind} runner", runner)
-    if kind == "v1":
-        require_on("v1 batch", runner.input_batch)
-        require_on("v1 buffer", runner.input_ids)
-        require_on("v1 dispatcher", runner.cudagraph_dispatcher)
-    else:
-        require_on("v2 buffers", runner.input_buffers)
-        require_on("v2 state", runner.model_state)
-    require_on("network", runner.get_model())
     return runner, kind
 
 
-def count_memory(runner: Any, size: int) -> None:
+def count_memory(runner: V1Runner | V2Runner, size: int) -> None:
     """Count `size` bytes of device memory with the model's, for vLLM's report; vLLM measures the actual use itself."""
     runner.model_memory_usage += size
 
 
-def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
+def on_sleep(worker: Worker, refusal: Callable[[int], Exception | None]) -> None:
     """Make a worker's `sleep` raise `refusal(level)`, if that is an error."""
     stock = worker.sleep
 
     @forwards(stock)
-    def sleep(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    def sleep(level: int = 1) -> Any:
         error = refusal(level)
         if error is not None:
             raise error
-        return stock(level, *args, **kwargs)
+        return stock(level)
 
     worker.sleep = sleep
 
 
-def on_execute(worker: Any, ahead: Callable[[Any], None]) -> None:
+def on_execute(worker: Worker, ahead: Callable[[SchedulerOutput], None]) -> None:
     """Call `ahead(scheduler_output)` when a step reaches a worker, before it may wait for another worker's tensors."""
     execute = worker.execute_model
 
     @forwards(execute)
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(scheduler_output: SchedulerOutput) -> Any:
         ahead(scheduler_output)
-        return execute(scheduler_output, *args, **kwargs)
+        return execute(scheduler_output)
 
     worker.execute_model = execute_model
 
@@ -176,12 +193,12 @@ class Hooks(msgspec.Struct):
     at_rest    returns a context for steps that are not active
     """
 
-    before: Callable[[Any], tuple[bool, bool]]
+    before: Callable[[SchedulerOutput], tuple[bool, bool]]
     planned: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], None]
-    logits: Callable[[Any], None]
+    logits: Callable[[torch.Tensor | None], None]
     after: Callable[[], None]
-    at_work: Callable[[], Any]
-    at_rest: Callable[[], Any]
+    at_work: Callable[[], AbstractContextManager[Any]]
+    at_rest: Callable[[], AbstractContextManager[Any]]
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
@@ -205,7 +222,7 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
         _hook_v2(runner, hooks, graphs)
 
 
-def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
+def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
     execute, prepare = runner.execute_model, runner._prepare_inputs
     if graphs is not None:
         record_variants_v1(runner, graphs)
@@ -247,13 +264,13 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     runner.execute_model, runner._prepare_inputs = execute_model, prepare_inputs
 
 
-def _samples(scheduler_output: Any, requests: list[str]) -> np.ndarray | None:
+def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
     """Return each request's number of rows with logits: its newest token and the drafted ones. None: one each."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
 
-def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
+def _hook_v2(runner: V2Runner, hooks: Hooks, graphs: Graphs) -> None:
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
     record_variants(runner, graphs)
@@ -311,7 +328,7 @@ def _no_graph(mode: Any, tokens: int) -> bool:
     return False
 
 
-def _profile_variants(runner: Any, graphs: Graphs) -> None:
+def _profile_variants(runner: V1Runner, graphs: Graphs) -> None:
     """Make a V1 runner compile, tune and measure both variants. Its other dummy steps are always idle."""
     dummy = runner._dummy_run
 
@@ -336,13 +353,6 @@ def worker_rank() -> tuple[int, bool, bool]:
     return rank, rank == 0, get_pp_group().is_last_rank
 
 
-def all_workers() -> Any:
-    """Return vLLM's group of all workers of an engine."""
-    from vllm.distributed.parallel_state import get_world_group
-
-    return get_world_group()
-
-
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     """Return the maximum numbers of rows and of rows with logits in a step, and the tensor of the rows' positions."""
     speculative_config = runner.vllm_config.speculative_config
@@ -356,12 +366,12 @@ def token_ids(runner: Any, kind: str) -> Any:
     return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
 
 
-def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
+def scheduled(scheduler_output: SchedulerOutput) -> tuple[dict[str, int], int]:
     """Return the number of tokens of each request of a step, and the total."""
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
-def going_on(scheduler_output: Any) -> list[str] | None:
+def going_on(scheduler_output: SchedulerOutput) -> list[str] | None:
     """Return a step's requests if it computes one token of each, and none arrived, resumed or left; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
@@ -370,13 +380,13 @@ def going_on(scheduler_output: Any) -> list[str] | None:
     return requests if scheduler_output.total_num_scheduled_tokens == len(requests) else None
 
 
-def same_requests(scheduler_output: Any) -> bool:
+def same_requests(scheduler_output: SchedulerOutput) -> bool:
     """True if no request is new, finished, or preempted."""
     new, finished_ids = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
     return not (new or finished_ids or preempted(scheduler_output))
 
 
-def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
+def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     """Yield each request of a step and the first position it computes."""
     running = scheduler_output.scheduled_cached_reqs
     yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
@@ -384,11 +394,9 @@ def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.num_computed_tokens
 
 
-def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
+def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> dict[str, int]:
     """Return each request of a step and the first position it computes, read from the device after it has checked the
     drafts of the last step. The scheduler's positions assume that all drafts are accepted."""
-    import torch
-
     states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
     begins, computed = dict(positions(scheduler_output)), states.num_computed_tokens
     counts = torch.Tensor.tolist(computed.gpu)
@@ -398,103 +406,24 @@ def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
     return begins
 
 
-def most_ahead(runner: Any) -> int:
+def most_ahead(runner: V1Runner | V2Runner) -> int:
     """Return the maximum number of tokens by which the scheduler's position of a request may be too high, because steps
     are scheduled before the last one's drafts are checked."""
     speculative_config, scheduler_config = runner.vllm_config.speculative_config, runner.vllm_config.scheduler_config
-    if speculative_config is None or not getattr(scheduler_config, "async_scheduling", False):
+    if speculative_config is None or not scheduler_config.async_scheduling:
         return 0
     return STEPS_UNDER_WAY * speculative_config.num_speculative_tokens
 
 
-def orders(scheduler_output: Any) -> Any:
+def orders(scheduler_output: SchedulerOutput) -> Any:
     """Return admission's orders to the workers for this step, or None."""
     return getattr(scheduler_output, "patchclamp", None)
 
 
-def finished(scheduler_output: Any) -> set[str]:
+def finished(scheduler_output: SchedulerOutput) -> set[str]:
     return scheduler_output.finished_req_ids
 
 
-def preempted(scheduler_output: Any) -> int:
+def preempted(scheduler_output: SchedulerOutput) -> int:
     """Return the number of requests that this step preempted."""
-    return len(getattr(scheduler_output, "preempted_req_ids", None) or ())
-
-
-def carried(params: Any) -> bytes | None:
-    """Return the encoded program in a request's sampling parameters, or None."""
-    extra = getattr(params, "extra_args", None)
-    program = extra.get(KEY) if extra else None
-    return program if isinstance(program, bytes) else None
-
-
-def has_foreign(params: Any) -> bool:
-    """True if a request has something other than a program under our key."""
-    extra = getattr(params, "extra_args", None)
-    return bool(extra) and extra.get(KEY) is not None and carried(params) is None
-
-
-# -- the prefix cache, in the engine core
-
-
-def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
-    """Add `content(request, program, start, end)` to the key of a block of tokens start … end−1."""
-    owner, name = require("block keys")
-    stock = getattr(owner, name)
-    if hasattr(stock, "patchclamp"):
-        return
-
-    @forwards(stock)
-    def extra_keys(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
-        keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
-        program = carried(request.sampling_params)
-        if program is None:
-            return keys, following
-        edits = content(request, program, start_token_idx, end_token_idx)
-        return (keys if edits is None else (*(keys or ()), (KEY, edits))), following
-
-    extra_keys.patchclamp = True  # type: ignore[attr-defined]
-    _replace_everywhere(name, stock, extra_keys)
-
-
-def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
-    """Replace a function, also in the modules that import it by name."""
-    for module_name in ("kv_cache_utils", "block_pool"):
-        module = importlib.import_module(f"vllm.v1.core.{module_name}")
-        if getattr(module, name, None) is stock:
-            setattr(module, name, ours)
-
-
-def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
-    """Limit prefix cache hits to the first `lowest(request, program)` tokens of a request."""
-    owner, name = require("cache search")
-    stock = getattr(owner, name)
-    if hasattr(stock, "patchclamp"):
-        return
-
-    @forwards(stock)
-    def get_computed_blocks(cache_manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        program = carried(request.sampling_params)
-        max_length = None if program is None else lowest(request, program)
-        if max_length is None:
-            return stock(cache_manager, request, *args, **kwargs)
-        with _shorter_search(cache_manager.coordinator, max_length):
-            return stock(cache_manager, request, *args, **kwargs)
-
-    get_computed_blocks.patchclamp = True  # type: ignore[attr-defined]
-    setattr(owner, name, get_computed_blocks)
-
-
-@contextmanager
-def _shorter_search(coordinator: Any, max_length: int) -> Iterator[None]:
-    find = coordinator.find_longest_cache_hit
-
-    @forwards(find)
-    def shorter(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
-        return find(block_hashes, min(max_cache_hit_length, max_length), *args, **kwargs)
-
-    coordinator.find_longest_cache_hit = shorter
-    try:
-        yield
-    finally:
-        del coordinator.find_longest_cache_hit
+    return len(scheduler_output.preempted_req_ids or ())

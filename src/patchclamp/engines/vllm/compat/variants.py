@@ -16,16 +16,48 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
-from patchclamp.engines.vllm.compat.seams import forwards, require
+from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
 from patchclamp.runtime.cuda_graphs import MAX_NODES, NODE_BYTES, addresses, compare
 from patchclamp.runtime.taps import apart_from_layers, without_taps
+
+if TYPE_CHECKING:
+    from vllm.compilation.backends import VllmBackend
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
+COMPILE = seam("vllm.compilation.backends:VllmBackend.__call__", "compile idle steps without taps",
+               "self, graph, example_inputs")  # fmt: skip
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "vllm.v1.worker.gpu.model_runner:GPUModelRunner."
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher."
+seam(_V1 + "profile_cudagraph_memory", "count both variants", "self", part="v1")
+seam(_V1 + "_capture_cudagraphs", "record taps", "self, batch_descriptors, cudagraph_runtime_mode, profiler=None",
+     part="v1")  # fmt: skip
+seam(
+    _DISPATCHER + "dispatch", "choose no graph",
+    "self, num_tokens, uniform_decode=False, has_lora=False, num_active_loras=0, valid_modes=None, invalid_modes=None",
+    part="v1",
+)  # fmt: skip
+seam(_DISPATCHER + "get_capture_descs", "count both variants", "self", part="v1")
+seam(_V2 + "capture_model", "record taps", "self, *, profile_only=False", part="v2")
+seam(_V2 + "profile_cudagraph_memory", "count both variants", "self", part="v2")
+seam("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.run_fullgraph", "watch addresses", "self, desc", part="v2")
+_DISPATCH = (
+    "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=None, "
+    "need_eager=False, num_active_loras=0, parallel_config=None, allow_ubatching=False, uniform_decode=False, {}"
+    "dp_sync_state=None"
+)
+DISPATCH = seam(
+    "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph",
+    _DISPATCH.format(""), _DISPATCH.format("allow_skip_drafts=False, "), part="v2",
+)  # fmt: skip
 
 
 class Watch:
@@ -53,7 +85,7 @@ class Watch:
             self.compared += 1
             compare(recorded, filled, name)
 
-    def watch_wrappers(self, vllm_config: Any) -> None:
+    def watch_wrappers(self, vllm_config: VllmConfig) -> None:
         """Watch an engine's wrappers: their arguments, and for full graphs the forward context's attention inputs."""
         _on_call()
         _watches[engine_id(vllm_config)] = (vllm_config, self)
@@ -74,7 +106,7 @@ class Watch:
         finally:
             self._call_addresses = None
 
-    def watch_inputs(self, runner: Any) -> None:
+    def watch_inputs(self, runner: V2Runner) -> None:
         """Watch the inputs that a V2 runner builds for a step or fills in place."""
         state = runner.model_state
         prepare = state.prepare_attn
@@ -138,9 +170,9 @@ def argument_names(runnable: Any, count: int) -> list[int | str]:
 
 
 def _on_call() -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    CUDAGraphWrapper = getattr(*require("graphs"))
     stock = CUDAGraphWrapper.__call__
     if hasattr(stock, "patchclamp"):
         return
@@ -156,7 +188,7 @@ def _on_call() -> None:
         return watch.run_wrapper(stock, wrapper, context, args, kwargs)
 
     call.patchclamp = True  # type: ignore[attr-defined]
-    CUDAGraphWrapper.__call__ = call
+    CUDAGraphWrapper.__call__ = call  # type: ignore[method-assign]
 
 
 logger = logging.getLogger("patchclamp")
@@ -231,7 +263,9 @@ class Graphs:
         store = ({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]])
         self._record_active(store, capture_wanted, keys, pieces)
 
-    def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
+    def record_mode(
+        self, vllm_config: VllmConfig, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]
+    ) -> None:
         """Record both variants of the graphs of one mode of a V1 runner, and leave the idle one in place."""
         with _graphs_of(_Watched, self.watch), self._counting_bytes("without"):
             pieces = _recorded_in(lambda: capture(sizes))
@@ -427,7 +461,7 @@ def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
         torch.cuda.CUDAGraph, _Watched.watch = stock, None  # type: ignore[misc]
 
 
-def record_variants(runner: Any, graphs: Graphs) -> None:
+def record_variants(runner: V2Runner, graphs: Graphs) -> None:
     """Make a V2 runner record both variants of its graphs, and count the memory of both."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
@@ -435,7 +469,7 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
 
     @forwards(capture_model)
     def capture(*args: Any, **kwargs: Any) -> Any:
-        manager = runner.cudagraph_manager
+        manager: Any = runner.cudagraph_manager
         stock, profile = manager.capture, bool(kwargs.get("profile_only"))
         manager.capture = lambda *a, **k: graphs.record(manager, lambda: stock(*a, **k), profile)
         set_cudagraph_capturing_enabled(True)  # an earlier engine with a V1 runner disables it in the process
@@ -452,7 +486,7 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
         graphs.watch.watch_wrappers(runner.vllm_config)
 
 
-def record_variants_v1(runner: Any, graphs: Graphs) -> None:
+def record_variants_v1(runner: V1Runner, graphs: Graphs) -> None:
     """Like `record_variants`, for a V1 runner. It records one mode at a time, and its dispatcher chooses the graph."""
     record, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
     dispatcher = runner.cudagraph_dispatcher
@@ -489,14 +523,14 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     dispatcher.dispatch, dispatcher.get_capture_descs = dispatch, get_capture_descs
 
 
-class _Step(threading.local):
+class _StepVariant(threading.local):
     """The variant that the step on this thread runs, and a test for the graphs it may use (None: any)."""
 
     active = False
     usable: Callable[[Any, int], bool] | None = None
 
 
-_step = _Step()
+_step = _StepVariant()
 
 
 class compiled_variant:
@@ -525,13 +559,8 @@ def on_compile() -> None:
     The idle variant is stock's own code: no fusion is lost and no bit differs. With uniform numerics the model is
     compiled once, as traced.
     """
-    owner, name = require("compile")
-    stock = getattr(owner, name)
-    if hasattr(stock, "patchclamp"):
-        return
 
-    @forwards(stock)
-    def compile_variants(backend: Any, graph: Any, example_inputs: Any) -> Any:
+    def compile_variants(stock: Any, backend: VllmBackend, graph: Any, example_inputs: Any) -> Any:
         if enabled(backend.vllm_config) is None or backend.prefix.endswith(_IDLE):
             return stock(backend, graph, example_inputs)
         _compiled.add(engine_id(backend.vllm_config))
@@ -556,8 +585,7 @@ def on_compile() -> None:
         active.optimized_call = call_variant  # vLLM saves the traced graph, and loading it runs this function again
         return active
 
-    compile_variants.patchclamp = True  # type: ignore[attr-defined]
-    setattr(owner, name, compile_variants)
+    COMPILE.wrap(compile_variants)
 
 
 def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
@@ -570,18 +598,18 @@ def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[
     return graph, example_inputs, []
 
 
-def compiled_ahead(vllm_config: Any) -> bool:
+def compiled_ahead(vllm_config: VllmConfig) -> bool:
     """True if everything is compiled at engine start, without guards, and nothing during a step."""
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
-def lacks_idle_variant(vllm_config: Any) -> bool:
+def lacks_idle_variant(vllm_config: VllmConfig) -> bool:
     """True if a model was compiled outside `on_compile`, so idle steps have taps despite stock numerics."""
     compiled = engine_id(vllm_config) in _compiled
     return _mode(vllm_config) == "VLLM_COMPILE" and not compiled and not is_uniform(vllm_config)
 
 
-def _mode(vllm_config: Any) -> str | None:
+def _mode(vllm_config: VllmConfig) -> str | None:
     return getattr(vllm_config.compilation_config.mode, "name", None)
 
 
@@ -590,7 +618,7 @@ _compiled: set[int] = set()  # engines with a model compiled in `on_compile`
 _fusions: dict[int, dict[str, list[int]]] = {}  # by engine
 
 
-def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
+def fusions_of(vllm_config: VllmConfig) -> dict[str, list[int]]:
     """Reset and return a new engine's counts of each pass's matches in the idle variant and in the active one."""
     counts = _fusions[engine_id(vllm_config)] = {}
     _compiled.discard(engine_id(vllm_config))
@@ -598,7 +626,7 @@ def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
 
 
 @contextmanager
-def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
+def _counting_fusions(vllm_config: VllmConfig, variant: int) -> Iterator[None]:
     """Count the matches of vLLM's fusion passes inside the context, for the idle variant (0) or the active one (1).
 
     With cached compiled code there are no matches.
@@ -617,17 +645,11 @@ def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
 
 def on_dispatch() -> None:
     """Make V2 steps run without a graph if theirs is not usable in the current `compiled_variant`."""
-    owner, name = require("v2 dispatch")
-    stock = getattr(owner, name)
-    if hasattr(stock, "patchclamp"):
-        return
 
-    @forwards(stock)
-    def dispatch(cudagraph_manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+    def dispatch_cg_and_sync_dp(stock: Any, cudagraph_manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         desc, *rest = stock(cudagraph_manager, num_reqs, *args, **kwargs)
         if _step.usable is not None and desc.cg_mode.name != "NONE" and not _step.usable(desc.cg_mode, desc.num_tokens):
             desc = dataclasses.replace(desc, cg_mode=type(desc.cg_mode).NONE, num_reqs=num_reqs)
         return (desc, *rest)
 
-    dispatch.patchclamp = True  # type: ignore[attr-defined]
-    setattr(owner, name, dispatch)
+    DISPATCH.wrap(dispatch_cg_and_sync_dp)

@@ -1,0 +1,389 @@
+"""vLLM's front ends, an `LLMEngine` or a server's `AsyncLLM`: submits requests, reads outputs, and calls cores."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import copy
+import functools
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from patchclamp.engines.base import Request
+from patchclamp.engines.vllm.admission import Verdict
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
+from patchclamp.engines.vllm.compat.core import is_pending
+from patchclamp.engines.vllm.compat.seams import seam
+from patchclamp.errors import EngineError
+from patchclamp.kernels import switches
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+CONFIG = seam(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check an engine's settings",
+    "self, usage_context=None, headless=False",
+)  # fmt: skip
+GENERATE = seam(
+    "vllm.v1.engine.async_llm:AsyncLLM.generate", "run a server's requests",
+    "self, prompt, sampling_params, request_id, *, prompt_text=None, lora_request=None, tokenization_kwargs=None, "
+    "trace_headers=None, priority=0, data_parallel_rank=None, session_id=None, kv_hints=None, reasoning_ended=None, "
+    "reasoning_parser_kwargs=None",
+)  # fmt: skip
+OUTPUTS = seam(
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "read log-probabilities",
+    "self, engine_core_outputs, engine_core_timestamp=None, iteration_stats=None, weight_version=None",
+)  # fmt: skip
+DISABLED = (
+    seam("vllm.v1.engine.core:cleanup_dist_env_and_memory", "shut down one engine of several"),
+    seam("vllm.v1.worker.workspace:reset_workspace_manager", "shut down one engine of several"),
+)
+_OPENAI = "vllm.entrypoints.openai."
+ROUTES = (
+    seam(_OPENAI + "completion.api_router:create_completion", "carry programs", "request, raw_request", part="openai"),
+    seam(_OPENAI + "chat_completion.api_router:create_chat_completion", "carry programs", "request, raw_request",
+         part="openai"),
+    seam(_OPENAI + "models.api_router:show_available_models", "list programs as models", "raw_request", part="openai"),
+)  # fmt: skip
+Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
+
+
+def on_config(complete: Callable[[VllmConfig], None]) -> None:
+    """Call `complete(vllm_config)` on every configuration with patchclamp that is created from engine arguments."""
+
+    def create_engine_config(stock: Any, engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        drafts = copy.copy(engine_args.speculative_config)
+        config = stock(engine_args, *args, **kwargs)
+        if enabled(config) is None:
+            return config
+        if engine_args.async_scheduling is None and needs_steps_apart(config):  # on by vLLM's default
+            engine_args.async_scheduling = False
+            engine_args.speculative_config = drafts  # vLLM has modified the original in place
+            config = stock(engine_args, *args, **kwargs)
+        complete(config)
+        return config
+
+    CONFIG.wrap(create_engine_config)
+
+
+# -- requests
+
+
+def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> SamplingParams:
+    """Return vLLM's parameters of a request, with its encoded program. vLLM makes text during generation only if
+    needed: for stop texts, and for a listener."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    listens = request.listener is not None
+    arguments: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+    if request.score:
+        arguments["logprob_token_ids"] = list(dict.fromkeys(request.score))
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        logprobs=len(arguments["logprob_token_ids"]) if request.score else request.logprobs,
+        output_kind=RequestOutputKind.DELTA if listens else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for this request alone
+        detokenize=has_text and (listens or bool(request.sampling.get("stop"))),
+        extra_args=None if carried is None else {KEY: carried},
+        **arguments,
+    )
+
+
+class Submitter:
+    """Adds the requests of one `LLMEngine`.
+
+    vLLM checks and completes the parameters of each request, a good part of its cost. Consecutive requests with the
+    same settings share the result.
+    """
+
+    def __init__(self, engine: LLMEngine, has_text: bool) -> None:
+        self._engine, self._has_text = engine, has_text
+        self._settings: tuple[object, ...] = ()  # of the last processed request
+        self._processed: EngineCoreRequest | None = None
+
+    def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None) -> None:
+        """Add a request, with its encoded program. Raises vLLM's errors."""
+        engine, run = self._engine, request.run
+        settings = (
+            request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None, adapter
+        )  # fmt: skip
+        # a limit that vLLM sets, max_tokens=None, depends on the prompt
+        is_shared = request.inputs is None and request.max_tokens is not None and switches.enabled("alike_requests")
+        if is_shared and self._processed is not None and settings == self._settings:
+            asked = _copy(self._processed)  # `LM` has checked the token ids
+            asked.request_id, asked.prompt_token_ids, asked.arrival_time = run, request.prompt_token_ids, time.time()
+            assert asked.sampling_params is not None
+            asked.sampling_params.extra_args = None if carried is None else {KEY: carried}
+        else:
+            params = sampling_params(request, carried, self._has_text)
+            prompt: Any = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
+            if not is_shared:
+                engine.add_request(run, prompt, params, lora_request=adapter)
+                return
+            self._processed = None  # drop it first: processing may raise
+            tasks = engine.get_supported_tasks()
+            asked = engine.input_processor.process_inputs(run, prompt, params, tasks, lora_request=adapter)
+            self._processed, self._settings = _copy(asked), settings
+        engine.input_processor.assign_request_id(asked)
+        engine.output_processor.add_request(asked, None, None, 0)
+        engine.engine_core.add_request(asked)
+
+
+def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
+    copied = copy.copy(asked)
+    copied.sampling_params = copy.copy(asked.sampling_params)
+    return copied
+
+
+def on_generate(edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool]) -> None:
+    """Route requests with a key in `extra_args` that `is_ours`, on an `AsyncLLM` with patchclamp, to
+    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`."""
+
+    def generate(
+        stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> Any:
+        extra = getattr(sampling_params, "extra_args", None)
+        if not extra or not any(map(is_ours, extra)) or enabled(client.vllm_config) is None:
+            return stock(client, prompt, sampling_params, request_id, **kwargs)
+        return edited(client, functools.partial(stock, client), prompt, sampling_params, request_id, **kwargs)
+
+    GENERATE.wrap(generate)
+
+
+def stock_generate(client: AsyncLLM) -> Callable[..., AsyncIterator[Any]]:
+    """Return a client's unwrapped `generate`."""
+    return functools.partial(GENERATE.stock(), client)
+
+
+def http_error(message: str, status: int) -> Exception:
+    """Return an error that vLLM's own routes map to `status`."""
+    from vllm.exceptions import GracefulHTTPError
+
+    return GracefulHTTPError(message, HTTPStatus(status))
+
+
+# -- outputs
+
+
+def on_outputs() -> None:
+    """Take the log-probabilities of registered requests (`tables_of`) out of a core's outputs, before vLLM would build
+    dictionaries from them."""
+
+    def process_outputs(
+        stock: Any,
+        processor: OutputProcessor,
+        engine_core_outputs: Sequence[EngineCoreOutput],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        tables = tables_of(processor)
+        for output in engine_core_outputs if tables else ():
+            state = processor.request_states.get(output.request_id)  # None: aborted
+            if output.new_logprobs is not None and state is not None and state.external_req_id in tables:
+                lists, output.new_logprobs = output.new_logprobs, None
+                table = np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)
+                tables[state.external_req_id].append(table)
+        return stock(processor, engine_core_outputs, *args, **kwargs)
+
+    OUTPUTS.wrap(process_outputs)
+
+
+def tables_of(processor: OutputProcessor) -> dict[str, list[Table]]:
+    """Return the log-probabilities of requests that were registered here before their first output, by run."""
+    return vars(processor).setdefault("patchclamp_tables", {})
+
+
+def verdict_in(output: RequestOutput) -> Verdict | None:
+    """Remove and return the verdict on a request's program from an output; None without one."""
+    params = output.kv_transfer_params
+    if not isinstance(params, dict) or KEY not in params:
+        return None
+    output.kv_transfer_params = None
+    receipt, error, waited_s = params[KEY]
+    return Verdict(receipt, tuple(error) if error is not None else None, waited_s)
+
+
+def draft_counts(completion: CompletionOutput) -> tuple[int, int] | None:
+    """Return a completion's drafted and accepted token counts; None if vLLM does not count them."""
+    counts = completion.spec_decode_metrics
+    if counts is None:
+        return None
+    return counts.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
+
+
+def decoded(
+    processor: OutputProcessor, prompt: list[int], params: SamplingParams, ids: list[int], stopped: bool
+) -> str:
+    """Decode generated ids with vLLM's detokenizer. `stopped`: True if the last id stopped the request."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
+    detokenizer = IncrementalDetokenizer.from_new_request(processor.tokenizer, request)
+    detokenizer.update(ids, stopped)
+    return detokenizer.get_next_output_text(finished=True, delta=False)
+
+
+# -- the core of an `LLMEngine`
+
+
+def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
+    """Call a method of the core's `Admission` without waiting. The call arrives before requests added afterwards.
+    Raises `EngineError` if an earlier call failed."""
+    client: Any = engine.engine_core
+    if (core := _core_here(engine)) is not None:
+        core.patchclamp_call(method, args)
+        return
+    from vllm.v1.engine import EngineCoreRequestType
+
+    answers: collections.deque[Future[Any]] = vars(client).setdefault("patchclamp_calls", collections.deque())
+    while answers and answers[0].done():
+        failure = answers.popleft().exception()
+        if failure is not None:
+            raise EngineError(f"the engine core refused a call: {failure}")
+    number, future = uuid.uuid1().int >> 64, Future()
+    client.utility_results[number] = future
+    client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, args)))
+    answers.append(future)
+
+
+def ask_core(engine: LLMEngine, method: str) -> Any:
+    """Call a method of the core's `Admission` and return its result."""
+    client: Any = engine.engine_core
+    core = _core_here(engine)
+    return client.call_utility("patchclamp_call", method, ()) if core is None else core.patchclamp_call(method, ())
+
+
+def _core_here(engine: LLMEngine) -> Any:
+    """Return an engine's core, if it is in this process."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    return engine.engine_core.engine_core if isinstance(engine.engine_core, InprocClient) else None
+
+
+def is_busy(engine: LLMEngine) -> bool:
+    """True if an engine must be stepped. A core in another process steps by itself."""
+    core = _core_here(engine)
+    return engine.has_unfinished_requests() or (core is not None and is_pending(core))
+
+
+def notice_death(engine: LLMEngine) -> None:
+    """Fail pending calls when a core's process is killed: vLLM then only ends its output thread, without an error."""
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    client = engine.engine_core
+    if not isinstance(client, SyncMPClient):
+        return
+    thread, arrived, results = client.output_queue_thread, client.outputs_queue, client.utility_results
+
+    def wait() -> None:
+        thread.join()
+        error = EngineError("the engine core's process has ended")
+        arrived.put(error)
+        for future in list(results.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    threading.Thread(target=wait, name="patchclamp core", daemon=True).start()
+
+
+def shut_down(engine: LLMEngine, alone: bool) -> None:
+    """Shut down an engine. With other engines in this process, keep the state that vLLM shares among them."""
+    if alone:
+        engine.engine_core.shutdown()
+        return
+    with _disabled():
+        engine.engine_core.shutdown()
+
+
+@contextmanager
+def _disabled() -> Iterator[None]:
+    """Replace vLLM's cleanup of shared state by no-ops inside the context."""
+    places = [each.found() for each in DISABLED]
+    before = [getattr(*place) for place in places]
+    for owner, name in places:
+        setattr(owner, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for (owner, name), stock in zip(places, before, strict=True):
+            setattr(owner, name, stock)
+
+
+# -- the cores of an `AsyncLLM`
+
+
+def core_count(client: AsyncLLM) -> int:
+    """Return the number of a client's engine cores: data-parallel replicas of the model."""
+    return len(_cores_of(client).core_engines)
+
+
+def process_count(client: AsyncLLM) -> int:
+    """Return the number of the server's API processes."""
+    return _cores_of(client).client_count
+
+
+def _cores_of(client: AsyncLLM) -> AsyncMPClient:
+    return client.engine_core  # type: ignore[return-value]
+
+
+def tell_cores(client: AsyncLLM, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
+    """Like `tell_core`, for every core, or core `only`; on the loop's thread. The futures receive the results."""
+    return _tell(client, "patchclamp_call", (method, args), only)
+
+
+def tell_workers(client: AsyncLLM, verb: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
+    """Call the workers of every engine core, or of core `only`; the futures receive a list of results per core."""
+    return _tell(client, "collective_rpc", ("patchclamp_rpc", None, (verb, *args), {}), only)
+
+
+def _tell(client: AsyncLLM, method: str, args: tuple[Any, ...], only: int | None) -> list[asyncio.Future[Any]]:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    cores, answers = _cores_of(client), []
+    for engine in cores.core_engines if only is None else [cores.core_engines[only]]:
+        number = uuid.uuid1().int >> 64
+        answer: Any = asyncio.get_running_loop().create_future()
+        cores.utility_results[number] = answer
+        # sent immediately: the awaitable that it returns matters only if the socket is full
+        try:
+            cores._send_input(EngineCoreRequestType.UTILITY, (cores.client_index, number, method, args), engine)
+        except Exception as error:
+            if not client.errored:
+                raise
+            _fail(answer, error)
+        answers.append(answer)
+    cores._ensure_output_queue_task()
+    return answers
+
+
+def fail_all(client: AsyncLLM) -> None:
+    """Make every pending request and call raise that the engine has ended."""
+    error: Any = client.dead_error
+    client.output_processor.propagate_error(error)
+    for answer in list(_cores_of(client).utility_results.values()):
+        _fail(answer, error)
+
+
+def _fail(answer: Any, error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # retrieve it: asyncio logs exceptions of futures that are never awaited

@@ -1,0 +1,298 @@
+"""A server: its start by vLLM's own command, its limits per caller, and its metrics.
+
+The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not change the engine, so they are
+removed from `additional_config` before vLLM hashes it for its compile cache.
+
+Metrics are beside vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end counts its
+requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores (`held`); a
+program's waiting time comes with its answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
+from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, TooLarge, describe_error
+from patchclamp.plan import CAPTURE, STORE, BoundProgram
+from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT, acted_on
+from patchclamp.plan.room import captured_bytes
+from patchclamp.sites import SiteMap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
+CONFIG = "--additional-config"
+FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
+GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
+KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
+         STORE: "store"}  # fmt: skip
+SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An owner is an API key; all callers of a server without keys are one owner.
+
+    Per request:
+    body_bytes: the body on a patchclamp route
+    json_bytes: a JSON body on a patchclamp route; parsed numbers take eight times the memory
+    json_values: commas in a JSON body on a patchclamp route, or in a program; for more, use base64 or safetensors
+    program_bytes: the body of an OpenAI request with a program
+    program_body_values: commas in such a body, including its prompt
+    openai_body_bytes: any body on the two OpenAI routes; None: unlimited, as in stock vLLM
+    program_ops: ops of a program, including its variant
+    program_captures: captures among them
+    program_records: records of a bound program, one per op, point and range of positions, for every step; the total of
+        all prompts and choices (n) of a request, and of the active runs of a batch
+    inline_bytes: captures returned in a response; larger ones are fetched
+
+    sweep_prompts: prompts of a sweep: both of each pair, and those of its source
+    sweep_grid: cells of a sweep's grid over all pairs; a zoom patches few of them
+    sweep_cells: patched cells of a sweep, counted for every pair, draw, and answer token
+    sweeps: concurrent sweeps of one owner
+
+    Stored per owner:
+    bank_names: vectors and programs
+    named_bytes: their bytes
+    kept_runs: runs
+    run_bytes: captures of runs; for a sweep, the bytes it reads at a time
+    kept_sweeps: sweeps that can be resumed
+    run_ttl_s: seconds without access after which a run or a kept sweep is dropped
+    """
+
+    body_bytes: Count = 1 << 26
+    json_bytes: Count = 1 << 23
+    json_values: Count = 1 << 16
+    program_bytes: Count = 1 << 24
+    program_body_values: Count = 1 << 20
+    openai_body_bytes: Count | None = None
+    program_ops: Count = 1024
+    program_captures: Count = 1024
+    program_records: Count = 2048
+    inline_bytes: Count = 1 << 20
+    sweep_prompts: Count = 512
+    sweep_grid: Count = 1_000_000
+    sweep_cells: Count = 20_000
+    sweeps: Count = 4
+    bank_names: Count = 1024
+    named_bytes: Count = 1 << 28
+    kept_runs: Count = 4096
+    run_bytes: Count = 1 << 32
+    kept_sweeps: Count = 16
+    run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+    def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:
+        """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
+        most = getattr(self, limit)
+        if most is not None and asked > most:
+            raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
+
+    def check_room(self, limit: str, used: int, more: int, what: str, path: str | None = None) -> None:
+        """Raise `CapacityError` if an owner's usage leaves no room for `more`."""
+        most = getattr(self, limit)
+        if used + more > most:
+            raise CapacityError(
+                f"{what}: {more} more, and {used} of {most} are taken: delete what is no longer needed "
+                f"({_larger(limit)})",
+                path,
+            )
+
+
+def _larger(limit: str) -> str:
+    return f'limit {limit}; --additional-config \'{{"patchclamp": {{"serve": {{"{limit}": N}}}}}}\' sets it'
+
+
+class _Additional(dict[str, Any]):
+    """An `additional_config` with a server's limits as an attribute, because vLLM hashes the items. The configuration
+    itself cannot have the attribute: vLLM could not derive the configuration of a part of the model from it."""
+
+    serving: ServeLimits
+
+
+def set_serving(vllm_config: VllmConfig, limits: ServeLimits) -> dict[str, Any]:
+    """Move a server's limits out of our part of `additional_config`, to be read by `serving`; return that part. The
+    original engine arguments are not modified."""
+    extra: Any = vllm_config.additional_config
+    ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
+    extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
+    extra.serving = limits
+    return ours
+
+
+def serving(vllm_config: VllmConfig) -> ServeLimits:
+    """Return the server's limits of a configuration with patchclamp."""
+    extra: Any = vllm_config.additional_config
+    return extra.serving
+
+
+# -- metrics
+
+
+class Metrics:
+    """The metrics of one model in this process. Use `metrics_of`: a registry accepts each name only once."""
+
+    def __init__(self, model: str) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
+        counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
+        self._programs = counter("patchclamp:programs", "Requests with a program that were given to the engine.")
+        self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
+        self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) that edits of ended runs acted on.")
+        self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
+        self._refusals = Counter("patchclamp:refusals", "Requests of ours answered with a 4xx.", (*own, "error"))
+        self._failures = Counter("patchclamp:failures", "Requests of ours answered with a 5xx.", (*own, "error"))
+        self._admission = Histogram(
+            "patchclamp:admission_seconds", "From a program's arrival in the engine core to its admission.", own,
+            buckets=SECONDS,
+        )  # fmt: skip
+        self._waiting = gauge("patchclamp:programs_waiting", "Programs that wait for room.", multiprocess_mode=latest)
+        self._admitted = gauge("patchclamp:programs_admitted", "Programs that have room.", multiprocess_mode=latest)
+        self._model = model
+        for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
+            each.labels(model)  # export 0 from the start
+
+    def started(self, bound: BoundProgram) -> None:
+        """Count a request with a program that goes to the engine."""
+        self._programs.labels(self._model).inc()
+        for op in bound.ops:
+            self._ops.labels(self._model, KINDS[op.kind]).inc()
+
+    def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
+        """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes those of conditions."""
+        computed = len(ids) - 1
+        self._rows.labels(self._model).inc(edited_rows(bound, np.asarray(ids[:computed], np.int64), vectors))
+        if size := captured_bytes(bound, sites, computed):
+            self._bytes.labels(self._model).inc(size)
+
+    def admitted(self, waited_s: float) -> None:
+        """Record the time that a program waited for admission."""
+        self._admission.labels(self._model).observe(waited_s)
+
+    def failed(self, error: PatchclampError) -> None:
+        """Count a request that was answered with an error."""
+        counter = self._refusals if error.status < 500 else self._failures
+        counter.labels(self._model, type(error).__name__).inc()
+
+    def held(self, counts: Mapping[str, int]) -> None:
+        """Set the gauges to the counts of all engine cores (`Admission.counts`)."""
+        self._waiting.labels(self._model).set(counts["waiting"])
+        self._admitted.labels(self._model).set(counts["programs"])
+
+
+metrics_of = functools.cache(Metrics)
+
+
+def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.ndarray]) -> int:
+    """Count the rows that a program's edits acted on, for these token ids."""
+    edits = [op for op in bound.ops if op.is_edit]
+    return sum(len(op.points) * len(acted_on(op, ids, vectors)) for op in edits)
+
+
+# -- the start
+
+
+def run_server(model: str, options: Sequence[str]) -> None:
+    """Run `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
+
+    Raises `EngineError` with vLLM's Rust front end, which has fixed routes, and if the server stops with an error.
+    Raises `ProgramError` for an `--additional-config` that is not a JSON object.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise EngineError(
+            "vLLM's Rust front end has fixed routes: unset VLLM_USE_RUST_FRONTEND; with it, only vllm_xargs carry "
+            "programs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
+        )
+    os.environ.update(environment())
+    # not vLLM's `main`: it looks up the version of the package "vllm", and the CPU build has another name
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="patchclamp")
+    [command] = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    sys.argv = [
+        "patchclamp",
+        "serve",
+        model,
+        *with_config(options),
+        *_cache_size(options),
+    ]  # vLLM's parser reads it, too
+    args = parser.parse_args(sys.argv[1:])
+    assert args is not None
+    configure_logging_from_args(args)
+    command.validate(args)
+    with tempfile.NamedTemporaryFile("r", prefix="patchclamp-start-") as causes:
+        os.environ[CAUSES] = causes.name
+        try:
+            command.cmd(args)
+        except PatchclampError:
+            raise
+        except Exception as error:
+            cause = causes.readline().strip() or describe_error(error)
+            fix = FIX if "memory" in cause.lower() or "cache" in cause.lower() else "the log above has the traceback"
+            raise EngineError(f"the server stopped: {cause} ({fix})") from error
+
+
+def _cache_size(options: Sequence[str]) -> list[str]:
+    """Return the option for a cache that fits a CPU's memory; none on a GPU or if a size is given."""
+    names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
+    if "config" in names:  # the file may set it
+        return []
+    arguments = dict.fromkeys(names)
+    configuration.spare_memory(arguments)
+    size = arguments.get("kv_cache_memory_bytes")
+    return ["--kv-cache-memory-bytes", str(size)] if size is not None else []
+
+
+def environment() -> dict[str, str]:
+    """Return a server's environment variables. They name our plugin, and all others that vLLM would load anyway."""
+    import torch
+
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        installed = [point.name for kind in GROUPS for point in entry_points(group=f"vllm.{kind}_plugins")]
+        # vLLM loads endpoint plugins only if they are named; name no others
+        others = {point.name for point in entry_points(group="vllm.endpoint_plugins")}
+        names = [name for name in dict.fromkeys(installed) if name not in others]
+    else:
+        names = [name for name in named.split(",") if name]
+    variables = {"VLLM_PLUGINS": ",".join(dict.fromkeys([*names, KEY])), MEGA: "0"}
+    if not torch.cuda.is_available():
+        variables["VLLM_USE_AOT_COMPILE"] = os.environ.get("VLLM_USE_AOT_COMPILE", "0")
+    return variables
+
+
+def with_config(options: Sequence[str]) -> list[str]:
+    """Return vLLM's options with our part in `--additional-config`."""
+    rest, config = [], {}
+    words = iter(options)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") != CONFIG:
+            rest.append(word)
+            continue
+        text = value or next(words, "")
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise ProgramError(f"not JSON: {error}", CONFIG) from None
+        if not isinstance(config, dict):
+            raise ProgramError(f"expected an object, got {text}", CONFIG)
+    return [*rest, CONFIG, json.dumps({KEY: {}, **config})]

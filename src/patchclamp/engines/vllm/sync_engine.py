@@ -1,0 +1,387 @@
+"""The vLLM engine: one `LLMEngine`, built and stepped on its own thread, with a queue of jobs from any thread."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from patchclamp.engines.base import (
+    ABORTED,
+    MAX_SCORES,
+    Adapter,
+    Answer,
+    Captured,
+    Expanded,
+    Finding,
+    Request,
+    Wanted,
+    settle,
+    settle_if_failed,
+)  # fmt: skip
+from patchclamp.engines.vllm import setup
+from patchclamp.engines.vllm.compat import configuration, images
+from patchclamp.engines.vllm.compat.clients import (
+    Submitter,
+    ask_core,
+    is_busy,
+    notice_death,
+    shut_down,
+    tell_core,
+    verdict_in,
+)
+from patchclamp.engines.vllm.compat.lora import Adapters
+from patchclamp.engines.vllm.compat.seams import require_all
+from patchclamp.engines.vllm.frontend import Underway, VllmFrontEnd, confirm, join_captured, merged, results_of
+from patchclamp.engines.vllm.report import running
+from patchclamp.engines.vllm.worker import too_deep
+from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
+from patchclamp.kernels.code import check_outside
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
+
+LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
+OURS = (*LIMITS, "numerics", "multiprocess_mode")
+COALESCE_S = 0.001
+MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
+
+
+_one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
+
+_alive: set[VllmEngine] = set()
+
+
+def known_options() -> list[str]:
+    """Return the names of the engine options: vLLM's engine arguments, and ours."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return [*(field.name for field in dataclasses.fields(EngineArgs)), *OURS]
+
+
+class VllmEngine(VllmFrontEnd):
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eight of ours:
+
+    `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
+    (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or "stock";
+    `multiprocess_mode`: True to run the engine core in a separate process.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
+        self._released: collections.deque[str] = collections.deque()
+        self._asleep = False
+        self._wake = threading.Condition()
+        self._stop, self._ended = False, EngineError("the engine is closed")
+        self._engine: Any = None
+        self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
+        self._waiting: dict[str, tuple[Underway, Future[Answer], bytes | None]] = {}  # with the program, by run
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(name, options, started), name="patchclamp", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    # -- from any thread
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        added = self._call(lambda: self._add(requests, futures))
+        added.add_done_callback(lambda done: settle_if_failed(futures, done))
+        return futures
+
+    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
+        def ask(*receiver: Any) -> list[Any]:
+            return self._call(lambda: self._ask("fetch", wanted, *receiver)).result()
+
+        return join_captured(self._receiver.fetch(ask) if self.remote else ask(), len(wanted))
+
+    def release(self, runs: list[str]) -> None:
+        # the garbage collector may call this on any thread, so it must not wait for a lock
+        self._released.extend(runs)
+        if self._wake.acquire(blocking=False):
+            self._wake.notify()
+            self._wake.release()
+
+    def abort(self, runs: list[str]) -> None:
+        """Stop unfinished runs and free their captures."""
+        if not self._stop:
+            self._call(lambda: self._abort(set(runs)))
+
+    def status(self) -> dict[str, Any]:
+        """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
+        return self._call(lambda: {**merged(self._ask("status")), **ask_core(self._engine, "counts")}).result()
+
+    def report(self) -> list[Finding]:
+        """Return the doctor's findings about this engine."""
+        return self._call(lambda: running(self.config, merged(self._ask("examine")))).result()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of weights and cache until `wake`; vectors and captures stay. Raises `EngineError` for
+        a level above 1, without `enable_sleep_mode=True`, and while runs are unfinished."""
+        self._call(lambda: self._sleep(level)).result()
+
+    def wake(self) -> None:
+        """Reallocate the memory and restore the weights; the prefix cache starts empty."""
+        self._call(self._wake_up).result()
+
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+        return self._call(lambda: images.expand(self._engine, prompt, messages)).result()
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        self._adapters.check(adapter)
+
+    def close(self) -> None:
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:  # the garbage collector may close an engine from anywhere
+            self._thread.join()
+
+    def _call(self, job: Callable[[], Any]) -> Future[Any]:
+        check_outside()
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._stop:
+                raise self._ended
+            self._queue.append((job, future))
+            self._wake.notify()
+        return future
+
+    # -- on the engine's thread
+
+    def _live(self, name: str, options: dict[str, Any], started: Future[None]) -> None:
+        try:
+            with _one_at_a_time:
+                self._build(name, options)
+                _alive.add(self)
+        except BaseException as error:
+            self._stop = True
+            if self._engine is not None:
+                shut_down(self._engine, alone=not _alive)
+            started.set_exception(_as_error(error, EngineError))
+            return
+        started.set_result(None)
+        try:
+            while self._serve():
+                self._step()
+            self._fail(EngineError("the engine is closed"))
+        except BaseException as error:
+            stopped = EngineError(f"vLLM stopped: {describe_error(error)}")
+            stopped.__cause__ = error
+            self._fail(stopped)
+        finally:
+            if not self.remote:  # a worker in another process ends with it
+                with suppress(Exception):  # the engine may have failed
+                    self._ask("close")
+            with _one_at_a_time:
+                _alive.discard(self)
+                shut_down(self._engine, alone=not _alive)
+
+    def _build(self, name: str, options: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        require_all("")
+        setup.register()
+        if setup.problem is not None:
+            raise setup.problem
+        for option in options:
+            if option not in (known := known_options()):
+                raise unknown("engine option", option, known, option)
+        limits = {option: options.pop(option) for option in LIMITS if option in options}
+        ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
+        separate = bool(options.pop("multiprocess_mode", False))
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        extra = {**options.pop("additional_config", {}), configuration.KEY: ours}
+        arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
+        configuration.spare_memory(arguments)
+        configuration.choose_dtype(arguments)
+        with configuration.surroundings(separate):
+            engine_args = EngineArgs(**configuration.counted_drafts(arguments), additional_config=extra)
+            config = engine_args.create_engine_config(configuration.usage())
+            self._make(config, separate)
+        self._describe(name, config, self._engine.get_tokenizer, self._engine.output_processor)
+
+    def _make(self, config: VllmConfig, separate: bool) -> None:
+        """Create the engine and its workers from a configuration."""
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        if config.parallel_config.data_parallel_size > 1:
+            raise EngineError(
+                "one process has one replica of the model: data_parallel_size above 1 is for servers "
+                "(patchclamp serve --data-parallel-size ...)"
+            )
+        executor = Executor.get_class(config)
+        self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
+        if not self.remote:
+            configuration.share_groups(config)
+        self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
+        notice_death(self._engine)
+        self._ask("started", self.remote)
+        self._submitter = Submitter(self._engine, has_text=not config.model_config.skip_tokenizer_init)
+        self._adapters = Adapters(self._engine, lambda number: self._ask("unfit", number), config.lora_config)
+
+    def _ask(self, verb: str, *args: Any) -> list[Any]:
+        """Call every worker between steps; return their results."""
+        return results_of(self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args)))
+
+    def _tell(self, method: str, *args: Any) -> None:
+        tell_core(self._engine, method, *args)
+
+    def _serve(self) -> bool:
+        """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
+        with self._wake:
+            while not (self._stop or self._queue or self._held_back or self._released or is_busy(self._engine)):
+                self._wake.wait(MAX_SLEEP_S)
+            jobs = [self._queue.popleft() for _ in range(len(self._queue))]
+        if self._released:
+            if not jobs and not is_busy(self._engine):
+                with self._wake:  # releases come in bursts, and each batch of them costs an engine step
+                    self._wake.wait_for(lambda: self._queue or self._stop, COALESCE_S)
+            self._release([self._released.popleft() for _ in range(len(self._released))])
+        for job, future in jobs:
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(_as_error(error))
+        if self._held_back and not self._stop:
+            self._start_held_back()
+        return not self._stop
+
+    def _step(self) -> None:
+        if not is_busy(self._engine):
+            return
+        with _one_at_a_time:
+            outputs = self._engine.step()
+        ended: list[Request] = []
+        for output in outputs:
+            if output.request_id in self._waiting:
+                underway, future, carried = self._waiting[output.request_id]
+                if output.finished:
+                    self._forget(underway.request)
+                    ended.append(underway.request)
+                    settle(future, _finished(output, underway, carried))
+                else:
+                    verdict_in(output)  # a request may end at a stop text, so some come early
+                    underway.take(output)
+        self._drop(ended)
+
+    def _forget(self, request: Request) -> None:
+        """Drop the state of an ended request, but for its vectors."""
+        if self._waiting.pop(request.run, None) is not None:
+            self._forget_tables(request.run)
+        self._adapters.give(request)
+
+    def _sleep(self, level: int) -> None:
+        deep = too_deep(level)
+        if deep is not None:
+            raise deep
+        if not self.config.model_config.enable_sleep_mode:
+            raise EngineError("this engine cannot sleep: start it with enable_sleep_mode=True")
+        runs = len(self._waiting) + len(self._held_back)
+        if runs:
+            raise EngineError(f"the engine cannot sleep with {runs} unfinished runs")
+        self._asleep = True  # set first: an engine whose sleep failed does not schedule until `wake` either
+        self._engine.sleep(level)
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+        self._asleep = False
+
+    def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+        if self._asleep:
+            raise EngineError("the engine sleeps: wake it with lm.wake()")
+        accepted: list[tuple[Request, Future[Answer]]] = []
+        for request, future in zip(requests, futures, strict=True):
+            if request.abandoned:  # before it was submitted
+                settle(future, EngineError(ABORTED))
+            else:
+                accepted.append((request, future))
+        self._hold(request for request, _ in accepted)
+        for request, _ in accepted:
+            if request.code:
+                self._ask("hold_code", request.run, request.code)
+        self._held_back.extend(accepted)
+
+    def _release(self, runs: list[str]) -> None:
+        """Free captures, and abort runs whose stream was abandoned."""
+        unfinished = [self._waiting[run][0].request for run in runs if run in self._waiting]
+        unfinished += [request for request, _ in self._held_back if request.run in set(runs)]
+        if abandoned := {request.run for request in unfinished if request.listener is not None}:
+            self._abort(abandoned)
+        self._tell("release", runs)
+
+    def _start_held_back(self) -> None:
+        """Submit held-back requests to vLLM, in order, while there is room for their adapters."""
+        for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
+            self._start(*self._held_back.popleft())
+
+    def _start(self, request: Request, future: Future[Answer]) -> None:
+        try:
+            adapter = self._adapters.take(request)
+            carried = self._carried(request)
+            self._waiting[request.run] = self._underway(request), future, carried
+            self._submitter.add(request, carried, adapter)
+        except Exception as error:
+            self._refuse(request, future, _as_error(error, RunError))  # vLLM rejected only this request
+
+    def _refuse(self, request: Request, future: Future[Answer], error: PatchclampError) -> None:
+        self._forget(request)
+        self._drop([request])
+        settle(future, error)
+
+    def _abort(self, runs: set[str]) -> None:
+        """Abort runs, held back or started."""
+        aborted = EngineError(ABORTED)
+        for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
+            self._held_back.remove((request, future))
+            self._refuse(request, future, aborted)
+        waiting = [self._waiting[run] for run in runs if run in self._waiting]
+        self._engine.abort_request([underway.request.run for underway, _, _ in waiting])
+        for underway, future, _ in waiting:
+            self._refuse(underway.request, future, aborted)
+        self._tell("release", list(runs))
+
+    def _fail(self, error: EngineError) -> None:
+        """Stop accepting calls: pending futures and later calls get this error."""
+        with self._wake:
+            self._stop, self._ended = True, error
+            jobs, self._queue = list(self._queue), collections.deque()
+        waiting = [future for _, future, _ in self._waiting.values()]
+        for future in [*waiting, *(future for _, future in self._held_back), *(future for _, future in jobs)]:
+            settle(future, error)
+        self._held_back.clear()
+        self._waiting.clear()
+
+
+def _finished(output: RequestOutput, underway: Underway, carried: bytes | None) -> Answer | PatchclampError:
+    """Return the answer of a request after its last output, or the error that invalidates it."""
+    verdict = verdict_in(output)
+    try:
+        if carried is not None:
+            confirm(underway.request.run, verdict, carried)
+    except PatchclampError as error:
+        return error
+    underway.take(output)
+    return underway.answer(output)
+
+
+def _as_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
+    if isinstance(error, PatchclampError):
+        return error
+    kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)
+    wrapped = kind(describe_error(error))
+    wrapped.__cause__ = error
+    return wrapped
