@@ -33,9 +33,11 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, carrying, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, planned, zoom_in
+from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
-from patchclamp.studies.sweep_result import PatchSweepResult, Row
+from patchclamp.studies.study import keeping
+from patchclamp.studies.sweep_result import PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
@@ -61,7 +63,7 @@ class TestJournal:
 
         def begun(weights: bytes) -> None:
             (folder / "model.safetensors").write_bytes(bytes(200_000) + weights)
-            with carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j"):
+            with keeping(lm, {"study": "any"}, tmp_path / "j"):
                 pass
 
         begun(b"one")
@@ -71,7 +73,7 @@ class TestJournal:
 
     def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):
         def begun():
-            return carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j")
+            return keeping(lm, {"study": "any"}, tmp_path / "j")
 
         with begun(), pytest.raises(pc.NameTaken, match="is being written by another study") as raised, begun():
             pass
@@ -559,13 +561,13 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (ablation_sweep, dict(sites=["logits"], group=None), "sites: without logits there is no answer"),
         (causal_trace, dict(subject="Paris"), 'subject: span("Paris")'),
         (causal_trace, dict(seeds=0), "seeds: "),
-        (causal_trace, dict(seeds=[1, 1]), "seeds: at least one seed is needed, and none twice"),
+        (causal_trace, dict(seeds=[1, 1]), "seeds: expected at least one seed"),
         (causal_trace, dict(std=0), "std: expected a number above 0"),
         (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre is no sender"),
         (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
         (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
-        (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
+        (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver is downstream"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
         (
             path_patch,

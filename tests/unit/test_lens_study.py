@@ -22,8 +22,8 @@ from patchclamp.studies import (
 from patchclamp.studies.attribution_patching import Row
 from patchclamp.studies.between import _correlation, _ranks
 from patchclamp.studies.checkpoint import Norm, Unembedding, Writer
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.study import provenance
-from patchclamp.studies.sweep_result import Column
 
 PROMPT = "The Eiffel Tower is in the"
 

@@ -25,14 +25,13 @@ from PIL import Image
 import patchclamp as pc
 from patchclamp.plots import check_targets, save_page, save_picture, style
 from patchclamp.plots.style import DIVERGING
+from patchclamp.studies.inputs import Column, Row
 from patchclamp.studies.study import Provenance
 from patchclamp.studies.sweep_result import (
     AblationSweepResult,
     Block,
-    Column,
     Pair,
     PatchSweepResult,
-    Row,
     formula,
     model_name,
 )

@@ -28,10 +28,20 @@ from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
-from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import Answer, Layers, OnLM, Progress, Prompt, Sites, check_batch, check_whole, layers_of
+from patchclamp.studies.inputs import (
+    Answer,
+    Column,
+    Layers,
+    OnLM,
+    Progress,
+    Prompt,
+    Sites,
+    check_batch,
+    check_seed,
+    check_whole,
+    layers_of,
+)
 from patchclamp.studies.study import Study, provenance
-from patchclamp.studies.sweep_result import Column
 
 if TYPE_CHECKING:
     import pandas

@@ -17,10 +17,9 @@ from patchclamp.language import Replace, Site
 from patchclamp.lm import LM
 from patchclamp.plots import style
 from patchclamp.run import Run
-from patchclamp.studies.inputs import align
+from patchclamp.studies.inputs import Column, align, words_of
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.study import UNDER_WAY, Pace, Provenance, Show, StudyResult, progress, run_batches
-from patchclamp.studies.sweep_result import Column, words_of
 
 
 class Between:

@@ -34,10 +34,9 @@ from patchclamp.studies.checkpoint import (
     proved_writer,
     tolerance,
 )
-from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt
+from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt, listed
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.study import Study, StudyResult, provenance
-from patchclamp.studies.sweep_result import listed
 
 if TYPE_CHECKING:
     import pandas

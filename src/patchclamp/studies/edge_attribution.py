@@ -26,8 +26,7 @@ from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
 from patchclamp.studies.checkpoint import Checkpoint, Norm, proved_norm
-from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import Answer, OnLM, Progress, Prompt, Weights, check_batch, check_whole
+from patchclamp.studies.inputs import Answer, OnLM, Progress, Prompt, Weights, check_batch, check_seed, check_whole
 from patchclamp.studies.study import Study, provenance
 
 if TYPE_CHECKING:

@@ -44,7 +44,6 @@ from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.grid import check_seed
 from patchclamp.studies.inputs import (
     Answer,
     Answers,
@@ -64,6 +63,7 @@ from patchclamp.studies.inputs import (
     as_text,
     ask,
     check_batch,
+    check_seed,
     content_hash,
     layers_of,
     numbers_of,

@@ -47,9 +47,6 @@ from patchclamp.trace.hints import check_options, hints_for
 class Reporter:
     """Receives the progress of a study in place of a bar. An error that a method raises stops the study."""
 
-    def grid(self, cells: int) -> None:
-        """A grid with this number of cells, over all pairs, will be filled."""
-
     def begin(self, what: str, total: int) -> None:
         """A step of the study begins, with this number of runs."""
 
