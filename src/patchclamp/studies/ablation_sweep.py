@@ -20,6 +20,7 @@ from patchclamp.studies.inputs import (
     Sites,
     SourceField,
     Text,
+    Whole,
     Words,
     columns_of,
     rows_of,
@@ -50,7 +51,7 @@ class AblationSweep(PromptGrid):
     """logit_diff, logprob or prob."""
     source: SourceField = "zeros"
     """Values to write: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the confidence interval and of the test over prompts."""
 
     def plan(self, lm: LM) -> GridPlan:

@@ -35,6 +35,7 @@ from patchclamp.studies.inputs import (
     Divergence,
     Flag,
     NoisedSites,
+    Positive,
     Progress,
     PromptFile,
     Regex,
@@ -47,7 +48,6 @@ from patchclamp.studies.inputs import (
     as_sites,
     as_text,
     ask,
-    check_batch,
     check_whole,
 )
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
@@ -374,7 +374,7 @@ class FuzzSweep(Study):
         pattern_of(self.refusal)
 
     def _run(
-        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
     ) -> FuzzSweepResult:
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
@@ -385,7 +385,7 @@ class FuzzSweep(Study):
             seeds=seeds_of(self.seeds),
             fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=Sampling.of(self.sampling),
             first=FirstToken(self.divergence),
-            max_tokens=self.max_tokens, batch=check_batch(batch),
+            max_tokens=self.max_tokens, batch=batch,
         )  # fmt: skip
         if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
             raise ProgramError(

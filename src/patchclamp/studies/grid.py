@@ -35,15 +35,15 @@ from patchclamp.studies.inputs import (
     Answers,
     Column,
     Layers,
+    Positive,
     Progress,
     Prompts,
     ResumeFile,
     Row,
     Text,
+    Whole,
     Words,
     align,
-    check_batch,
-    check_seed,
     columns_of,
     listed,
     one_each,
@@ -92,7 +92,7 @@ class Grid(Study):
         raise NotImplementedError
 
     def _run(
-        self, lm: LM, *, batch: int = 512, show_progress: Progress = None, listener: GridListener | None = None,
+        self, lm: LM, *, batch: Positive = 512, show_progress: Progress = None, listener: GridListener | None = None,
         resume: ResumeFile = None, check: Callable[[Any], None] | None = None,
     ) -> Sweep:  # fmt: skip
         plan = self.plan(lm)
@@ -125,7 +125,7 @@ class PairGrid(Grid):
     """denoising, or noising: cells of the corrupt run into the clean one."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of the confidence interval and of the test over pairs."""
 
     def cases(self, lm: LM, positions: Any) -> list[Case]:
@@ -292,7 +292,7 @@ class GridPlan:
         self.direction, self.source, self.mixing = direction, source, mixing or Mixing()
         self.written: Side = "corrupt" if direction == "denoising" else "clean"
         self.read: Side = "clean" if direction == "denoising" else "corrupt"
-        self.draws, self.seeds, self.verb = 1, tuple(seeds) or (check_seed(seed),), verb
+        self.draws, self.seeds, self.verb = 1, tuple(seeds) or (seed,), verb
         if isinstance(source, Resampled):
             self.draws, self.seeds = source.draws, (*self.seeds, source.seed)
         self.repeats, self.zoom, self.settings = repeats, zoom, settings or {}
@@ -624,7 +624,7 @@ class Cells:
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
-        self._lm, self._batch, self.journal, self._advance = lm, check_batch(batch), journal, advance
+        self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
         self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
 
     @property

@@ -415,19 +415,6 @@ def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int
     return int(value)
 
 
-def check_seed(seed: Any) -> int:
-    if not is_token_id(seed) or seed < 0:
-        raise ProgramError(f"a seed is a whole number from 0 on, not {seed!r}", "seed")
-    return int(seed)
-
-
-def check_batch(batch: Any) -> int:
-    """The number of runs submitted at a time."""
-    if not is_token_id(batch) or batch < 1:
-        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
-    return int(batch)
-
-
 def as_lm(lm: Any, path: str = "lm") -> LM:
     if not isinstance(lm, LM):
         raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", path)
@@ -604,8 +591,10 @@ def _frozen(names: Any, path: str) -> Any:
 
 
 Text = Annotated[str, Arg(as_text)]
+Whole = Annotated[int, Arg(check_whole)]
+Positive = Annotated[int, Arg(functools.partial(check_whole, least=1))]
 Flag = Annotated[bool, Arg(as_flag)]
-Prompt = Annotated[Any, Arg()]
+Prompt = Annotated[Any, Arg(as_prompt)]
 Prompts = Annotated[Any, Arg(many=True)]
 PromptFile = Annotated[Any, Arg(parse=prompts_in)]
 Answer = Annotated[Any, Arg()]
@@ -621,7 +610,7 @@ Layers = Annotated[Any, Arg(as_layers)]
 Positions = Annotated[Any, Arg(parse=as_position, many=True)]
 Position = Annotated[Any, Arg(parse=as_position)]
 Selected = Annotated[TokensLike, Arg()]
-ChosenTokens = Annotated[Any, Arg(many=True, option="token")]
+ChosenTokens = Annotated[Any, Arg(as_items, many=True, option="token")]
 Labels = Annotated[Any, Arg(as_texts, None)]
 Parts = Annotated[Any, Arg(as_texts, many=True)]
 Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]

@@ -50,6 +50,7 @@ from patchclamp.studies.inputs import (
     Asked,
     Flag,
     Layers,
+    Positive,
     Progress,
     PromptFile,
     PythonOnly,
@@ -58,12 +59,11 @@ from patchclamp.studies.inputs import (
     SiteField,
     Strengths,
     Text,
+    Whole,
     as_float,
     as_floats,
     as_text,
     ask,
-    check_batch,
-    check_seed,
     content_hash,
     layers_of,
     numbers_of,
@@ -519,7 +519,7 @@ class Steering(Study):
     """Ask each prompt as the user's turn of a chat."""
     held_out: float = 0.25
     """Share of the prompts held out to check layers; 0 for no check and no best layer."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed that draws the held-out prompts."""
     answer: Answer = None
     """Continuation that shows the behaviour."""
@@ -533,23 +533,21 @@ class Steering(Study):
             raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
 
     def _run(
-        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
     ) -> SteeringVectors:
-        seed = self.seed
-        batch, seed = check_batch(batch), check_seed(seed)
         sides = ask(lm, self.positive, self.chat, "positive"), ask(lm, self.negative, self.chat, "negative")
         check_method(self.method, len(sides[0]), len(sides[1]))
         check_behaviour(lm, self.answer, self.foil, self.held_out)
         named = _site(lm, self.site)
         numbers = layers_of(lm, named.name, self.layers)
-        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, seed)
+        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, self.seed)
         captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
         behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
         question = {
             "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides],
             "method": self.method,
             "site": named.name, "layers": numbers, "tokens": str(parse_tokens(self.tokens)),
-            "held_out": self.held_out, "seed": seed,
+            "held_out": self.held_out, "seed": self.seed,
             "behaviour": None if behaviour is None else behaviour.question(()),
         }  # fmt: skip
         with keeping(lm, question, resume) as journal:
@@ -565,7 +563,7 @@ class Steering(Study):
                                                        checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
         sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
         return SteeringVectors(
-            provenance=provenance(lm, (seed,)), method=self.method, site=named.name,
+            provenance=provenance(lm, (self.seed,)), method=self.method, site=named.name,
             tokens=str(parse_tokens(self.tokens)),
             layers=tuple(numbers), vectors=vectors.astype(np.float32),
             accuracy=np.array([one.accuracy for one in checks]),
@@ -747,13 +745,12 @@ class StrengthCurve(Study):
     """Ask each prompt as the user's turn of a chat."""
 
     def _run(
-        self, lm: LM, *, batch: int = 256, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 256, show_progress: Progress = None, resume: ResumeFile = None
     ) -> StrengthCurveResult:
         if not isinstance(self.vectors, SteeringVectors):
             raise ProgramError(
                 f"expected steering vectors, got {type(self.vectors).__name__} {self.vectors!r:.100}", "vectors"
             )
-        batch = check_batch(batch)
         asked = ask(lm, self.prompts, self.chat)
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
         steps = as_floats(self.scales, "scales")
