@@ -21,7 +21,7 @@ from patchclamp.studies import (
 )
 from patchclamp.studies.attribution_patching import AttributedRow
 from patchclamp.studies.between import _correlation, _ranks
-from patchclamp.studies.checkpoint import Norm, Unembedding, Writer
+from patchclamp.studies.checkpoint import Norm, OutputProjection, Unembedding
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.study import provenance
 
@@ -161,7 +161,7 @@ class TestFrozen:
 
     def test_a_writers_shares_and_rest_are_what_it_writes(self):
         norm = Norm(True, 1e-5, torch.randn(6), torch.randn(6))
-        writer = Writer(torch.randn(9, 6), torch.randn(6), 0.5, norm)
+        writer = OutputProjection(torch.randn(9, 6), torch.randn(6), 0.5, norm)
         rows, direction = torch.randn(4, 9), torch.randn(4, 6)
         written = (writer(rows) * direction).sum(-1)
         assert torch.allclose(writer.shares(rows, direction).sum(-1) + writer.rest(rows, direction), written, atol=1e-4)

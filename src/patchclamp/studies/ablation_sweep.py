@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.lm import LM
-from patchclamp.studies.grid import Case, GridPlan, PromptGrid
+from patchclamp.studies.grid import GridCase, GridPlan, PromptGrid
 from patchclamp.studies.inputs import (
     Alignment,
     Column,
@@ -59,7 +59,7 @@ class AblationSweep(PromptGrid):
             raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         cases = [
-            Case(words, NO_WORDS, graded, NO_ALIGNMENT, self._columns(lm, words, i, len(prompts)))
+            GridCase(words, NO_WORDS, graded, NO_ALIGNMENT, self._columns(lm, words, i, len(prompts)))
             for i, (words, graded) in enumerate(prompts)
         ]
         rows = rows_of(lm, self.sites, self.layers, self.group, self.window)

@@ -163,13 +163,13 @@ class AttributionPatching(GradientStudy):
 
     def candidates(self, lm: LM, between: Between) -> Candidates:
         rows = _rows(lm, [self.sites] if isinstance(self.sites, (str, Site)) else self.sites, self.layers)
-        return _Cells(lm, between, rows)
+        return _RowCandidates(lm, between, rows)
 
 
 attribution_patching = AttributionPatching.short_form("attribution_patching")
 
 
-class _Cells(Candidates):
+class _RowCandidates(Candidates):
     """A cell is a row at an aligned position."""
 
     result = AttributionPatchingResult

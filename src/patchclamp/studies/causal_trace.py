@@ -22,10 +22,11 @@ from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import TextSpan, every, parse_tokens
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
-from patchclamp.studies.grid import Case, Cells, GridListener, GridPlan, PromptGrid
+from patchclamp.studies.grid import Cells, GridCase, GridListener, GridPlan, PromptGrid
 from patchclamp.studies.inputs import (
     Column,
     Positions,
+    Positive,
     Seeds,
     Sites,
     Std,
@@ -66,7 +67,7 @@ class CausalTrace(PromptGrid):
     """Columns of the grid; one per token by default."""
     metric: Text = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
-    window: int = 1
+    window: Positive = 1
     """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
     std: Std = None
     """Standard deviation of the noise; by default 3 times that of the embeddings of all subject tokens."""
@@ -81,7 +82,7 @@ class CausalTrace(PromptGrid):
             subjects.append(chosen_positions(lm, words, _selection(given[i], path), path))
             columns = columns_of(lm, words, range(len(words.ids)), self.positions, i, len(prompts),
                                  lambda label, at, _: Column(label, at, at))  # fmt: skip
-            cases.append(Case(words, words, graded, align(words.ids, words.ids), tuple(columns)))
+            cases.append(GridCase(words, words, graded, align(words.ids, words.ids), tuple(columns)))
         rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
             raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")

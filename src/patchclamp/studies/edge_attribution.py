@@ -131,13 +131,13 @@ class EdgeAttribution(GradientStudy):
     """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
 
     def candidates(self, lm: LM, between: Between) -> Candidates:
-        return _Edges(lm, between, Checkpoint(str(self.weights or lm.model.name)))
+        return _EdgeCandidates(lm, between, Checkpoint(str(self.weights or lm.model.name)))
 
 
 edge_attribution = EdgeAttribution.short_form("edge_attribution")
 
 
-class _Edges(Candidates):
+class _EdgeCandidates(Candidates):
     """A cell is a receiver with a sender."""
 
     result = EdgeAttributionResult
@@ -166,9 +166,8 @@ class _Edges(Candidates):
                     slope_TD = _before(norm, slope_TD, run.rows[self._point[part.stream]])
                 slopes[r] += slope_TD[between.corrupt_at] / max(steps, 1)
         estimates = np.einsum("rtd,std->rs", slopes, written_STD, optimize=True)
-        reached = np.array(
-            [[sender.order < receiver.order for sender in self._senders] for receiver in self._receivers]
-        )
+        sent, read = ([part.order for part in parts] for parts in (self._senders, self._receivers))
+        reached = np.array(sent)[None, :] < np.array(read)[:, None]
         return np.where(reached, estimates, np.nan)
 
     def sites(self, number: int) -> list[Site]:

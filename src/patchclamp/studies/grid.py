@@ -1,6 +1,6 @@
 """The base of studies that fill a grid: cells of several unpatched runs are patched one at a time, and averaged.
 
-A study reads its arguments into a `GridPlan`: its prompts (`Case`), rows, and the source of the values (`sources`).
+A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and the source of the values (`sources`).
 The plan grades the unpatched runs, patches every cell in each of them, and returns a `Sweep`. `Cells` runs graded
 trials in batches, two at a time, with reruns of the unpatched prompt among them that measure the noise floor, and keeps
 their values in the journal from which a study resumes.
@@ -35,6 +35,7 @@ from patchclamp.studies.inputs import (
     Answers,
     Column,
     Layers,
+    OptionalCount,
     Positive,
     Progress,
     Prompts,
@@ -128,7 +129,7 @@ class PairGrid(Grid):
     seed: Whole = 0
     """Seed of the confidence interval and of the test over pairs."""
 
-    def cases(self, lm: LM, positions: Any) -> list[Case]:
+    def cases(self, lm: LM, positions: Any) -> list[GridCase]:
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
         if self.direction not in DIRECTIONS:
             raise unknown("direction", self.direction, DIRECTIONS, "direction")
@@ -146,7 +147,7 @@ class PairGrid(Grid):
                 columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
             except PatchclampError as error:
                 raise error.under(f"pair {i}") if where else error from None
-            cases.append(Case(clean, corrupt, graded[i], alignment, columns))
+            cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
         return cases
 
 
@@ -184,9 +185,9 @@ class PromptGrid(Grid):
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    group: int | None = None
+    group: OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
-    window: int = 1
+    window: Positive = 1
     """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
 
     def read(self, lm: LM, metric: str) -> list[tuple[Words, Graded]]:
@@ -211,7 +212,7 @@ def graded_of(lm: LM, answer: Any, foil: Any, metric: str, count: int) -> list[G
     return graded
 
 
-class Case(NamedTuple):
+class GridCase(NamedTuple):
     """A pair of prompts, its graded tokens, alignment and columns. A study of one prompt has no tokens in `corrupt`; a
     causal trace has the same prompt on both sides."""
 
@@ -282,7 +283,7 @@ class GridPlan:
     extra: Mapping[str, Any] = {}  # further fields of the result
 
     def __init__(
-        self, lm: LM, study: Grid, result: type[Sweep], cases: list[Case], rows: list[Row], *,
+        self, lm: LM, study: Grid, result: type[Sweep], cases: list[GridCase], rows: list[Row], *,
         direction: str = "denoising", source: Source | None = None, mixing: Mixing | None = None, seed: int = 0,
         seeds: Sequence[int] = (), repeats: int = 1, zoom: int | None = None,
         settings: Mapping[str, Any] | None = None, verb: str = "patching",
@@ -500,8 +501,25 @@ class GridPlan:
         each = begun.each.copy()
         for column, (r, p) in enumerate(singles):
             each[:, r, p] = filled.values[:, column]
-        sweep = with_values(begun, Filled(each, filled.floor), bases, cells.computed, self.seeds[0], self.repeats)
-        return msgspec.structs.replace(sweep, blocks=tuple(blocks))
+        effect = (each - np.array(bases)[:, None, None]).mean(0)
+        return msgspec.structs.replace(
+            begun, each=each, values=each.mean(0), effect=effect, noise_floor=filled.floor, blocks=tuple(blocks),
+            computed=cells.computed, **self._spread(each, np.array(bases)),
+        )  # fmt: skip
+
+    def _spread(self, each: np.ndarray, base: np.ndarray) -> dict[str, np.ndarray]:
+        """The spread of the mean over prompts, if there are several. Seeds of a prompt count once, by their mean, as
+        they are not independent prompts; for a single prompt the interval is over its seeds, without p-values."""
+        run = ~np.isnan(each.mean(0))
+        if len(self.cases) > 1:
+            each, base = each.reshape(-1, self.repeats, *run.shape).mean(1), base.reshape(-1, self.repeats).mean(1)
+        if len(each) == 1 or not run.any():
+            return {}
+        found = spread(each[:, run], base, self.seeds[0])
+        grids = {name: np.full(run.shape, np.nan) for name in found._fields[: None if len(self.cases) > 1 else 4]}
+        for name, grid in grids.items():
+            grid[run] = getattr(found, name)
+        return grids
 
     def _unpatched(self, number: int) -> Iterator[Trial]:
         """The clean prompt of a case, and the corrupt one if there is one, with its repeats."""
@@ -653,29 +671,36 @@ class Cells:
         """
         plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
         values = np.full(len(plan), np.nan)
-        known = self._take(len(plan))
-        values[: len(known)] = known
-        self._told(plan, values, range(len(known)), tell)
-        if len(known) < len(plan):
-            self._compute(plan, values, len(known), rounds(), tell)
-        return _by_round(len(counts), plan, values)
 
-    def _take(self, count: int) -> list[float]:
-        return self.journal.take(float, count) if self.journal is not None else []
-
-    def _compute(
-        self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
-    ) -> None:
-        """Fill in the values from `begin` on."""
-        trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
+        def told(which: range) -> None:
+            by_round: dict[int, list[int]] = {}
+            for at in which:
+                if plan[at][1] is not None:
+                    by_round.setdefault(plan[at][0], []).append(at)
+            for number, of in by_round.items():
+                tell(number, np.array([plan[at][1] for at in of]), values[of])
+            self._advance(len(which))
 
         def read(which: range, runs: list[Run], new: list[float]) -> None:
             self._runs += len(runs)
             self._cut += sum(run.answer.computed_from is not None for run in runs)
             values[which.start : which.stop] = new
-            self._told(plan, values, which, tell)
+            told(which)
 
-        self._carry(trials, begin, read)
+        known = self._take(len(plan))
+        values[: len(known)] = known
+        told(range(len(known)))
+        if len(known) < len(plan):
+            made = rounds()
+            left = plan[len(known) :]
+            trials = [made[number].baseline if i is None else made[number].trials[i] for number, i in left]
+            self._carry(trials, len(known), read)
+        numbers, is_trial = np.array([number for number, _ in plan]), np.array([i is not None for _, i in plan])
+        return [Values(values[(numbers == n) & is_trial], values[(numbers == n) & ~is_trial])
+                for n in range(len(counts))]  # fmt: skip
+
+    def _take(self, count: int) -> list[float]:
+        return self.journal.take(float, count) if self.journal is not None else []
 
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
@@ -700,19 +725,6 @@ class Cells:
             read(range(done, done := done + len(part)), runs, new)
 
         run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
-
-    def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
-        by_round: dict[int, list[tuple[int, float]]] = {}
-        for at in which:
-            number, i = plan[at]
-            if i is not None:
-                by_round.setdefault(number, []).append((i, float(values[at])))
-        for number, told in by_round.items():
-            tell(number, np.array([i for i, _ in told]), np.array([value for _, value in told]))
-        self._advance(len(which))
-
-
-_Planned = tuple[int, int | None]  # the number of a round, and of a trial in it; None for the baseline
 
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
@@ -741,13 +753,6 @@ def _call(part: Sequence[Trial]) -> dict[str, object]:
     }
 
 
-def _by_round(rounds: int, plan: Sequence[_Planned], values: np.ndarray) -> list[Values]:
-    of = [([], []) for _ in range(rounds)]
-    for (number, i), value in zip(plan, values.tolist(), strict=True):
-        of[number][i is None].append(value)
-    return [Values(np.array(trials), np.array(baselines)) for trials, baselines in of]
-
-
 MIN_RERUNS = 2
 
 
@@ -773,32 +778,6 @@ class Finished:
             self._tell(done.tolist(), self._sum[done] / self._parts)
 
 
-def with_values(
-    sweep: Any, filled: Filled, bases: Sequence[float], computed: str, seed: int, seeds: int = 1
-) -> Any:  # fmt: skip
-    """A sweep with the values of its units [N, R, P], their mean, and the spread of the mean if there are several.
-
-    bases: the unpatched metric of every unit; computed: `Cells.computed`
-    seed: seed of the spread; seeds: this many consecutive units belong to one prompt, and count once by their mean,
-        because seeds are not independent prompts. For a single prompt the interval is over its seeds, without p-values
-    """
-    each, base = filled.values.reshape(sweep.each.shape), np.asarray(bases, np.float64)
-    changed: dict[str, Any] = {
-        "each": each, "values": each.mean(0), "effect": (each - base[:, None, None]).mean(0),
-        "noise_floor": filled.floor, "computed": computed,
-    }  # fmt: skip
-    run = ~np.isnan(changed["values"])
-    one_prompt = len(each) == seeds
-    if not one_prompt:
-        each, base = each.reshape(-1, seeds, *run.shape).mean(1), base.reshape(-1, seeds).mean(1)
-    if len(each) > 1 and run.any():
-        found = spread(each[:, run], base, seed)
-        for name in found._fields[:4] if one_prompt else found._fields:
-            changed[name] = np.full(run.shape, np.nan)
-            changed[name][run] = getattr(found, name)
-    return msgspec.structs.replace(sweep, **changed)
-
-
 COARSEST = 8  # layers and positions of the first blocks
 LEVELS = 3  # times that blocks are halved
 
@@ -807,8 +786,6 @@ class Zoom:
     """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise ProgramError(f"at least one block is looked into, not {keep!r}", "zoom")
         self.possible, self.keep = possible, min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
         across = list(range(columns))

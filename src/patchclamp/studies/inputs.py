@@ -18,14 +18,13 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, Unsupp
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, At, parse_edited_site
-from patchclamp.language.tokens import Index, Tokens, TokensLike, as_integer, parse_index, parse_tokens
+from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt as PlanPrompt
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.study import Arg, Reporter, Resumable
-from patchclamp.trace.hints import check_options, hints_for
+from patchclamp.studies.study import Arg, Reporter, Resumable, bind_call
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
@@ -233,10 +232,6 @@ def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, wi
 
     Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
     """
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ProgramError(f"a window has at least one layer, not {window!r}", "window")
-    if group is not None and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
-        raise ProgramError(f"a group has at least one head, neuron or expert, not {group!r}", "group")
     sites = [sites] if isinstance(sites, (str, Site)) else list(sites)
     chosen = which_layers(layers, lm.model.layers)
     rows: dict[Row, None] = {}
@@ -252,18 +247,20 @@ def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, wi
 
 def which_layers(layers: Any, count: int) -> set[int]:
     """The named layers, of `count`. Raises `UnsupportedSite` if one is out of range, or the selection is empty."""
-    if isinstance(layers, str):
-        layers = parse_index(layers)
-    if layers is None:
+    index = parse_index(layers) if isinstance(layers, str) else layers
+    if index is None:
         return set(range(count))
-    indices: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
-        layers, (int, Range, slice)) else list(layers)  # fmt: skip
-    chosen = {n for index in indices for n in (index.indices(count) if isinstance(index, Range) else [index])}
-    ends = {end for index in indices if isinstance(index, Range) for end in index.ends if end is not None}
-    outside = [n for n in chosen if not -count <= n < count] or [end for end in ends if not -count <= end <= count]
-    if outside or not chosen:
-        raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
-    return {n % count for n in chosen}
+    chosen: set[int] = set()
+    for one in index if isinstance(index, (list, tuple, range)) else [index]:
+        part = Range.of(one) if isinstance(one, slice) else one
+        numbers = list(part.indices(count)) if isinstance(part, Range) else [part]
+        ends = [end for end in part.ends if end is not None] if isinstance(part, Range) else []
+        if any(not -count <= n < count for n in numbers) or any(not -count <= end <= count for end in ends):
+            raise UnsupportedSite(f"expected layers 0 to {count - 1} of this model, got {layers}", "layers")
+        chosen |= {n % count for n in numbers}
+    if not chosen:
+        raise UnsupportedSite(f"expected at least one of the layers 0 to {count - 1}, got {layers}", "layers")
+    return chosen
 
 
 def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
@@ -350,7 +347,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
     )
 
 
-class Asked(msgspec.Struct, frozen=True):
+class EncodedPrompt(msgspec.Struct, frozen=True):
     """A prompt in token ids; `text` is its source if known, and `shown` the form for display."""
 
     ids: tuple[int, ...]
@@ -363,7 +360,7 @@ class Asked(msgspec.Struct, frozen=True):
         return list(self.ids) if self.text is None else self.text
 
 
-def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[Asked]:
+def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
     """Prompts in token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
     Raises: `ProgramError` if this is not a list of prompts, or with the path of a prompt that cannot be read.
@@ -379,29 +376,28 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
     return asked
 
 
-def _plain(lm: LM, prompt: Any) -> Asked:
+def _plain(lm: LM, prompt: Any) -> EncodedPrompt:
     if isinstance(prompt, str):
-        return Asked(tuple(lm.tokens(prompt)), prompt, prompt)
+        return EncodedPrompt(tuple(lm.tokens(prompt)), prompt, prompt)
     prompt = as_plain(prompt)
     if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)
-    return Asked(ids, None, lm.tokenizer.decode(list(ids)))
+    return EncodedPrompt(ids, None, lm.tokenizer.decode(list(ids)))
 
 
-def _chat(lm: LM, prompt: Any) -> Asked:
+def _chat(lm: LM, prompt: Any) -> EncodedPrompt:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages) or not messages:
         raise ProgramError("with chat=True a prompt is text or a list of messages, each with role and content")
-    return Asked(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
+    return EncodedPrompt(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
 
 
-def content_hash(asked: Iterable[Asked]) -> str:
+def content_hash(asked: Iterable[EncodedPrompt]) -> str:
     """SHA-256 of prompts, in hex: equal for the same token ids in the same order."""
     return hashlib.sha256(msgspec.json.encode([one.ids for one in asked])).hexdigest()
 
 
-VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -509,31 +505,23 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     `ProgramError` for a missing, unknown or surplus argument, and for a tensor whose numbers cannot be read.
     """
     signature = inspect.signature(function)
-    known, call = list(signature.parameters), f"{getattr(function, '__name__', function)}()"
-    others = any(one.kind == VAR_KEYWORD for one in signature.parameters.values())
-    ordered = [name for name, one in signature.parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
+    parameters = {name: one for name, one in signature.parameters.items() if one.kind != one.VAR_KEYWORD}
+    ordered = [name for name, one in parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
+    required = [name for name, one in parameters.items() if one.default is one.empty]
+    others = len(parameters) < len(signature.parameters)
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_options((name for name in kwargs if name not in known and not others), call, known, hints_for(known))
-        if len(args) > len(ordered):
-            raise ProgramError(
-                f"{call} takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
-            )
-        if twice := [name for name in ordered[: len(args)] if name in kwargs]:
-            raise ProgramError(f"{call} got this argument by position and by name", twice[0])
-        bound = signature.bind_partial(*args, **kwargs)
-        for name, parameter in signature.parameters.items():
-            if name not in bound.arguments and parameter.default is parameter.empty and parameter.kind != VAR_KEYWORD:
-                raise ProgramError(f"{function.__name__} needs the argument {name}=", name)
-        for name, value in bound.arguments.items():
+        given = bind_call(function.__name__, list(parameters), ordered, required, args, kwargs, others)
+        for name in parameters.keys() & given.keys():
+            value = given[name]
             if hasattr(value, "detach"):
                 check_dense(value, name)
             if getattr(value, "shape", None) == ():  # a NumPy or torch scalar
-                bound.arguments[name] = value = as_plain(value, name)
-            if name in READERS and not (value is None and signature.parameters[name].default is None):
-                bound.arguments[name] = READERS[name](value, name)
-        return function(*bound.args, **bound.kwargs)
+                given[name] = value = as_plain(value, name)
+            if name in READERS and not (value is None and parameters[name].default is None):
+                given[name] = READERS[name](value, name)
+        return function(**given)  # pyright: ignore[reportCallIssue]
 
     return study
 
@@ -592,7 +580,9 @@ def _frozen(names: Any, path: str) -> Any:
 
 Text = Annotated[str, Arg(as_text)]
 Whole = Annotated[int, Arg(check_whole)]
-Positive = Annotated[int, Arg(functools.partial(check_whole, least=1))]
+_at_least_one = functools.partial(check_whole, least=1)
+Positive = Annotated[int, Arg(_at_least_one)]
+OptionalCount = Annotated[int | None, Arg(_at_least_one, int)]
 Flag = Annotated[bool, Arg(as_flag)]
 Prompt = Annotated[Any, Arg(as_prompt)]
 Prompts = Annotated[Any, Arg(many=True)]

@@ -46,7 +46,7 @@ from patchclamp.studies.inputs import (
     positions_of,
 )
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Stored, Study, StudyResult, keeping, progress, provenance, recorded
+from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
     import pandas
@@ -290,11 +290,11 @@ def _measure(
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
 
-        def compute(rows: torch.Tensor = rows) -> list[list[Stored]]:
+        def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
             measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, len(rows), top, chosen)
-            return [[Stored.of(array) for array in msgspec.structs.astuple(measured)]]
+            return [[StoredArray.of(array) for array in msgspec.structs.astuple(measured)]]
 
-        [arrays] = recorded(journal, 1, list[Stored], compute)
+        [arrays] = recorded(journal, 1, list[StoredArray], compute)
         parts.append([of.array() for of in arrays])
         advance(rows.shape[0] * rows.shape[1])
     return _Measured(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))

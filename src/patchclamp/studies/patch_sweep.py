@@ -14,7 +14,16 @@ from patchclamp.errors import PatchclampError
 from patchclamp.language.values import as_mask
 from patchclamp.lm import LM
 from patchclamp.studies.grid import GridPlan, PairGrid
-from patchclamp.studies.inputs import MaskField, Positions, Sites, SourceField, as_float, rows_of
+from patchclamp.studies.inputs import (
+    MaskField,
+    OptionalCount,
+    Positions,
+    Positive,
+    Sites,
+    SourceField,
+    as_float,
+    rows_of,
+)
 from patchclamp.studies.sources import Mixing, as_source, check_widths
 from patchclamp.studies.sweep_result import PatchSweepResult
 
@@ -36,9 +45,9 @@ class PatchSweep(PairGrid):
     positions: Positions = None
     """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
     mapping gives them labels; its values may be lists with one selection per pair. All aligned positions by default."""
-    group: int | None = None
+    group: OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
-    window: int = 1
+    window: Positive = 1
     """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
     source: SourceField = None
     """Values to write instead of the other prompt's: zeros, bank:NAME, `studies.MeanOf(prompts)` or
@@ -47,7 +56,7 @@ class PatchSweep(PairGrid):
     """Weight of the new value in the mix with the old one."""
     mask: MaskField = None
     """Columns [W] of a row that are patched, as in `pc.Replace`."""
-    zoom: int | None = None
+    zoom: OptionalCount = None
     """Start with blocks of 8 layers × 8 positions and split this many of the best of each size; the grid then holds
     only the cells that were reached."""
 

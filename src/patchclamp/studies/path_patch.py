@@ -30,8 +30,19 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.grid import MIN_RERUNS, Case, GridPlace, GridPlan, OpenWriter, PairGrid
-from patchclamp.studies.inputs import Column, Frozen, Position, Receivers, Row, Senders, listed, rows_of, words_of
+from patchclamp.studies.grid import MIN_RERUNS, GridCase, GridPlace, GridPlan, OpenWriter, PairGrid
+from patchclamp.studies.inputs import (
+    Column,
+    Frozen,
+    OptionalCount,
+    Position,
+    Receivers,
+    Row,
+    Senders,
+    listed,
+    rows_of,
+    words_of,
+)
 from patchclamp.studies.sources import CellWriter, Mixing, captured_runs
 from patchclamp.studies.sweep_result import PathPatchResult
 
@@ -65,7 +76,7 @@ class PathPatch(PairGrid):
     receivers: Receivers = ("logits",)
     """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a nested list (joined by + on the command line)
     is patched together."""
-    group: int | None = 1
+    group: OptionalCount = 1
     """Heads or neurons per sender."""
     positions: Position = None
     """Selection at which senders are patched, or a list with one per pair; the whole prompt by default."""
@@ -92,7 +103,7 @@ class _PathPlan(GridPlan):
     """A row is a sender, a column a receiver. One pair of prompts is patched at a time."""
 
     def __init__(
-        self, lm: LM, study: PathPatch, cases: list[Case], rows: list[Row], receivers: list[PathReceiver],
+        self, lm: LM, study: PathPatch, cases: list[GridCase], rows: list[Row], receivers: list[PathReceiver],
         frozen: tuple[str, ...],
     ) -> None:  # fmt: skip
         settings = {"receivers": [list(map(str, of.sites)) for of in receivers], "frozen": frozen}
@@ -227,7 +238,7 @@ def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
             )  # fmt: skip
 
 
-def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
+def _senders(lm: LM, senders: Any, layers: Any, group: OptionalCount) -> list[Row]:
     """The sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):

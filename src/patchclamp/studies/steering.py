@@ -47,7 +47,7 @@ from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
     Answer,
     Answers,
-    Asked,
+    EncodedPrompt,
     Flag,
     Layers,
     Positive,
@@ -72,7 +72,7 @@ from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Provenance,
     Show,
-    Stored,
+    StoredArray,
     Study,
     StudyResult,
     keeping,
@@ -429,7 +429,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
     def score(
-        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
+        self, lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
         journal: Journal | None = None,
     ) -> Scored:  # fmt: skip
         """Score every prompt under each of some edits. Scores in `journal` are not computed again."""
@@ -633,12 +633,12 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
 class _Read(msgspec.Struct, frozen=True):
     """The record of a prompt: its mean row at each layer [L, D], and the mean norm of its rows [L]."""
 
-    mean: Stored
-    lengths: Stored
+    mean: StoredArray
+    lengths: StoredArray
 
 
 def _read(
-    lm: LM, journal: Journal | None, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
+    lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
@@ -657,7 +657,7 @@ def _read(
             raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
         rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # flattens heads
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
-        return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
+        return _Read(StoredArray.of(np.stack([rows.mean(0) for rows in rows_LTD])), StoredArray.of(np.array(lengths)))
 
     read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
     return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)

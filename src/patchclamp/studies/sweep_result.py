@@ -6,8 +6,7 @@ R rows (parts of the model) · P columns (positions, spans, or receivers) · N p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -117,7 +116,11 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     question: str = ""
     computed: str = ""
 
-    kind: ClassVar[str] = "sweep"
+    # words of plots, filled in by `in_words`
+    done: ClassVar[str] = ""  # the intervention on the runs
+    cell: ClassVar[str] = ""  # the content of a cell
+    unpatched: ClassVar[str] = "{patched}"  # the name of the baseline
+    axis: ClassVar[str] = "token"
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -130,6 +133,14 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     def patched(self) -> Side:
         """The side whose prompt is run with patches; its unpatched run is the baseline of every cell."""
         return "corrupt" if self.direction == "denoising" else "clean"
+
+    def in_words(self, template: str) -> str:
+        """A template with the names of both sides and of the source of the values."""
+        other = "clean" if self.patched == "corrupt" else "corrupt"
+        own = f"{other} activations"  # the default source
+        origin = f"from the {other} run" if self.source in ("", own) else f"with {self.source}"
+        by = f" by {self.source}" if self.source else ""
+        return template.format(patched=self.patched, other=other, source=self.source or own, by=by, origin=origin)
 
     @property
     def baseline(self) -> float:
@@ -264,13 +275,17 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 class PatchSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """A patch sweep: cells of one prompt's run replaced by those of the other's (`patch_sweep`)."""
 
-    kind: ClassVar[str] = "patch"
+    done: ClassVar[str] = "Patching {source} into the {patched} run"
+    cell: ClassVar[str] = "the {patched} run with one place patched {origin}"
+    axis: ClassVar[str] = "token of the {patched} prompt"
 
 
 class AblationSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """An ablation sweep: cells of a prompt's run are ablated (`ablation_sweep`). `corrupt` is None."""
 
-    kind: ClassVar[str] = "ablation"
+    done: ClassVar[str] = "Ablating one place at a time{by}"
+    cell: ClassVar[str] = "the run with one place ablated{by}"
+    unpatched: ClassVar[str] = "unablated"
 
 
 class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
@@ -284,7 +299,9 @@ class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
     subjects: tuple[tuple[int, ...], ...]
     std: float
 
-    kind: ClassVar[str] = "trace"
+    done: ClassVar[str] = "Restoring clean activations in runs with a noised subject"
+    cell: ClassVar[str] = "a run with the subject noised and one place restored"
+    unpatched: ClassVar[str] = "noised"
 
 
 class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
@@ -295,7 +312,9 @@ class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
 
     frozen: tuple[str, ...]
 
-    kind: ClassVar[str] = "path"
+    done: ClassVar[str] = "Patching the paths from senders to receivers"
+    cell: ClassVar[str] = "the {patched} run with the way from a sender to a receiver patched from the {other} run"
+    axis: ClassVar[str] = "receiver"
 
 
 def place(cell: Cell) -> str:
@@ -312,14 +331,14 @@ OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)
 def heatmap(sweep: Sweep) -> Heatmap:
     """One panel per site, sites without layers last. With few columns, heads, neurons and experts go across."""
     panels, columns, axis = _by_part(sweep) if _parts_across(sweep) else _by_site(sweep)
-    base, goal = sweep.patched, sweep.goal
+    base, goal, words = sweep.patched, sweep.goal, metric_words(sweep)
     other = "clean" if base == "corrupt" else "corrupt"
     return Heatmap(
-        title=f"{did(sweep)}: {quantity(sweep)}", metric=sweep.metric, formula=formula(sweep),
-        explained=explained(sweep), provenance=f"{model_name(sweep)} · {sweep.engine} · {sweep.dtype}",
-        panels=panels, columns=columns, baseline=Anchor(_name(sweep, base), base, sweep.baseline),
+        title=f"{sweep.in_words(sweep.done)}: {words.quantity}", metric=sweep.metric, formula=words.formula,
+        explained=words.explained, provenance=sweep.provenance.where, panels=panels, columns=columns,
+        baseline=Anchor(sweep.in_words(sweep.unpatched), base, sweep.baseline),
         goal=None if goal is None else Anchor(other, other, goal), noise_floor=sweep.noise_floor, strips=_strips(sweep),
-        cell=_cell(sweep), axis=axis, note=_note(sweep),
+        cell=sweep.in_words(sweep.cell), axis=axis, note=_note(sweep),
     )  # fmt: skip
 
 
@@ -333,7 +352,7 @@ def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
         for name in sweep.sites
     ]  # fmt: skip
     columns = tuple(HeatmapColumn(column.label, column.clean, column.corrupt) for column in sweep.columns)
-    return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, _axis(sweep)
+    return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, sweep.in_words(sweep.axis)
 
 
 def _cut(
@@ -429,122 +448,55 @@ def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
 # -- words
 
 
-def did(sweep: Sweep) -> str:
-    """The intervention on the runs, in words."""
-    if sweep.kind == "ablation":
-        return f"Ablating one place at a time{_by(sweep)}"
-    if sweep.kind == "trace":
-        return "Restoring clean activations in runs with a noised subject"
-    if sweep.kind == "path":
-        return "Patching the paths from senders to receivers"
-    return f"Patching {sweep.source or _read(sweep)} into the {sweep.patched} run"
-
-
-def _read(sweep: Sweep) -> str:
-    """The default source of a patch, in words."""
-    return f"{'clean' if sweep.patched == 'corrupt' else 'corrupt'} activations"
-
-
-def _by(sweep: Sweep) -> str:
-    return f" by {sweep.source}" if sweep.source else ""
-
-
-def _cell(sweep: Sweep) -> str:
-    """The content of a cell, in words."""
-    one, other = ("corrupt", "clean") if sweep.patched == "corrupt" else ("clean", "corrupt")
-    if sweep.kind == "ablation":
-        return f"the run with one place ablated{_by(sweep)}"
-    if sweep.kind == "trace":
-        return "a run with the subject noised and one place restored"
-    if sweep.kind == "path":
-        return f"the {one} run with the way from a sender to a receiver patched from the {other} run"
-    if sweep.source not in ("", _read(sweep)):
-        return f"the {one} run with one place patched with {sweep.source}"
-    return f"the {one} run with one place patched from the {other} run"
-
-
-def _axis(sweep: Sweep) -> str:
-    if sweep.kind == "path":
-        return "receiver"
-    if isinstance(sweep, PatchSweepResult):
-        return f"token of the {sweep.patched} prompt"
-    return "token"
-
-
-def _name(sweep: Sweep, side: str) -> str:
-    if sweep.kind == "ablation":
-        return "unablated"
-    return "noised" if sweep.kind == "trace" else side
-
-
 def _note(sweep: Sweep) -> str:
     notes = []
-    units = len(sweep.each)
-    if isinstance(sweep, CausalTraceResult):
-        notes.append(f"Noise of standard deviation {number(sweep.std)} on the embeddings of the subject.")
+    units, pairs = len(sweep.each), len(sweep.pairs)
+    trace = sweep if isinstance(sweep, CausalTraceResult) else None
+    if trace is not None:
+        notes.append(f"Noise of standard deviation {number(trace.std)} on the embeddings of the subject.")
     if units > 1:
-        pairs = len(sweep.pairs)
-        of = (
-            f"{pairs} prompts"
-            if sweep.corrupt is None or isinstance(sweep, CausalTraceResult)
-            else f"{pairs} pairs of prompts"
-        )
-        if isinstance(sweep, CausalTraceResult):
+        of = f"{pairs} prompts" if sweep.corrupt is None or trace is not None else f"{pairs} pairs of prompts"
+        if trace is not None:
             of = f"{of} and {units // pairs} noise seeds each" if pairs > 1 else f"{units} noise seeds"
         notes.append(f"Means over {of}" + ("; the first is shown." if pairs > 1 else "."))
     return " ".join(notes)
 
 
-def quantity(sweep: Sweep) -> str:
-    """The quantity that the metric measures: `logit difference ' Paris' − ' Rome'`."""
+class MetricWords(NamedTuple):
+    """A metric in words: `logit difference ' Paris' − ' Rome'`, its formula, and one sentence."""
+
+    quantity: str
+    formula: str
+    explained: str
+
+
+def metric_words(sweep: Sweep) -> MetricWords:
+    """The metric in words, of the first pair; the quantity of all pairs."""
+    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
+    one, other = answer, foil
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:
-        answer, foil = "the answer", "the foil"
-    else:
-        answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
+        one, other = "the answer", "the foil"
     if sweep.metric == "prob":
-        return f"probability of {answer}"
+        return MetricWords(f"probability of {one}", f"p({answer} | prompt)",
+                           f"The probability that the prompt goes on with {answer}.")  # fmt: skip
     if sweep.metric == "logprob" or sweep.foil is None:
-        return f"log-probability of {answer}"
-    difference = f"{'log-probability' if _several(sweep) else 'logit'} difference {answer} − {foil}"
-    return f"recovered share of the {difference}" if sweep.metric == "recovered" else difference
-
-
-def formula(sweep: Sweep) -> str:
-    """The formula of the metric."""
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.metric == "prob":
-        return f"p({answer} | prompt)"
-    if sweep.metric == "logprob" or sweep.foil is None:
-        return f"log p({answer} | prompt)"
+        certainty = f"The log-probability that the prompt goes on with {answer}; 0 would be certainty."
+        return MetricWords(f"log-probability of {one}", f"log p({answer} | prompt)", certainty)
+    # log-probabilities of answers of several tokens are sums, not logits
+    several = any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
+    quantity = f"{'log-probability' if several else 'logit'} difference {one} − {other}"
     if sweep.metric == "recovered":
-        difference = f"log p({answer}) − log p({foil})" if _several(sweep) else f"logit({answer}) − logit({foil})"
-        return f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = {difference}"
-    difference = f"log p({answer} | prompt) − log p({foil} | prompt)"
-    return difference if _several(sweep) else f"logit({answer}) − logit({foil}) = {difference}"
-
-
-def _several(sweep: Sweep) -> bool:
-    """True if an answer or a foil has several tokens: their log-probabilities are sums, not logits."""
-    return any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
-
-
-def explained(sweep: Sweep) -> str:
-    """The metric in one sentence."""
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.metric == "prob":
-        return f"The probability that the prompt goes on with {answer}."
-    if sweep.metric == "logprob" or sweep.foil is None:
-        return f"The log-probability that the prompt goes on with {answer}; 0 would be certainty."
-    if sweep.metric == "recovered":
+        delta = f"log p({answer}) − log p({foil})" if several else f"logit({answer}) − logit({foil})"
         back = "brings back" if sweep.direction == "denoising" else "leaves"
-        return (
-            f"The part of the logit difference between {answer} and {foil} that the patch {back}: "
-            "0 is the corrupt run, 1 the clean one."
+        return MetricWords(
+            f"recovered share of the {quantity}",
+            f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = {delta}",
+            f"The part of the logit difference between {answer} and {foil} that the patch {back}: 0 is the corrupt "
+            "run, 1 the clean one.",
         )
-    return f"How much the model favours {answer} over {foil}; below 0 it favours {foil}."
-
-
-def model_name(sweep: Sweep) -> str:
-    """The hub id, or the name of a local folder, because plots are shared."""
-    path = PurePath(sweep.model)
-    return path.name if path.is_absolute() else sweep.model
+    difference = f"log p({answer} | prompt) − log p({foil} | prompt)"
+    return MetricWords(
+        quantity,
+        difference if several else f"logit({answer}) − logit({foil}) = {difference}",
+        f"How much the model favours {answer} over {foil}; below 0 it favours {foil}.",
+    )
