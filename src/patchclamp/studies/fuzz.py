@@ -316,7 +316,6 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Curves:
         """Plot data: the measures against the strength."""
-
         return curves(self)
 
     def __repr__(self) -> str:

@@ -261,7 +261,6 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Heatmap:
         """Plot data: the grid as a heatmap."""
-
         return heatmap(self)
 
     def __repr__(self) -> str:
