@@ -33,9 +33,11 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, carrying, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, planned, zoom_in
+from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
-from patchclamp.studies.sweep_result import PatchSweepResult, Row
+from patchclamp.studies.study import keeping
+from patchclamp.studies.sweep_result import PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
@@ -61,7 +63,7 @@ class TestJournal:
 
         def begun(weights: bytes) -> None:
             (folder / "model.safetensors").write_bytes(bytes(200_000) + weights)
-            with carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j"):
+            with keeping(lm, {"study": "any"}, tmp_path / "j"):
                 pass
 
         begun(b"one")
@@ -71,7 +73,7 @@ class TestJournal:
 
     def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):
         def begun():
-            return carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j")
+            return keeping(lm, {"study": "any"}, tmp_path / "j")
 
         with begun(), pytest.raises(pc.NameTaken, match="is being written by another study") as raised, begun():
             pass
@@ -485,18 +487,18 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        (dict(sites=["z"], group=0), pc.ProgramError, "group: a group has at least one"),
+        (dict(sites=["z"], group=0), pc.ProgramError, "group: expected a whole number"),
         (dict(group=1), pc.ProgramError, "sites[0].group: resid_pre has no heads"),
         (dict(sites=["z[0, 5]"]), pc.UnsupportedSite, "sites[0]: z[:, 5]: this model has 2 heads"),
-        (dict(window=0), pc.ProgramError, "window: a window has at least one layer"),
+        (dict(window=0), pc.ProgramError, "window: expected a whole number"),
         (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
         (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
         (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
         (dict(alpha="1"), pc.ProgramError, "alpha: expected a number"),
-        (dict(zoom=0), pc.ProgramError, "zoom: at least one block"),
-        (dict(batch=0), pc.ProgramError, "batch: runs are submitted at least one at a time"),
-        (dict(seed=-1), pc.ProgramError, "seed: a seed is a whole number"),
+        (dict(zoom=0), pc.ProgramError, "zoom: expected a whole number"),
+        (dict(batch=0), pc.ProgramError, "batch: expected a whole number"),
+        (dict(seed=-1), pc.ProgramError, "seed: expected a whole number"),
         (dict(clean=[CLEAN, CLEAN]), pc.ProgramError, "corrupt: 2 clean prompts and 1 corrupt ones"),
         (dict(answer="Paris"), pc.TokensError, "answer: 'Paris' is 5 tokens"),
         (dict(answer=[7, 8], sites=["logits"]), pc.UnsupportedSite, "sites: logits decide one token"),
@@ -559,13 +561,13 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (ablation_sweep, dict(sites=["logits"], group=None), "sites: without logits there is no answer"),
         (causal_trace, dict(subject="Paris"), 'subject: span("Paris")'),
         (causal_trace, dict(seeds=0), "seeds: "),
-        (causal_trace, dict(seeds=[1, 1]), "seeds: at least one seed is needed, and none twice"),
+        (causal_trace, dict(seeds=[1, 1]), "seeds: expected at least one seed"),
         (causal_trace, dict(std=0), "std: expected a number above 0"),
         (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre is no sender"),
         (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
         (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
-        (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
+        (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver is downstream"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
         (
             path_patch,

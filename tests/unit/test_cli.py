@@ -56,6 +56,10 @@ def failed(*arguments: str) -> str:
     return lines[0]
 
 
+def descendants(kind: type) -> list[type]:
+    return [one for child in kind.__subclasses__() for one in (child, *descendants(child))]
+
+
 class TestFront:
     @pytest.mark.parametrize("arguments", [(), ("sweep",), ("sites",), ("demo",)])
     def test_help(self, arguments: tuple[str, ...]):
@@ -68,8 +72,10 @@ class TestFront:
         assert all(name in output for name in named.get(arguments, sweeps))
 
     def test_every_study_has_its_command(self):
-        kinds = {kind for kind in pc.studies.Study.__subclasses__() if kind.__module__ in sys.modules}
-        assert kinds == set(pc.studies.STUDIES.values())
+        made = [
+            kind for kind in descendants(pc.studies.Study) if "short" in vars(kind) and kind.__module__ in sys.modules
+        ]
+        assert set(made) == set(pc.studies.STUDIES.values())
         named = [study.command for study in pc.studies.STUDIES.values() if study.command]
         assert sorted(named) == sorted(studies_by_command())
         assert all(name in run("--help")[1] for name in (*named, *(one.__name__ for one in commands.COMMANDS)))

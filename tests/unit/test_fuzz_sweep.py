@@ -158,7 +158,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(divergence=0), "divergence: from 1 to 128 tokens"),
         (dict(refusal="("), "refusal: '(' is not a regular expression"),
         (dict(quick=True, prompts=["a"], strengths=[0.0]), "quick: it chooses prompts and strengths"),
-        (dict(batch=0), "batch: runs are submitted at least one at a time"),
+        (dict(batch=0), "batch: expected a whole number"),
         (dict(sampling={"seed": 3}), "sampling.seed: a fuzz sweep sets it for each cell: give seeds="),
         (dict(sampling={"extra_args": {}}), "sampling.extra_args: a fuzz sweep sets it"),
     ],

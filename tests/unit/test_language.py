@@ -23,7 +23,7 @@ from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import DTYPES, orthonormal
 from patchclamp.plan import Prompt
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.studies.sweep_result import rows_of
+from patchclamp.studies.inputs import rows_of
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())

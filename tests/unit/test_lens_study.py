@@ -18,11 +18,11 @@ from patchclamp.studies import (
     logit_lens,
     patchscope,
 )
-from patchclamp.studies.attribution_patching import Row
+from patchclamp.studies.attribution_patching import AttributedRow
 from patchclamp.studies.between import _correlation, _ranks
-from patchclamp.studies.checkpoint import Norm, Unembedding, Writer
+from patchclamp.studies.checkpoint import Norm, OutputProjection, Unembedding
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.study import provenance
-from patchclamp.studies.sweep_result import Column
 from patchclamp.testing import FakeEngine, _norm
 
 PROMPT = "The Eiffel Tower is in the"
@@ -121,7 +121,7 @@ class TestPatchscope:
             patchscope(lm, source=PROMPT, source_position=[1, 2], target=PROMPT)
 
     @pytest.mark.parametrize(("asked", "text"), [
-        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
+        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
         (dict(top=0), "top: expected a whole number from 1 on, got 0"),
     ])  # fmt: skip
     def test_numbers_are_checked_before_anything_runs(self, lm, asked, text, monkeypatch):
@@ -133,10 +133,10 @@ class TestPatchscope:
 
 @pytest.mark.parametrize("study", [attribution_patching, edge_attribution])
 @pytest.mark.parametrize(("asked", "text"), [
-    (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
-    (dict(batch=2.0), "batch: runs are submitted at least one at a time, not 2.0"),
-    (dict(seed=-1), "seed: a seed is a whole number from 0 on, not -1"),
-    (dict(seed="x"), "seed: a seed is a whole number from 0 on, not 'x'"),
+    (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
+    (dict(batch=2.0), "batch: expected a whole number from 1 on, got 2.0"),
+    (dict(seed=-1), "seed: expected a whole number from 0 on, got -1"),
+    (dict(seed="x"), "seed: expected a whole number from 0 on, got 'x'"),
     (dict(steps=-1), "steps: expected a whole number from 0 on, got -1"),
     (dict(verify=None), "verify: expected a whole number from 0 on, got None"),
 ])  # fmt: skip
@@ -161,7 +161,7 @@ class TestFrozen:
 
     def test_a_writers_shares_and_rest_are_what_it_writes(self):
         norm = Norm(True, 1e-5, torch.randn(6), torch.randn(6))
-        writer = Writer(torch.randn(9, 6), torch.randn(6), 0.5, norm)
+        writer = OutputProjection(torch.randn(9, 6), torch.randn(6), 0.5, norm)
         rows, direction = torch.randn(4, 9), torch.randn(4, 6)
         written = (writer(rows) * direction).sum(-1)
         assert torch.allclose(writer.shares(rows, direction).sum(-1) + writer.rest(rows, direction), written, atol=1e-4)
@@ -184,7 +184,10 @@ class TestAttributionResult:
         assert np.isnan(_correlation(a, np.ones(4)))
 
     def test_it_can_be_saved_tabled_and_drawn(self, lm, tmp_path):
-        rows = (*(Row("resid_pre", layer) for layer in (0, 1)), *(Row("z", 1, head) for head in (0, 1)))
+        rows = (
+            *(AttributedRow("resid_pre", layer) for layer in (0, 1)),
+            *(AttributedRow("z", 1, head) for head in (0, 1)),
+        )
         columns = tuple(Column(text, (p,), (p,)) for p, text in enumerate(("The", " Tower", " is")))
         estimates = np.array([[0.1, -3.0, 0.2], [0.0, 2.0, 0.1], [0.0, 1.0, 0.3], [0.2, 0.0, 0.0]])
         exact, sampled = np.full((4, 3), np.nan), np.zeros((4, 3), bool)

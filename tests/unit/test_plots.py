@@ -25,16 +25,14 @@ from PIL import Image
 import patchclamp as pc
 from patchclamp.plots import check_targets, save_page, save_picture, style
 from patchclamp.plots.style import DIVERGING
+from patchclamp.studies.inputs import Column, Row
 from patchclamp.studies.study import Provenance
 from patchclamp.studies.sweep_result import (
     AblationSweepResult,
     Block,
-    Column,
     Pair,
     PatchSweepResult,
-    Row,
-    formula,
-    model_name,
+    metric_words,
 )
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
@@ -282,9 +280,11 @@ class TestWords:
         assert title == f"Patching clean activations into the corrupt run: {text}"
 
     def test_formulas(self):
-        assert formula(make_sweep(metric="logprob", foil=None)) == "log p(' Paris' | prompt)"
-        assert formula(make_sweep()).startswith("logit(' Paris') − logit(' Rome') = log p(' Paris' | prompt)")
-        recovered = formula(make_sweep(metric="recovered"))
+        assert metric_words(make_sweep(metric="logprob", foil=None)).formula == "log p(' Paris' | prompt)"
+        assert metric_words(make_sweep()).formula.startswith(
+            "logit(' Paris') − logit(' Rome') = log p(' Paris' | prompt)"
+        )
+        recovered = metric_words(make_sweep(metric="recovered")).formula
         assert recovered.startswith("(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt)")
 
     def test_noise(self):
@@ -304,8 +304,8 @@ class TestWords:
         assert tuple(sweep.picture().skipped) == sweep.skipped
 
     def test_a_local_folder_is_told_by_its_name(self):
-        assert model_name(make_sweep(model="/home/someone/models/tiny")) == "tiny"
-        assert model_name(make_sweep(model="org/tiny")) == "org/tiny"
+        assert make_sweep(model="/home/someone/models/tiny").provenance.where.split(" · ")[0] == "tiny"
+        assert make_sweep(model="org/tiny").provenance.where.split(" · ")[0] == "org/tiny"
 
 
 # -- matplotlib

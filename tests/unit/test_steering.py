@@ -335,10 +335,10 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(answer=""), "answer: a continuation is a text or token ids"),
         (dict(tokens="prompt[40]"), "prompt 0.capture[0]"),
         (dict(layers=1.5), "layers: "),
-        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
-        (dict(batch=-2), "batch: runs are submitted at least one at a time, not -2"),
-        (dict(seed=-1), "seed: a seed is a whole number from 0 on, not -1"),
-        (dict(seed="x"), "seed: a seed is a whole number from 0 on, not 'x'"),
+        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
+        (dict(batch=-2), "batch: expected a whole number from 1 on, got -2"),
+        (dict(seed=-1), "seed: expected a whole number from 0 on, got -1"),
+        (dict(seed="x"), "seed: expected a whole number from 0 on, got 'x'"),
     ],
 )
 def test_what_cannot_be_made_is_an_error(lm, asked, text):
@@ -358,8 +358,8 @@ def test_what_cannot_be_made_is_an_error(lm, asked, text):
         (dict(answer=[5, 640]), "answer: a continuation is a text or token ids"),
         (dict(foil=True), "foil: a continuation is a text or token ids"),
         (dict(layers=[7]), "layers: there are vectors of layers"),
-        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
-        (dict(batch="many"), "batch: runs are submitted at least one at a time, not 'many'"),
+        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
+        (dict(batch="many"), "batch: expected a whole number from 1 on, got 'many'"),
     ],
 )
 def test_what_cannot_be_scored_is_an_error(lm, vectors, asked, text):

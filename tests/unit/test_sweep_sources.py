@@ -3,14 +3,13 @@ nothing of it stays with the engine."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import MeanOf, Resampled, ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import MeanOf, Resampled, ablation_sweep, causal_trace, grid, patch_sweep, path_patch
 from patchclamp.studies.sweep_result import AblationSweepResult, PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
@@ -112,7 +111,7 @@ def drawing(lm, **change):
 
 def test_draws_do_not_depend_on_how_pairs_are_grouped(lm, monkeypatch):
     together = drawing(lm)
-    monkeypatch.setattr(sys.modules[patch_sweep.__module__], "MAX_SOURCE_BYTES", 1)
+    monkeypatch.setattr(grid, "MAX_SOURCE_BYTES", 1)
     assert np.array_equal(drawing(lm).each, together.each)
     assert not np.array_equal(drawing(lm, draw=4).each, together.each)
 

@@ -40,10 +40,11 @@ from patchclamp.serve.captures import data_event
 from patchclamp.serve.front import Front, log
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
+from patchclamp.studies.grid import GridPlan
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import Spread
-from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
-from patchclamp.studies.sweep_result import Cell, Column, Sweep
+from patchclamp.studies.sweep_result import Cell, Sweep
 
 BATCH = 64  # runs that are read together: a study ends within two batches after its client disconnects
 MAX_ITEMS = 64  # sites, senders or receivers
@@ -275,9 +276,6 @@ class RunningStudy(Reporter):
 
     # -- reports of the study
 
-    def grid(self, cells: int) -> None:
-        self._limits.check("sweep_grid", cells, "cells of the grid, in all pairs", "sites")
-
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
             raise RunError("the client of this study disconnected")
@@ -330,7 +328,7 @@ class RunningStudy(Reporter):
             self._loop.call_soon_threadsafe(call, *args)
 
 
-def check_sweep(limits: Any, plan: SweepPlan) -> None:
+def check_sweep(limits: Any, plan: GridPlan) -> None:
     """Raises `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
     the plan takes time in proportion to it."""
     limits.check("sweep_grid", plan.grid, "cells of the grid, in all pairs", "sites")

@@ -18,6 +18,7 @@ from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttri
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
@@ -37,7 +38,6 @@ from patchclamp.studies.sweep_result import (
     AblationSweepResult,
     CausalTraceResult,
     Cell,
-    Column,
     PatchSweepResult,
     PathPatchResult,
 )
@@ -57,7 +57,7 @@ STUDIES: dict[str, type[Study]] = {}  # every study, by class name
 
 for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
     for _name, _value in vars(importlib.import_module(_found.name)).copy().items():
-        _kind = _value if isinstance(_value, type) and issubclass(_value, Study) else getattr(_value, "study", None)
-        if isinstance(_kind, type) and _kind is not Study and _kind.__module__ == _found.name:
+        _kind = getattr(_value, "study", None)  # of a short form
+        if isinstance(_kind, type) and _kind.__module__ == _found.name:
             STUDIES[_kind.__name__] = _kind
-            globals()[_name] = _value  # the class and its short form
+            globals().update({_name: _value, _kind.__name__: _kind})

@@ -21,17 +21,12 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, UnsupportedSite
 from patchclamp.language import From, Replace, Site, every
-from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, parse_edited_site
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.sites import SiteRef
-from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
-from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import Answer, Layers, OnLM, Progress, Prompt, Sites, check_batch, check_whole, layers_of
-from patchclamp.studies.study import Study, provenance
-from patchclamp.studies.sweep_result import Column
+from patchclamp.studies.between import Between, Candidates, GradientStudy, Proposal
+from patchclamp.studies.inputs import Column, Layers, Sites, layers_of
 
 if TYPE_CHECKING:
     import pandas
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
 BEST = 20  # verified cells in the picture's table
 
 
-class Row(msgspec.Struct, frozen=True):
+class AttributedRow(msgspec.Struct, frozen=True):
     """A row of the grid: a site of a layer, or one head of it, patched at one position at a time."""
 
     site: str
@@ -54,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
 class Estimate(msgspec.Struct, frozen=True):
     """A cell, its estimated effect, and the effect of an exact patch, or None if it was not verified."""
 
-    row: Row
+    row: AttributedRow
     column: Column
     estimate: float
     exact: float | None
@@ -63,7 +58,7 @@ class Estimate(msgspec.Struct, frozen=True):
 class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
     """Results of attribution patching. Arrays are [R, P]: a cell is a row at an aligned position."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AttributedRow, ...]
     columns: tuple[Column, ...]
 
     def proposals(self, count: int = 10) -> list[Estimate]:
@@ -149,7 +144,7 @@ DEFAULT_SITES = ("resid_pre", "attn_out", "mlp_out")
 HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
-class AttributionPatching(Study):
+class AttributionPatching(GradientStudy):
     """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
 
     The metric is logit(answer) − logit(foil), or log p(answer) without a foil. `run(lm, on=...)` patches on another
@@ -160,92 +155,58 @@ class AttributionPatching(Study):
     """
 
     command = "propose"
-    not_served = "it needs gradients, which only the Transformers engine has"
 
-    clean: Prompt
-    """Prompt whose activations are patched in, as text or token ids."""
-    corrupt: Prompt
-    """Prompt that is run with these activations."""
-    answer: Answer
-    """Expected answer of the clean prompt: one token, with its leading space."""
-    foil: Answer = None
-    """Answer of the corrupt prompt: one token."""
     sites: Sites = DEFAULT_SITES
     """Site names; each head of q, k, v and z is a row of its own."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    steps: int = 0
-    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
-    verify: int = 32
-    """Cells with the largest estimates to patch exactly."""
-    sample: int = 32
-    """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
-    seed: int = 0
-    """Seed of the random draw."""
 
-    def _run(
-        self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None
-    ) -> AttributionPatchingResult:
-        steps = self.steps
-        verify = self.verify
-        sample = self.sample
-        seed = self.seed
-        steps, verify, sample = (
-            check_whole(steps, "steps"),
-            check_whole(verify, "verify"),
-            check_whole(sample, "sample"),
-        )
-        seed, batch = check_seed(seed), check_batch(batch)
+    def candidates(self, lm: LM, between: Between) -> Candidates:
         rows = _rows(lm, [self.sites] if isinstance(self.sites, (str, Site)) else self.sites, self.layers)
-        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
-        check_same(lm, serving)
-        refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
-        between.read([ref.point for ref in refs])
-        estimates = _estimates(between, refs, steps)
-
-        def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
-            cells = [(rows[i // len(between.columns)], between.columns[i % len(between.columns)]) for i in numbers]
-            places = dict.fromkeys((row.site, row.layer) for row, _ in cells)
-            source = serving.run(
-                between.ids[0], max_tokens=1, capture=[Site(*place) @ whole_prompt for place in places]
-            )
-            try:
-                return exact_effects(
-                    serving, between, [[_patch(source, *cell)] for cell in cells], batch, show_progress
-                )
-            finally:
-                source.close()
-
-        return AttributionPatchingResult(
-            provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
-            rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed,
-            patch),
-        )  # fmt: skip
+        return _RowCandidates(lm, between, rows)
 
 
 attribution_patching = AttributionPatching.short_form("attribution_patching")
 
 
-def _estimates(between: Between, refs: list[SiteRef], steps: int) -> np.ndarray:
-    """The estimate of every cell, [rows, aligned positions]."""
-    slopes: dict[int, np.ndarray] = {}
-    for run in between.along(steps):
-        for point in {ref.point for ref in refs}:
-            slopes[point] = slopes.get(point, 0.0) + run.gradients[point][between.corrupt_at] / max(steps, 1)
-    estimates = np.zeros((len(refs), len(between.columns)))
-    for r, ref in enumerate(refs):
-        first, end = ref.columns or (0, slopes[ref.point].shape[1])
-        estimates[r] = (between.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
-    return estimates
+class _RowCandidates(Candidates):
+    """A cell is a row at an aligned position."""
+
+    result = AttributionPatchingResult
+
+    def __init__(self, lm: LM, between: Between, rows: list[AttributedRow]) -> None:
+        self._between, self._rows = between, rows
+        self._refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
+        self.fields = {"rows": tuple(rows), "columns": between.columns}
+        between.read([ref.point for ref in self._refs])
+
+    def estimates(self, steps: int) -> np.ndarray:
+        between, slopes = self._between, dict[int, np.ndarray]()
+        for run in between.along(steps):
+            for point in {ref.point for ref in self._refs}:
+                slopes[point] = slopes.get(point, 0.0) + run.gradients[point][between.corrupt_at] / max(steps, 1)
+        estimates = np.zeros((len(self._refs), len(between.columns)))
+        for r, ref in enumerate(self._refs):
+            first, end = ref.columns or (0, slopes[ref.point].shape[1])
+            estimates[r] = (between.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
+        return estimates
+
+    def sites(self, number: int) -> list[Site]:
+        row, _ = self._cell(number)
+        return [Site(row.site, row.layer)]
+
+    def edit(self, number: int, runs: list[Run]) -> Replace:
+        row, column = self._cell(number)
+        at = Site(row.site, row.layer, row.head)
+        return Replace(From(runs[0], at, every[column.clean]), at=at, tokens=every[column.corrupt])
+
+    def _cell(self, number: int) -> tuple[AttributedRow, Column]:
+        r, p = divmod(number, len(self._between.columns))
+        return self._rows[r], self._between.columns[p]
 
 
-def _patch(source: Run, row: Row, column: Column) -> Replace:
-    at = Site(row.site, row.layer, row.head)
-    return Replace(From(source, at, every[column.clean]), at=at, tokens=every[column.corrupt])
-
-
-def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[Row]:
-    rows: dict[Row, None] = {}
+def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[AttributedRow]:
+    rows: dict[AttributedRow, None] = {}
     for i, text in enumerate(sites):
         try:
             site = parse_edited_site(text)
@@ -261,5 +222,5 @@ def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[Row]:
             raise UnsupportedSite(f"{site}: name one head, or none for each", f"sites[{i}]")
         for ref in refs:
             if kept is None or ref.layer in kept:
-                rows |= dict.fromkeys(Row(site.name, ref.layer, head) for head in heads)  # pyright: ignore
+                rows |= dict.fromkeys(AttributedRow(site.name, ref.layer, head) for head in heads)  # pyright: ignore
     return list(rows)

@@ -1,12 +1,12 @@
-"""Activations and gradients of a clean and a corrupt prompt, and at steps on the path between them; and the base class
-of results of attribution patching: estimates of all cells, exact effects of some, and their correlation.
+"""The base of attribution patching: activations and gradients of a clean and a corrupt prompt, and at steps on the path
+between them; estimates of all cells, exact effects of some, and their correlation.
 
 T tokens of the corrupt prompt · D model width
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,13 +14,23 @@ import numpy as np
 from patchclamp.engines.base import Gradients
 from patchclamp.errors import ProgramError
 from patchclamp.language import Replace, Site
+from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import style
 from patchclamp.run import Run
-from patchclamp.studies.inputs import align
+from patchclamp.studies.inputs import Answer, Column, OnLM, Positive, Progress, Prompt, Whole, align, words_of
 from patchclamp.studies.metric import Graded, grade, single_token
-from patchclamp.studies.study import UNDER_WAY, Pace, Provenance, Show, StudyResult, progress, run_batches
-from patchclamp.studies.sweep_result import Column, words_of
+from patchclamp.studies.study import (
+    UNDER_WAY,
+    Pace,
+    Provenance,
+    Show,
+    Study,
+    StudyResult,
+    progress,
+    provenance,
+    run_batches,
+)
 
 
 class Between:
@@ -126,18 +136,6 @@ def exact_effects(
     return np.array(values[1:-1]) - values[0], abs(values[-1] - values[0])
 
 
-def arrays(
-    estimates: np.ndarray, verify: int, sample: int, seed: int, patch: Callable[[list[int]], tuple[np.ndarray, float]]
-) -> dict[str, Any]:
-    """A proposal's arrays: the estimates, the exact effects of the chosen cells from `patch`, a mask of the drawn
-    cells, and the noise floor."""
-    chosen, drawn = chosen_cells(estimates, verify, sample, seed)
-    effects, floor = patch(chosen) if chosen else (np.zeros(0), 0.0)
-    exact, sampled = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool)
-    exact.flat[chosen], sampled.flat[drawn] = effects, True
-    return {"estimates": estimates, "exact": exact, "sampled": sampled, "noise_floor": floor}
-
-
 Verified = Literal["all", "best", "sampled"]
 
 
@@ -235,3 +233,77 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((2 * last - counts - 1) / 2)[inverse]
+
+
+class Candidates:
+    """The cells that a study estimates: their number is their place in the flat array of estimates.
+
+    result: of the study · fields: of the result, beside those of `Proposal`
+    sources: prompts that are captured for exact patches: the clean one, or (2) both
+    """
+
+    result: type[Proposal]
+    fields: dict[str, Any]
+    sources = 1
+
+    def estimates(self, steps: int) -> np.ndarray:
+        """The estimate of every cell; NaN if it does not exist."""
+        raise NotImplementedError
+
+    def sites(self, number: int) -> list[Site]:
+        """The sites of the source runs that an exact patch of a cell reads."""
+        raise NotImplementedError
+
+    def edit(self, number: int, runs: list[Run]) -> Replace:
+        """The exact patch of a cell."""
+        raise NotImplementedError
+
+
+class GradientStudy(Study):
+    """The base of studies that estimate effects from gradients, and patch the largest ones exactly."""
+
+    not_served = "it needs gradients, which only the Transformers engine has"
+
+    clean: Prompt
+    """Prompt whose activations are patched in, as text or token ids."""
+    corrupt: Prompt
+    """Prompt that is run with these activations."""
+    answer: Answer
+    """Expected answer of the clean prompt: one token, with its leading space."""
+    foil: Answer = None
+    """Answer of the corrupt prompt: one token."""
+    steps: Whole = 0
+    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
+    verify: Whole = 32
+    """Cells with the largest estimates to patch exactly."""
+    sample: Whole = 32
+    """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
+    seed: Whole = 0
+    """Seed of the random draw."""
+
+    def candidates(self, lm: LM, between: Between) -> Candidates:
+        """The cells, with rows and gradients read at their points."""
+        raise NotImplementedError
+
+    def _run(self, lm: LM, *, on: OnLM = None, batch: Positive = 256, show_progress: Progress = None) -> Proposal:
+        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
+        check_same(lm, serving)
+        candidates = self.candidates(lm, between)
+        estimates = candidates.estimates(self.steps)
+        chosen, drawn = chosen_cells(estimates, self.verify, self.sample, self.seed)
+        exact, sampled, floor = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool), 0.0
+        sampled.flat[drawn] = True
+        if chosen:
+            captures = [site @ whole_prompt for site in {site for n in chosen for site in candidates.sites(n)}]
+            sources = [serving.run(ids, max_tokens=1, capture=captures) for ids in between.ids[: candidates.sources]]
+            try:
+                edits = [[candidates.edit(number, sources)] for number in chosen]
+                exact.flat[chosen], floor = exact_effects(serving, between, edits, batch, show_progress)
+            finally:
+                for run in sources:
+                    run.close()
+        return candidates.result(
+            provenance=provenance(lm, (self.seed,) if self.sample else ()), verified_on=provenance(serving),
+            steps=self.steps, estimates=estimates, exact=exact, sampled=sampled, noise_floor=floor, **between.texts,
+            **candidates.fields,
+        )  # fmt: skip

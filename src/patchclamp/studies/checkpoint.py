@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from patchclamp.lm import LM
 if TYPE_CHECKING:
     import torch
 
+Candidate = TypeVar("Candidate")
 HEADS = ("lm_head", "embed_out", "output")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
@@ -210,6 +211,13 @@ def tolerance(dtype: str) -> float:
     return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
 
 
+def best_of(candidates: Sequence[Candidate], gap: Callable[[Candidate], float]) -> tuple[Candidate | None, float]:
+    """The candidate with the smallest gap, and its gap; (None, 1) without candidates."""
+    gaps = [gap(candidate) for candidate in candidates]
+    best = int(np.argmin(gaps)) if gaps else None
+    return (None, 1.0) if best is None else (candidates[best], gaps[best])
+
+
 def proved_norm(
     checkpoint: Checkpoint, modules: list[str], before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
 ) -> Norm:
@@ -219,13 +227,13 @@ def proved_norm(
     """
     stored = [module for module in modules if checkpoint.tensor(f"{module}.weight") is not None] or modules[:1]
     norms = [norm for module in stored for norm in possible_norms(checkpoint, module)]
-    gaps = [relative_gap(norm(before_ND), after_ND) for norm in norms]
-    if not gaps or not min(gaps) <= tolerance(dtype):
+    norm, gap = best_of(norms, lambda norm: relative_gap(norm(before_ND), after_ND))
+    if norm is None or not gap <= tolerance(dtype):
         raise ModelError(
             f"what {', '.join(stored)} in {checkpoint.folder} makes of this model's stream is not what the model has "
-            f"behind it: it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
+            f"behind it: it is {gap:.2g} off. Are these another model's files?"
         )
-    return norms[gaps.index(min(gaps))]
+    return norm
 
 
 Way = Literal["checkpoint", "engine"]
@@ -295,15 +303,14 @@ def proved_unembedding(lm: LM, checkpoint: Checkpoint, ids: list[int]) -> Unembe
         Unembedding(norm, matrix_VD, bias_V, scale, checkpoint.number("final_logit_softcapping"))
         for norm in possible_norms(checkpoint, _final_norm(lm))
     ]
-    gaps = [relative_gap(candidate(row_1D), theirs_1V) for candidate in candidates]
-    best = int(np.argmin(gaps))
-    if not gaps[best] <= tolerance(lm.model.dtype):
+    best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
+    if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what the checkpoint in {checkpoint.folder} makes of this model's last stream is {gaps[best]:.2g} off the "
+            f"what the checkpoint in {checkpoint.folder} makes of this model's last stream is {gap:.2g} off the "
             f"model's own logits (at most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is "
             "not a norm and a matrix that we know, or these are another model's files; readout='engine' needs none"
         )
-    return candidates[best]
+    return best
 
 
 def _final_norm(lm: LM) -> str:
@@ -383,7 +390,7 @@ Word = Literal["z", "neurons"]
 WRITES: dict[Word, str] = {"z": "attn_out", "neurons": "mlp_out"}
 
 
-class Writer(msgspec.Struct, frozen=True, eq=False):
+class OutputProjection(msgspec.Struct, frozen=True, eq=False):
     """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], then through the norm if the model has one there."""
 
     matrix_WD: torch.Tensor
@@ -419,10 +426,10 @@ class Writer(msgspec.Struct, frozen=True, eq=False):
         return self.norm.pulled(directions_ND, self._before_norm(rows_NW) * self.factor)
 
 
-def proved_writer(
+def proved_projection(
     lm: LM, checkpoint: Checkpoint, word: Word, layer: int, rows_NW: torch.Tensor,
     written_ND: torch.Tensor,
-) -> Writer:  # fmt: skip
+) -> OutputProjection:  # fmt: skip
     """The writer of a layer that maps the live model's rows at a site to what the layer wrote.
 
     Raises: `ModelError` if none does: the files belong to another model, or the layer has another form.
@@ -438,12 +445,12 @@ def proved_writer(
     if checkpoint.tensor(f"{end}.weight") is not None:
         norms += possible_norms(checkpoint, end)
     factor = lm.sites.sizes.factor(after.scale)
-    candidates = [Writer(matrix, bias_D, factor, norm) for matrix, norm in itertools.product(matrices, norms)]
-    gaps = [relative_gap(candidate(rows_NW), written_ND) for candidate in candidates]
-    if not gaps or not min(gaps) <= tolerance(lm.model.dtype):
-        told = f"{min(gaps):.2g} off" if gaps else f"{list(weight.shape)}, and [{shape[1]}, {shape[0]}] is needed"
+    candidates = [OutputProjection(matrix, bias_D, factor, norm) for matrix, norm in itertools.product(matrices, norms)]
+    best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(rows_NW), written_ND))
+    if best is None or not gap <= tolerance(lm.model.dtype):
+        told = f"{gap:.2g} off" if best else f"{list(weight.shape)}, and [{shape[1]}, {shape[0]}] is needed"
         raise ModelError(
             f"what {module}.weight in {checkpoint.folder} makes of {word}[{layer}] is not this model's "
             f"{WRITES[word]}[{layer}]: it is {told}. Are these another model's files?"
         )
-    return candidates[int(np.argmin(gaps))]
+    return best

@@ -30,14 +30,13 @@ from patchclamp.studies.checkpoint import (
     Checkpoint,
     Unembedding,
     Word,
+    proved_projection,
     proved_unembedding,
-    proved_writer,
     tolerance,
 )
-from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt
+from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt, listed
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.study import Study, StudyResult, provenance
-from patchclamp.studies.sweep_result import listed
 
 if TYPE_CHECKING:
     import pandas
@@ -213,10 +212,10 @@ class DirectAttribution(Study):
         inner: list[Word] = [word for one, word in WITHIN.items() if one in self.by and word in lm.sites.names]
         read = [Site("embed"), Site("resid_pre", 0), *map(Site, ("attn_out", "mlp_out", *inner)), LAST]
         runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
-        rows = _Rows(lm, runs)
+        rows = _LastRows(lm, runs)
         unembedding = proved_unembedding(lm, checkpoint, runs[0].prompt_token_ids)
         last_ND, parts = rows.at(LAST), _parts(rows, lm)
-        difference = _Difference(unembedding, answers, foils)
+        difference = _LogitDifference(unembedding, answers, foils)
         towards_ND = unembedding.norm.pulled(difference.directions_ND, last_ND)  # of the stream
         shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {
             "bias": difference.biases_N
@@ -244,7 +243,7 @@ class DirectAttribution(Study):
 direct_attribution = DirectAttribution.short_form("direct_attribution")
 
 
-class _Rows:
+class _LastRows:
     """Rows captured at the last position of each prompt, fp32 [N, W]."""
 
     def __init__(self, lm: LM, runs: list[Run]) -> None:
@@ -257,7 +256,7 @@ class _Rows:
         return torch.cat([torch.as_tensor(of_run[name]).float().flatten(1) for of_run in self._captured])
 
 
-class _Difference:
+class _LogitDifference:
     """logit(answer) − logit(foil) as a function of normed rows: directions [N, D] and a bias term [N]."""
 
     def __init__(self, unembedding: Unembedding, answers: list[int], foils: list[int]) -> None:
@@ -280,7 +279,7 @@ class _Difference:
         return logits_NV[rows, self._answers] - (logits_NV[rows, self._foils] if self._foils else 0.0)
 
 
-def _parts(rows: _Rows, lm: LM) -> dict[str, torch.Tensor]:
+def _parts(rows: _LastRows, lm: LM) -> dict[str, torch.Tensor]:
     """The contributions of the embedding, positions, every attention and every MLP to the last stream, [N, D] each.
 
     Raises: `ModelError` if they do not add up to the stream.
@@ -302,7 +301,7 @@ def _parts(rows: _Rows, lm: LM) -> dict[str, torch.Tensor]:
 
 
 def _within(
-    word: Word, asked: list[Word], rows: _Rows, checkpoint: Checkpoint, towards_ND: torch.Tensor
+    word: Word, asked: list[Word], rows: _LastRows, checkpoint: Checkpoint, towards_ND: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
     """The contribution of each head or neuron of each layer, [N, L, heads or neurons], and of their biases, [N, L]; NaN
     in layers without them."""
@@ -312,7 +311,7 @@ def _within(
     for ref in lm.sites.resolve(Site(word)) if count else ():
         assert ref.layer is not None
         read_NW, written_ND = rows.at(Site(word, ref.layer)), rows.at(Site(WRITES[word], ref.layer))
-        writer = proved_writer(lm, checkpoint, word, ref.layer, read_NW, written_ND)
+        writer = proved_projection(lm, checkpoint, word, ref.layer, read_NW, written_ND)
         of_numbers = writer.shares(read_NW, towards_ND)
         shares[:, ref.layer] = of_numbers.reshape(-1, count, size).sum(-1).numpy()
         rest[:, ref.layer] = writer.rest(read_NW, towards_ND).numpy()

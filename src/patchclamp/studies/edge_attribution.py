@@ -20,15 +20,12 @@ import numpy as np
 
 from patchclamp.errors import UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, every
-from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
+from patchclamp.studies.between import Between, Candidates, GradientStudy, Proposal
 from patchclamp.studies.checkpoint import Checkpoint, Norm, proved_norm
-from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import Answer, OnLM, Progress, Prompt, Weights, check_batch, check_whole
-from patchclamp.studies.study import Study, provenance
+from patchclamp.studies.inputs import Weights
 
 if TYPE_CHECKING:
     import pandas
@@ -108,7 +105,7 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
 INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn", "ln_mlp")  # in layers whose attention and MLP may share a norm
 
 
-class Part(msgspec.Struct, frozen=True):
+class EdgeEnd(msgspec.Struct, frozen=True):
     """A sender, or the input of a receiver. Senders of a lower `order` are computed before a receiver and reach it.
 
     stream: the receiver's stream before its norm, if it has one
@@ -119,7 +116,7 @@ class Part(msgspec.Struct, frozen=True):
     stream: Site | None = None
 
 
-class EdgeAttribution(Study):
+class EdgeAttribution(GradientStudy):
     """Estimate the effect of every edge between parts of the model from gradients, and patch the largest ones exactly.
 
     Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
@@ -129,77 +126,70 @@ class EdgeAttribution(Study):
     """
 
     command = "edges"
-    not_served = "it needs gradients, which only the Transformers engine has"
 
-    clean: Prompt
-    """Prompt whose activations are patched in, as text or token ids."""
-    corrupt: Prompt
-    """Prompt that is run with these activations."""
-    answer: Answer
-    """Expected answer of the clean prompt: one token, with its leading space."""
-    foil: Answer = None
-    """Answer of the corrupt prompt: one token."""
-    steps: int = 0
-    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
-    verify: int = 32
-    """Edges with the largest estimates to patch exactly."""
-    sample: int = 32
-    """Other edges to patch exactly, drawn at random."""
-    seed: int = 0
-    """Seed of the random draw."""
     weights: Weights = None
     """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
 
-    def _run(
-        self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None
-    ) -> EdgeAttributionResult:
-        steps = self.steps
-        verify = self.verify
-        sample = self.sample
-        seed = self.seed
-        steps, verify, sample = (
-            check_whole(steps, "steps"),
-            check_whole(verify, "verify"),
-            check_whole(sample, "sample"),
-        )
-        seed, batch = check_seed(seed), check_batch(batch)
-        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
-        check_same(lm, serving)
-        checkpoint = Checkpoint(str(self.weights or lm.model.name))
-        senders, receivers = _parts(lm)
-        read = {site for part in (*senders, *receivers) for site in (part.site, part.stream) if site is not None}
-        point = {site: lm.sites.resolve(site)[0].point for site in read}
-        between.read(list(point.values()))
-        norms = [_norm(lm, checkpoint, part, {site: between.corrupt.rows[at] for site, at in point.items()})
-                 for part in receivers]  # fmt: skip
-        estimates = _estimates(between, senders, receivers, norms, point, steps)
-
-        def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
-            edges = [
-                (receivers[i // len(senders)], norms[i // len(senders)], senders[i % len(senders)]) for i in numbers
-            ]
-            sites = {site for receiver, _, sender in edges for site in (receiver.stream or receiver.site, sender.site)}
-            runs = [
-                serving.run(ids, max_tokens=1, capture=[site @ whole_prompt for site in sites]) for ids in between.ids
-            ]
-            try:
-                edits = [[_patch(runs, between, *edge)] for edge in edges]
-                return exact_effects(serving, between, edits, batch, show_progress)
-            finally:
-                for run in runs:
-                    run.close()
-
-        return EdgeAttributionResult(
-            provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
-            senders=tuple(str(part.site) for part in senders), receivers=tuple(str(part.site) for part in receivers),
-            **between.texts, **arrays(estimates, verify, sample, seed, patch),
-        )  # fmt: skip
+    def candidates(self, lm: LM, between: Between) -> Candidates:
+        return _EdgeCandidates(lm, between, Checkpoint(str(self.weights or lm.model.name)))
 
 
 edge_attribution = EdgeAttribution.short_form("edge_attribution")
 
 
-def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
+class _EdgeCandidates(Candidates):
+    """A cell is a receiver with a sender."""
+
+    result = EdgeAttributionResult
+    sources = 2
+
+    def __init__(self, lm: LM, between: Between, checkpoint: Checkpoint) -> None:
+        self._between = between
+        self._senders, self._receivers = _parts(lm)
+        parts = (*self._senders, *self._receivers)
+        read = {site for part in parts for site in (part.site, part.stream) if site is not None}
+        self._point = {site: lm.sites.resolve(site)[0].point for site in read}
+        self.fields = {"senders": tuple(str(part.site) for part in self._senders),
+                       "receivers": tuple(str(part.site) for part in self._receivers)}  # fmt: skip
+        between.read(list(self._point.values()))
+        rows = {site: between.corrupt.rows[at] for site, at in self._point.items()}
+        self._norms = [_norm(lm, checkpoint, part, rows) for part in self._receivers]
+
+    def estimates(self, steps: int) -> np.ndarray:
+        between = self._between
+        written_STD = np.stack([between.difference(self._point[part.site]) for part in self._senders])
+        slopes = np.zeros((len(self._receivers), *written_STD.shape[1:]))
+        for run in between.along(steps):
+            for r, (part, norm) in enumerate(zip(self._receivers, self._norms, strict=True)):
+                slope_TD = run.gradients[self._point[part.site]]
+                if norm is not None and part.stream is not None:
+                    slope_TD = _before(norm, slope_TD, run.rows[self._point[part.stream]])
+                slopes[r] += slope_TD[between.corrupt_at] / max(steps, 1)
+        estimates = np.einsum("rtd,std->rs", slopes, written_STD, optimize=True)
+        sent, read = ([part.order for part in parts] for parts in (self._senders, self._receivers))
+        reached = np.array(sent)[None, :] < np.array(read)[:, None]
+        return np.where(reached, estimates, np.nan)
+
+    def sites(self, number: int) -> list[Site]:
+        r, s = divmod(number, len(self._senders))
+        return [self._receivers[r].stream or self._receivers[r].site, self._senders[s].site]
+
+    def edit(self, number: int, runs: list[Run]) -> Replace:
+        """Give the receiver the corrupt stream with the sender's clean part in it."""
+        import torch
+
+        r, s = divmod(number, len(self._senders))
+        receiver, sender, norm = self._receivers[r], self._senders[s], self._norms[r]
+        clean_at, at = self._between.clean_at, self._between.corrupt_at
+        clean_TD, corrupt_TD = (_rows(run, sender.site) for run in runs)
+        changed_TD = _rows(runs[1], receiver.stream or receiver.site).clone()
+        changed_TD[at] += clean_TD[clean_at] - corrupt_TD[at]
+        with torch.no_grad():
+            written_TD = changed_TD if norm is None else norm(changed_TD)
+        return Replace(Vector.of(written_TD[at]), at=receiver.site, tokens=every[tuple(at.tolist())])
+
+
+def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     """Senders and receivers in the order of computation. Raises `UnsupportedSite` for a model that changes the stream
     between them."""
     family = lm.sites.family
@@ -209,19 +199,19 @@ def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
             f"ends with {family.afterwards}: what later layers read is not what was added"
         )
     mid = not family.parallel  # otherwise attention and MLP read the same stream
-    senders, receivers = [Part(Site("resid_pre", 0), 0)], []
+    senders, receivers = [EdgeEnd(Site("resid_pre", 0), 0)], []
     for layer in range(lm.model.layers):
         pre, after = Site("resid_pre", layer), 2 * layer + 1
         receivers += [
-            Part(Site("attn_in", layer), after, pre),
-            Part(Site("mlp_in", layer), after + 1 if mid else after, Site("resid_mid", layer) if mid else pre),
+            EdgeEnd(Site("attn_in", layer), after, pre),
+            EdgeEnd(Site("mlp_in", layer), after + 1 if mid else after, Site("resid_mid", layer) if mid else pre),
         ]
-        senders += [Part(Site("attn_out", layer), after), Part(Site("mlp_out", layer), after + 1)]
-    receivers.append(Part(Site("resid_post", lm.model.layers - 1), 2 * lm.model.layers + 1))
+        senders += [EdgeEnd(Site("attn_out", layer), after), EdgeEnd(Site("mlp_out", layer), after + 1)]
+    receivers.append(EdgeEnd(Site("resid_post", lm.model.layers - 1), 2 * lm.model.layers + 1))
     return senders, receivers
 
 
-def _norm(lm: LM, checkpoint: Checkpoint, part: Part, rows: dict[Site, np.ndarray]) -> Norm | None:
+def _norm(lm: LM, checkpoint: Checkpoint, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
     """The norm through which a receiver reads its stream."""
     import torch
 
@@ -236,28 +226,6 @@ def _norm(lm: LM, checkpoint: Checkpoint, part: Part, rows: dict[Site, np.ndarra
     )
 
 
-def _estimates(
-    between: Between,
-    senders: list[Part],
-    receivers: list[Part],
-    norms: list[Norm | None],
-    point: dict[Site, int],
-    steps: int,
-) -> np.ndarray:
-    """The estimate of every edge, [R, S]; NaN if the sender does not come before the receiver."""
-    written_STD = np.stack([between.difference(point[part.site]) for part in senders])
-    slopes = np.zeros((len(receivers), *written_STD.shape[1:]))
-    for run in between.along(steps):
-        for r, (part, norm) in enumerate(zip(receivers, norms, strict=True)):
-            slope_TD = run.gradients[point[part.site]]
-            if norm is not None and part.stream is not None:
-                slope_TD = _before(norm, slope_TD, run.rows[point[part.stream]])
-            slopes[r] += slope_TD[between.corrupt_at] / max(steps, 1)
-    estimates = np.einsum("rtd,std->rs", slopes, written_STD, optimize=True)
-    reached = np.array([[sender.order < receiver.order for sender in senders] for receiver in receivers])
-    return np.where(reached, estimates, np.nan)
-
-
 def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
     """The gradient before a norm, from the gradient after it."""
     import torch
@@ -266,20 +234,6 @@ def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray
         rows = torch.from_numpy(rows_TD).clone().requires_grad_()
         value = (norm(rows) * torch.from_numpy(np.ascontiguousarray(slope_TD))).sum()
         return torch.autograd.grad(value, rows)[0].numpy()
-
-
-def _patch(runs: list[Run], between: Between, receiver: Part, norm: Norm | None, sender: Part) -> Replace:
-    """The edit that gives a receiver the corrupt stream with the sender's clean part in it."""
-    import torch
-
-    clean_TD, corrupt_TD = (_rows(run, sender.site) for run in runs)
-    stream_TD = _rows(runs[1], receiver.stream or receiver.site)
-    changed_TD = stream_TD.clone()
-    changed_TD[between.corrupt_at] += clean_TD[between.clean_at] - corrupt_TD[between.corrupt_at]
-    with torch.no_grad():
-        written_TD = changed_TD if norm is None else norm(changed_TD)
-    at = between.corrupt_at
-    return Replace(Vector.of(written_TD[at]), at=receiver.site, tokens=every[tuple(at.tolist())])
 
 
 def _rows(run: Run, site: Site) -> torch.Tensor:

@@ -31,10 +31,11 @@ from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
-    Asked,
     Divergence,
+    EncodedPrompt,
     Flag,
     NoisedSites,
+    Positive,
     Progress,
     PromptFile,
     Regex,
@@ -47,13 +48,12 @@ from patchclamp.studies.inputs import (
     as_sites,
     as_text,
     ask,
-    check_batch,
     check_whole,
 )
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
 from patchclamp.studies.study import (
     Show,
-    Stored,
+    StoredArray,
     Study,
     StudyResult,
     keeping,
@@ -199,12 +199,12 @@ class FirstToken:
         self.capture = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
-    def likeliest_calls(self, batches: Iterable[Sequence[Asked]]) -> Iterator[dict[str, Any]]:
+    def likeliest_calls(self, batches: Iterable[Sequence[EncodedPrompt]]) -> Iterator[dict[str, Any]]:
         """The calls that find the likeliest tokens of batches of prompts."""
         for part in batches:
             yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
 
-    def likeliest_of(self, runs: Sequence[Run]) -> list[list[int]]:
+    def likeliest_of(self, runs: Sequence[Run], _: Any) -> list[list[int]]:
         """The tokens that are likeliest without noise, for each prompt."""
         return [sorted(run.top_logprobs[0]) for run in runs]
 
@@ -316,7 +316,6 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Curves:
         """Plot data: the measures against the strength."""
-
         return curves(self)
 
     def __repr__(self) -> str:
@@ -324,8 +323,8 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<FuzzSweepResult {size} (prompts × strengths × seeds): {self.noise}>"
 
 
-Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
-Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
+CellIndex = tuple[int, int, int]  # numbers of prompt, strength and seed
+AnswerKey = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
 NAN = float("nan")
 
 
@@ -374,68 +373,50 @@ class FuzzSweep(Study):
         pattern_of(self.refusal)
 
     def _run(
-        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
     ) -> FuzzSweepResult:
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-        plan = _Plan(
-            asked=ask(lm, (QUICK_PROMPTS if self.quick else PROMPTS) if self.prompts is None else self.prompts,
-            self.chat),
-            strengths=strengths_of(self.strengths, QUICK_STRENGTHS if self.quick else STRENGTHS),
-            seeds=seeds_of(self.seeds),
+        prompts = (QUICK_PROMPTS if self.quick else PROMPTS) if self.prompts is None else self.prompts
+        plan = _FuzzPlan(
+            lm=lm, prompts=ask(lm, prompts, self.chat), seeds=seeds_of(self.seeds), max_tokens=self.max_tokens,
+            strengths=strengths_of(self.strengths, QUICK_STRENGTHS if self.quick else STRENGTHS), batch=batch,
             fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=Sampling.of(self.sampling),
             first=FirstToken(self.divergence),
-            max_tokens=self.max_tokens, batch=check_batch(batch),
         )  # fmt: skip
         if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
             raise ProgramError(
                 f"expected one seed, got {len(plan.seeds)}: scaling and greedy decoding draw nothing, so all answers "
                 "would be the same; or give a temperature in sampling=", "seeds"
             )  # fmt: skip
-        pattern = pattern_of(self.refusal)
+        pattern, (P, L, S) = pattern_of(self.refusal), plan.shape
         with keeping(lm, plan.question, resume) as journal:
-            runs = _run(lm, plan, journal, show_progress)
-            perplexities = _perplexities(lm, plan, runs, journal, show_progress) if self.perplexity else {}
+            unfuzzed, fuzzed = plan.run(journal, show_progress)
+            perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
+
+        def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
+            """A measure of each cell: of the number of its prompt, its run, and the unfuzzed answer."""
+            own = [unfuzzed[p][s if plan.sampling.drawn else 0] for p, _, s in plan.cells]
+            values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
+            return np.array(values, np.float64).reshape(P, L, S)
+
+        answers = [tuple(of.answer for of in fuzzed[i : i + S]) for i in range(0, len(fuzzed), S)]
         return FuzzSweepResult(
-            provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
+            provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.prompts),
             strengths=plan.strengths, noise=plan.fuzz.words, chat=self.chat, max_tokens=self.max_tokens,
             sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=self.refusal,
-            **_answers(plan, runs), **_measures(plan, runs, perplexities, pattern),
+            answers=tuple(tuple(answers[i : i + L]) for i in range(0, P * L, L)), unfuzzed=tuple(map(tuple, unfuzzed)),
+            exact=grid(lambda p, of, own: of.answer.token_ids == own.token_ids),
+            prefix=grid(lambda p, of, own: prefix_share(of.answer.token_ids, own.token_ids)),
+            kl=grid(lambda p, of, own: of.kl), js=grid(lambda p, of, own: of.js),
+            perplexity=grid(lambda p, of, own: perplexities.get((p, of.answer.token_ids), NAN)),
+            refused=grid(lambda p, of, own: NAN if pattern is None else bool(pattern.search(of.answer.text))),
+            unfuzzed_perplexity=np.array([[perplexities.get((p, one.token_ids), NAN) for one in row]
+                                          for p, row in enumerate(unfuzzed)]),
         )  # fmt: skip
 
 
 fuzz_sweep = FuzzSweep.short_form("fuzz_sweep")
-
-
-def _answers(plan: _Plan, runs: _Runs) -> dict[str, Any]:
-    """The answers by prompt, strength and seed, and the unfuzzed ones."""
-    prompts, strengths, seeds = map(range, plan.shape)
-    return {
-        "answers": tuple(tuple(tuple(runs.answers[p, l, s] for s in seeds) for l in strengths) for p in prompts),  # noqa: E741
-        "unfuzzed": tuple(tuple(runs.unfuzzed[p, s] for s in plan.unfuzzed_seeds) for p in prompts),
-    }
-
-
-def _measures(
-    plan: _Plan, runs: _Runs, perplexities: dict[Place, float], pattern: re.Pattern[str] | None
-) -> dict[str, Any]:
-    """The measures of all cells, [P, L, S] each."""
-
-    def grid(value: Callable[[Cell, FuzzAnswer, FuzzAnswer], float]) -> np.ndarray:
-        values = [value(cell, runs.answers[cell], runs.own(cell)) for cell in plan.cells]
-        return np.array(values, np.float64).reshape(plan.shape)
-
-    graded = [[perplexities.get((p, answer.token_ids), NAN) for answer in row]
-              for p, row in enumerate(_answers(plan, runs)["unfuzzed"])]  # fmt: skip
-    return {
-        "exact": grid(lambda cell, answer, own: answer.token_ids == own.token_ids),
-        "prefix": grid(lambda cell, answer, own: prefix_share(answer.token_ids, own.token_ids)),
-        "kl": grid(lambda cell, answer, own: runs.divergences[cell][0]),
-        "js": grid(lambda cell, answer, own: runs.divergences[cell][1]),
-        "perplexity": grid(lambda cell, answer, own: perplexities.get((cell[0], answer.token_ids), NAN)),
-        "refused": grid(lambda cell, answer, own: NAN if pattern is None else bool(pattern.search(answer.text))),
-        "unfuzzed_perplexity": np.array(graded),
-    }
 
 
 def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
@@ -444,64 +425,11 @@ def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
     return sum(1 for _ in same) / max(len(answer), len(other), 1)
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """The checked arguments of a fuzz sweep."""
-
-    asked: list[Asked]
-    strengths: tuple[float, ...]
-    seeds: tuple[int, ...]
-    fuzz: Fuzz
-    sampling: Sampling
-    first: FirstToken
-    max_tokens: int
-    batch: int
-
-    @property
-    def cells(self) -> list[Cell]:
-        prompts, strengths, seeds = map(range, self.shape)
-        return list(itertools.product(prompts, strengths, seeds))
-
-    @property
-    def question(self) -> dict[str, Any]:
-        """Everything that decides the answers, as plain data."""
-        edits = [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self.seeds]
-                 for strength in self.strengths]  # fmt: skip
-        return {
-            "study": "fuzz_sweep", "prompts": [one.ids for one in self.asked], "edits": edits, "seeds": self.seeds,
-            "sampling": self.sampling.parameters, "divergence": self.first.words, "max_tokens": self.max_tokens,
-        }  # fmt: skip
-
-    @property
-    def shape(self) -> Cell:
-        return len(self.asked), len(self.strengths), len(self.seeds)
-
-    @property
-    def unfuzzed_seeds(self) -> range:
-        """Numbers of the seeds of a prompt's unedited runs; a single one if decoding is greedy."""
-        return range(len(self.seeds) if self.sampling.drawn else 1)
-
-    def calls(self, batches: Iterable[Sequence[tuple[int, int | None, int]]]) -> Iterator[dict[str, Any]]:
-        """The calls that run batches of cells; strength None means no edit."""
-        edits = {
-            (l, s): self.fuzz.edits(strength, seed)
-            for l, strength in enumerate(self.strengths)  # noqa: E741
-            for s, seed in enumerate(self.seeds)
-        }
-        none: list[Any] = []
-        for part in batches:
-            yield {
-                "prompt": [self.asked[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
-                "edits": [none if l is None else edits[l, s] for _, l, s in part],  # noqa: E741
-                "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
-                "sampling": [self.sampling.seeded(self.seeds[s]) for _, _, s in part],
-            }  # fmt: skip
-
-
 class _Own(msgspec.Struct, frozen=True):
     """A run without noise: its answer and the distribution of its first token."""
 
     answer: FuzzAnswer
-    first: Stored
+    first: StoredArray
 
 
 class _Fuzzed(msgspec.Struct, frozen=True):
@@ -512,65 +440,102 @@ class _Fuzzed(msgspec.Struct, frozen=True):
     js: float
 
 
-class _Runs(msgspec.Struct, frozen=True):
-    """Results of the runs, by cell; of the unfuzzed ones, by prompt and seed."""
+class _FuzzPlan(msgspec.Struct, frozen=True):
+    """The checked arguments of a fuzz sweep."""
 
-    answers: dict[Cell, FuzzAnswer]
-    divergences: dict[Cell, tuple[float, float]]
-    unfuzzed: dict[tuple[int, int], FuzzAnswer]
-    drawn: bool
+    lm: LM
+    prompts: list[EncodedPrompt]
+    strengths: tuple[float, ...]
+    seeds: tuple[int, ...]
+    fuzz: Fuzz
+    sampling: Sampling
+    first: FirstToken
+    max_tokens: int
+    batch: int
 
-    def own(self, cell: Cell) -> FuzzAnswer:
-        """The unfuzzed answer to compare a cell with: of its prompt, and of its seed if tokens are sampled."""
-        return self.unfuzzed[cell[0], cell[2] if self.drawn else 0]
+    @property
+    def shape(self) -> CellIndex:
+        return len(self.prompts), len(self.strengths), len(self.seeds)
 
+    @property
+    def cells(self) -> list[CellIndex]:
+        prompts, strengths, seeds = map(range, self.shape)
+        return list(itertools.product(prompts, strengths, seeds))
 
-def _run(lm: LM, plan: _Plan, journal: Journal | None, show: Show) -> _Runs:
-    """Run every prompt without noise, then every cell, skipping what the journal already has."""
-    drawn, cells = plan.sampling.drawn, plan.cells
-    own = [(p, None, s) for p in range(len(plan.asked)) for s in plan.unfuzzed_seeds]
-    if plan.first.likeliest:
-        plan.first.scores = recorded_runs(
-            lm, journal, plan.asked, plan.first.likeliest_calls, lambda runs, _: plan.first.likeliest_of(runs),
-            list[int], lambda done: None, plan.batch,
-        )  # fmt: skip
-    with progress("fuzzing", len(own) + len(cells), show) as advance:
+    @property
+    def unfuzzed_seeds(self) -> range:
+        """Numbers of the seeds of a prompt's unedited runs; a single one if decoding is greedy."""
+        return range(len(self.seeds) if self.sampling.drawn else 1)
 
-        def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
-            return [_Own(_answer(run), Stored.of(plan.first.read(run))) for run in runs]
+    @property
+    def edits(self) -> list[list[list[Op]]]:
+        """The edits of each strength and seed."""
+        return [[self.fuzz.edits(strength, seed) for seed in self.seeds] for strength in self.strengths]
 
-        def read(runs: Sequence[Run], of: Sequence[Cell]) -> list[_Fuzzed]:
-            return [_fuzzed(plan, run, first[p, s if drawn else 0]) for run, (p, _, s) in zip(runs, of, strict=True)]
+    @property
+    def question(self) -> dict[str, Any]:
+        """Everything that decides the answers, as plain data."""
+        return {
+            "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self.seeds,
+            "edits": [[Program.of(edits).fingerprint for edits in of] for of in self.edits],
+            "sampling": self.sampling.parameters, "divergence": self.first.words, "max_tokens": self.max_tokens,
+        }  # fmt: skip
 
-        owns = recorded_runs(lm, journal, own, plan.calls, read_own, _Own, advance, plan.batch)
-        first = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
-        fuzzed = recorded_runs(lm, journal, cells, plan.calls, read, _Fuzzed, advance, plan.batch)
-    return _Runs(
-        {cell: of.answer for cell, of in zip(cells, fuzzed, strict=True)},
-        {cell: (of.kl, of.js) for cell, of in zip(cells, fuzzed, strict=True)},
-        {(p, s): of.answer for (p, _, s), of in zip(own, owns, strict=True)}, drawn,
-    )  # fmt: skip
+    def calls(self, batches: Iterable[Sequence[tuple[int, int | None, int]]]) -> Iterator[dict[str, Any]]:
+        """The calls that run batches of cells; strength None means no edit."""
+        edits = self.edits
+        for part in batches:
+            yield {
+                "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
+                "edits": [[] if l is None else edits[l][s] for _, l, s in part],  # noqa: E741
+                "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
+                "sampling": [self.sampling.seeded(self.seeds[s]) for _, _, s in part],
+            }  # fmt: skip
 
+    def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
+        """Run every prompt without noise, then every cell, skipping what the journal has: the answers without noise by
+        prompt and seed, and the runs of `cells`."""
+        own = [(p, None, s) for p in range(len(self.prompts)) for s in self.unfuzzed_seeds]
+        if self.first.likeliest:
+            self.first.scores = recorded_runs(
+                self.lm, journal, self.prompts, self.first.likeliest_calls, self.first.likeliest_of, list[int],
+                lambda done: None, self.batch,
+            )  # fmt: skip
+        with progress("fuzzing", len(own) + len(self.cells), show) as advance:
 
-def _fuzzed(plan: _Plan, run: Run, before: np.ndarray) -> _Fuzzed:
-    """The record of a run with noise; `before` is the distribution of the first token without noise."""
-    after = plan.first.read(run)
-    return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
+            def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
+                return [_Own(_answer(run), StoredArray.of(self.first.read(run))) for run in runs]
+
+            def read(runs: Sequence[Run], cells: Sequence[CellIndex]) -> list[_Fuzzed]:
+                distributions = [before[p, s if self.sampling.drawn else 0] for p, _, s in cells]
+                return [self._fuzzed(run, one) for run, one in zip(runs, distributions, strict=True)]
+
+            owns = recorded_runs(self.lm, journal, own, self.calls, read_own, _Own, advance, self.batch)
+            before = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
+            fuzzed = recorded_runs(self.lm, journal, self.cells, self.calls, read, _Fuzzed, advance, self.batch)
+        each = len(self.unfuzzed_seeds)
+        return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
+
+    def _fuzzed(self, run: Run, before: np.ndarray) -> _Fuzzed:
+        """The record of a run with noise; `before` is the distribution of the first token without noise."""
+        after = self.first.read(run)
+        return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
+
+    def perplexities(
+        self, unfuzzed: list[list[FuzzAnswer]], fuzzed: list[_Fuzzed], journal: Journal | None, show: Show
+    ) -> dict[AnswerKey, float]:
+        """The perplexity under the unedited model of each distinct answer, by prompt and token ids."""
+        keys = [(p, of.answer.token_ids) for (p, _, _), of in zip(self.cells, fuzzed, strict=True)]
+        keys += [(p, answer.token_ids) for p, row in enumerate(unfuzzed) for answer in row]
+        different = list(dict.fromkeys(keys))
+        items = [Forced(self.prompts[p].ids, ids) for p, ids in different]
+        with progress("grading", len(items), show) as advance:
+            logprobs = forced_logprobs(self.lm, items, max(self.batch, 256), advance, journal)
+        return {key: float(np.exp(-row.mean())) for key, row in zip(different, logprobs, strict=True)}
 
 
 def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
-
-
-def _perplexities(lm: LM, plan: _Plan, runs: _Runs, journal: Journal | None, show: Show) -> dict[Place, float]:
-    """The perplexity under the unedited model of each distinct answer, by prompt and token ids."""
-    answers = [(cell[0], answer) for cell, answer in runs.answers.items()]
-    answers += [(place[0], answer) for place, answer in runs.unfuzzed.items()]
-    different = list(dict.fromkeys((p, answer.token_ids) for p, answer in answers))
-    items = [Forced(plan.asked[p].ids, ids) for p, ids in different]
-    with progress("grading", len(items), show) as advance:
-        logprobs = forced_logprobs(lm, items, max(plan.batch, 256), advance, journal)
-    return {place: float(np.exp(-row.mean())) for place, row in zip(different, logprobs, strict=True)}
 
 
 QUARTILES = "Median over prompts and seeds; the band has the middle half of them."

@@ -1,114 +1,163 @@
-"""Filling the grid of a sweep: cells of several unpatched runs are patched one at a time, and averaged over the runs.
+"""The base of studies that fill a grid: cells of several unpatched runs are patched one at a time, and averaged.
 
-A sweep supplies its unpatched runs (`Unit`) and the places to patch in them (`Place`). The units' writers decide what
-is written there (`sources`). `Cells` runs graded trials in batches, two at a time, with reruns of the unpatched prompt
-among them that measure the noise floor; it also drives the progress bar and the journal from which a study resumes.
+A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and the source of the values (`sources`).
+The plan grades the unpatched runs, patches every cell in each of them, and returns a `Sweep`. `Cells` runs graded
+trials in batches, two at a time, with reruns of the unpatched prompt among them that measure the noise floor, and keeps
+their values in the journal from which a study resumes.
 
 `Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
 ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
 opposite effects cancel out. So a zoom finds strong cells with a tenth of the runs, but does not prove that the others
 are weak.
+
+N unpatched runs · R rows · P columns
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from patchclamp.call import is_token_id
-from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import Alignment, align, check_batch
-from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
-from patchclamp.studies.sources import Writer
-from patchclamp.studies.study import UNDER_WAY, Pace, Reporter, Resumable, Show, keeping, progress, run_batches
-from patchclamp.studies.sweep_result import (
-    Block,
-    Cell,
+from patchclamp.studies.inputs import (
+    Alignment,
+    Answers,
     Column,
-    Pair,
+    Layers,
+    OptionalCount,
+    Positive,
+    Progress,
+    Prompts,
+    ResumeFile,
     Row,
-    Side,
+    Text,
+    Whole,
     Words,
+    align,
     columns_of,
     listed,
+    one_each,
     panels_of,
+    same_columns,
     words_of,
 )
+from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
+from patchclamp.studies.sources import (
+    CellWriter,
+    FromRun,
+    MeanOf,
+    Mixing,
+    Resampled,
+    Source,
+    captured_runs,
+    in_words,
+    opened,
+    question_of_source,
+)
+from patchclamp.studies.study import UNDER_WAY, Pace, Study, json_of, keeping, progress, provenance, run_batches
+from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
+
+DIRECTIONS = ("denoising", "noising")
+MAX_SOURCE_BYTES = 1 << 28  # captured from the source prompts at a time
 
 
-class Asked(NamedTuple):
-    """A pair of prompts, its graded tokens, alignment and columns."""
+class GridListener(Protocol):
+    """Receives the progress of a grid, possibly on another thread. An error it raises stops the study."""
 
-    clean: Words
-    corrupt: Words
-    graded: Graded
-    alignment: Alignment
-    columns: tuple[Column, ...]
+    def start(self, sweep: Any, cells: int) -> None:
+        """The study begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
+        a zoom, the largest possible number."""
+        ...
 
-    def side(self, name: Side) -> Words:
-        return self.clean if name == "clean" else self.corrupt
-
-
-def graded_of(lm: LM, answers: Sequence[Any], foils: Sequence[Any], metric: str) -> list[Graded]:
-    """The metric and the graded tokens of every prompt."""
-    graded = []
-    for i, (answer, foil) in enumerate(zip(answers, foils, strict=True)):
-        where = f"[{i}]" if len(answers) > 1 else ""
-        tokens = answer_tokens(lm, answer, f"answer{where}")
-        graded.append(grade(metric, tokens, None if foil is None else answer_tokens(lm, foil, f"foil{where}")))
-    return graded
+    def cells(self, cells: list[Cell]) -> None:
+        """These cells have finished in all pairs of prompts."""
+        ...
 
 
-def one_each(values: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` prompts, from a list of them or a single shared value."""
-    if count > 1 and isinstance(values, (list, tuple)):
-        if len(values) != count:
-            raise ProgramError(f"{len(values)} for {count} prompts; give one, or one a prompt", name)
-        return list(values)
-    if count == 1 and isinstance(values, (list, tuple)) and len(values) == 1:
-        return list(values)
-    return [values] * count
+class Grid(Study):
+    """The base of studies whose result is a `Sweep`."""
+
+    def plan(self, lm: LM) -> GridPlan:
+        """Read and check the arguments."""
+        raise NotImplementedError
+
+    def _run(
+        self, lm: LM, *, batch: Positive = 512, show_progress: Progress = None, listener: GridListener | None = None,
+        resume: ResumeFile = None, check: Callable[[Any], None] | None = None,
+    ) -> Sweep:  # fmt: skip
+        plan = self.plan(lm)
+        if check is not None:
+            check(plan)
+        with (
+            plan.open,
+            keeping(lm, plan.question, resume) as journal,
+            progress(plan.verb, plan.total, show_progress) as advance,
+        ):
+            return plan.run(Cells(lm, batch, journal, advance), listener)
 
 
-def pairs_of(
-    lm: LM, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: str, positions: Any, written: Side
-) -> list[Asked]:
-    """Read every pair of prompts. Errors of one pair carry its number if there are several."""
-    cleans, corrupts = (list(of) if listed(of) else [of] for of in (clean, corrupt))
-    if len(cleans) != len(corrupts) or not cleans:
-        raise ProgramError(
-            f"{len(cleans)} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt"
-        )
-    graded = graded_of(lm, one_each(answer, len(cleans), "answer"), one_each(foil, len(cleans), "foil"), metric)
-    asked = []
-    for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
-        where = f"[{i}]" if len(cleans) > 1 else ""
-        words = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
-        try:
-            asked.append(_asked(lm, *words, graded[i], positions, i, len(cleans), written))
-        except PatchclampError as error:
-            raise error.under(f"pair {i}") if where else error from None
-    return asked
+class PairGrid(Grid):
+    """The base of grids of a clean and a corrupt prompt."""
+
+    clean: Prompts
+    """Prompt whose activations are patched in, as text or token ids; or a list of prompts, one per pair, whose mean is
+    the grid."""
+    corrupt: Prompts
+    """Prompt that is run with these activations; for several pairs, a list of the same length."""
+    answer: Answers
+    """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
+    One for all pairs, or a list with one per pair."""
+    foil: Answers = None
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
+    metric: Text = "logit_diff"
+    """logit_diff, recovered, logprob or prob."""
+    direction: Text = "denoising"
+    """denoising, or noising: cells of the corrupt run into the clean one."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    seed: Whole = 0
+    """Seed of the confidence interval and of the test over pairs."""
+
+    def cases(self, lm: LM, positions: Any) -> list[GridCase]:
+        """Read every pair of prompts. Errors of one pair carry its number if there are several."""
+        if self.direction not in DIRECTIONS:
+            raise unknown("direction", self.direction, DIRECTIONS, "direction")
+        cleans, corrupts = (list(of) if listed(of) else [of] for of in (self.clean, self.corrupt))
+        count = len(cleans)
+        if count != len(corrupts) or not count:
+            raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
+        graded = graded_of(lm, self.answer, self.foil, self.metric, count)
+        cases = []
+        for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
+            where = f"[{i}]" if count > 1 else ""
+            clean, corrupt = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
+            try:
+                alignment = align(clean.ids, corrupt.ids)
+                columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
+            except PatchclampError as error:
+                raise error.under(f"pair {i}") if where else error from None
+            cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
+        return cases
 
 
-def _asked(
-    lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any, number: int, count: int, written: Side
-) -> Asked:
-    alignment = align(clean.ids, corrupt.ids)
-    own = 1 if written == "corrupt" else 0
-    partner = {pair[own]: pair[1 - own] for pair in alignment.pairs}
-    words = corrupt if written == "corrupt" else clean
-    other = "clean" if written == "corrupt" else "corrupt"
+def _pair_columns(
+    lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
+) -> tuple[Column, ...]:
+    """The columns of a pair, number `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
+    denoising = direction == "denoising"
+    words, other = (corrupt, "clean") if denoising else (clean, "corrupt")
+    partner = {b: a for a, b in alignment.pairs} if denoising else dict(alignment.pairs)
 
     def make(label: str, chosen: tuple[int, ...], path: str) -> Column:
         alone = [p for p in chosen if p not in partner]
@@ -119,33 +168,441 @@ def _asked(
                 path,
             )
         partners = tuple(partner[p] for p in chosen)
-        return Column(label, *((partners, chosen) if written == "corrupt" else (chosen, partners)))
+        return Column(label, *((partners, chosen) if denoising else (chosen, partners)))
 
-    columns = columns_of(lm, words, sorted(partner), positions, number, count, make)
-    return Asked(clean, corrupt, graded, alignment, tuple(columns))
-
-
-def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
-    """A pair of a result, with the metric of both prompts."""
-    alone: dict[Side, tuple[int, ...]] = {"clean": asked.alignment.clean_only, "corrupt": asked.alignment.corrupt_only}
-    skipped: list[tuple[Side, int, str]] = [
-        (side, p, asked.side(side).tokens[p]) for side, positions in alone.items() for p in positions
-    ]
-    return Pair(
-        clean_prompt=asked.clean.text, corrupt_prompt=asked.corrupt.text, clean_tokens=asked.clean.tokens,
-        corrupt_tokens=asked.corrupt.tokens, answer=text_of(lm, asked.graded.answer) or "",
-        foil=text_of(lm, asked.graded.foil), clean=clean, corrupt=corrupt, columns=asked.columns,
-        alignment=asked.alignment.pairs, skipped=tuple(skipped), answer_ids=asked.graded.answer,
-        foil_ids=asked.graded.foil,
-    )  # fmt: skip
+    return tuple(columns_of(lm, words, sorted(partner), positions, *of, make))
 
 
-def question_of(asked: Sequence[Asked]) -> list[Any]:
-    """Everything about the pairs that decides the values of a study, as plain data."""
-    return [
-        [pair.clean.ids, pair.corrupt.ids, msgspec.to_builtins(pair.graded), msgspec.to_builtins(pair.columns)]
-        for pair in asked
-    ]
+class PromptGrid(Grid):
+    """The base of grids of single prompts."""
+
+    prompt: Prompts
+    """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
+    answer: Answers
+    """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
+    or a list with one per prompt."""
+    foil: Answers = None
+    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    group: OptionalCount = None
+    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    window: Positive = 1
+    """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
+
+    def read(self, lm: LM, metric: str) -> list[tuple[Words, Graded]]:
+        """The prompts with their graded tokens."""
+        prompts = list(self.prompt) if listed(self.prompt) else [self.prompt]
+        if not prompts:
+            raise ProgramError("expected at least one prompt, got none", "prompt")
+        graded = graded_of(lm, self.answer, self.foil, metric, len(prompts))
+        paths = [f"prompt[{i}]" if len(prompts) > 1 else "prompt" for i in range(len(prompts))]
+        words = [words_of(lm, *one) for one in zip(prompts, paths, strict=True)]
+        return list(zip(words, graded, strict=True))
+
+
+def graded_of(lm: LM, answer: Any, foil: Any, metric: str, count: int) -> list[Graded]:
+    """The metric and the graded tokens of each of `count` prompts."""
+    graded = []
+    each = zip(one_each(answer, count, "answer"), one_each(foil, count, "foil"), strict=True)
+    for i, (one, other) in enumerate(each):
+        where = f"[{i}]" if count > 1 else ""
+        tokens = answer_tokens(lm, one, f"answer{where}")
+        graded.append(grade(metric, tokens, None if other is None else answer_tokens(lm, other, f"foil{where}")))
+    return graded
+
+
+class GridCase(NamedTuple):
+    """A pair of prompts, its graded tokens, alignment and columns. A study of one prompt has no tokens in `corrupt`; a
+    causal trace has the same prompt on both sides."""
+
+    clean: Words
+    corrupt: Words
+    graded: Graded
+    alignment: Alignment
+    columns: tuple[Column, ...]
+
+    def side(self, name: Side) -> Words:
+        return self.clean if name == "clean" else self.corrupt
+
+    def pair(self, lm: LM, clean: float, corrupt: float | None) -> Pair:
+        """The pair of a result, with the metric of both prompts."""
+        sides: tuple[tuple[Side, tuple[int, ...]], ...] = (
+            ("clean", self.alignment.clean_only), ("corrupt", self.alignment.corrupt_only),
+        )  # fmt: skip
+        return Pair(
+            clean_prompt=self.clean.text, corrupt_prompt=self.corrupt.text, clean_tokens=self.clean.tokens,
+            corrupt_tokens=self.corrupt.tokens, answer=text_of(lm, self.graded.answer) or "",
+            foil=text_of(lm, self.graded.foil), clean=clean, corrupt=corrupt, columns=self.columns,
+            alignment=self.alignment.pairs, answer_ids=self.graded.answer, foil_ids=self.graded.foil,
+            skipped=tuple((side, p, self.side(side).tokens[p]) for side, alone in sides for p in alone),
+        )  # fmt: skip
+
+
+class GridPlace(NamedTuple):
+    """A group of sites patched together: a row, and a column of the prompts of each case. `at`: the numbers of row and
+    column in the grid; for several cells, those of the first."""
+
+    row: Row
+    columns: Sequence[Column]
+    at: tuple[int, int]
+
+
+class Unit(NamedTuple):
+    """One unpatched run.
+
+    before: edits that all of its runs have, ahead of a cell's edits
+    base: its metric; offset, factor: the grid holds (metric − offset) · factor
+    writer: returns the writer of some places, when one is first needed
+    number: of its case among all
+    """
+
+    prompt: Sequence[int]
+    before: tuple[Op, ...]
+    graded: Graded
+    base: float
+    offset: float
+    factor: float
+    writer: OpenWriter
+    number: int
+
+
+OpenWriter = Callable[[Sequence[GridPlace]], CellWriter]
+
+
+class GridPlan:
+    """The checked arguments of a grid.
+
+    cases: the prompts · rows: of the grid
+    source, mixing: of the values written into a cell; without a source, they are read from the other prompt's run
+    repeats: unpatched runs of the corrupt prompt of each case
+    seed: of the spread over prompts · seeds: all seeds of the result, if there are others
+    settings: further arguments that decide the values, as plain data
+    """
+
+    extra: Mapping[str, Any] = {}  # further fields of the result
+
+    def __init__(
+        self, lm: LM, study: Grid, result: type[Sweep], cases: list[GridCase], rows: list[Row], *,
+        direction: str = "denoising", source: Source | None = None, mixing: Mixing | None = None, seed: int = 0,
+        seeds: Sequence[int] = (), repeats: int = 1, zoom: int | None = None,
+        settings: Mapping[str, Any] | None = None, verb: str = "patching",
+    ) -> None:  # fmt: skip
+        self.lm, self.study, self.result, self.cases, self.rows = lm, study, result, cases, rows
+        self.columns = same_columns([case.columns for case in cases])
+        self.direction, self.source, self.mixing = direction, source, mixing or Mixing()
+        self.written: Side = "corrupt" if direction == "denoising" else "clean"
+        self.read: Side = "clean" if direction == "denoising" else "corrupt"
+        self.draws, self.seeds, self.verb = 1, tuple(seeds) or (seed,), verb
+        if isinstance(source, Resampled):
+            self.draws, self.seeds = source.draws, (*self.seeds, source.seed)
+        self.repeats, self.zoom, self.settings = repeats, zoom, settings or {}
+        self.open = ExitStack()  # an error's frames may keep runs alive for long, so they are closed at the end
+
+    # -- size
+
+    @property
+    def units(self) -> int:
+        """The number of unpatched runs in which every cell is patched."""
+        return len(self.cases) * self.repeats
+
+    @property
+    def grid(self) -> int:
+        """Cells of the grid in all units, whether or not they are patched."""
+        return self.units * len(self.rows) * len(self.columns)
+
+    @property
+    def most(self) -> int:
+        """An upper bound on the places patched in each unit."""
+        return len(self.places) if self.zooming is None else self.zooming.most
+
+    @property
+    def runs(self) -> int:
+        """An upper bound on the runs with a patch, over units, places, draws, and graded tokens of an answer."""
+        return self.most * self.draws * self.repeats * sum(len(case.graded.questions) for case in self.cases)
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes captured from the source prompts at a time, in fp32."""
+        if self.source is None:
+            return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
+        prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
+        lengths = [len(words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)]
+        return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
+
+    @functools.cached_property
+    def reruns(self) -> int:
+        """The approximate number of reruns of each unpatched run."""
+        return max(BASELINES // self.units, MIN_RERUNS)
+
+    @property
+    def total(self) -> int:
+        """The number of graded trials, including reruns."""
+        parts = self.parts(self.cells) if self.zooming is None else [range(self.zooming.most)]
+        return sum(planned([len(part) * self.draws] * self.units, self.reruns) for part in parts)
+
+    # -- content
+
+    @functools.cached_property
+    def possible(self) -> np.ndarray:
+        """A mask of the grid's cells that exist, [R, P]."""
+        return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """The cells, by row and column. Raises `ProgramError` if there are none."""
+        places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
+        if not places:
+            raise ProgramError("no cell to patch: no site has a value at any of the positions")
+        return places
+
+    @property
+    def cells(self) -> list[GridPlace]:
+        return [self.place([r], [p]) for r, p in self.places]
+
+    @functools.cached_property
+    def zooming(self) -> Zoom | None:
+        """The blocks that are patched before single cells; None without a zoom."""
+        if self.zoom is None:
+            return None
+        assert self.places
+        return Zoom(self.possible, self.rows, len(self.columns), self.zoom)
+
+    def _possible(self, row: Row, p: int) -> bool:
+        """True if the cell exists: logits exist only at a prompt's last position."""
+        if row.site != "logits":
+            return True
+        if any(len(case.graded.questions) > 1 for case in self.cases):
+            raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
+        ends = [((case.clean.last,), (case.corrupt.last,)) for case in self.cases]
+        return all((case.columns[p].clean, case.columns[p].corrupt) == end
+                   for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
+
+    def place(self, r: Sequence[int], p: Sequence[int]) -> GridPlace:
+        """Some rows of one panel and some columns, patched together."""
+        row = self.rows[r[0]]
+        if len(r) > 1:
+            layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
+            row = msgspec.structs.replace(row, layers=tuple(sorted(layers)))
+        return GridPlace(row, [_joined([case.columns[i] for i in p]) for case in self.cases], (r[0], p[0]))
+
+    def sides(self, place: GridPlace, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The positions to read and to write of a case."""
+        column = place.columns[number]
+        return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
+
+    def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
+        """Places that are patched together, in groups whose sources fit into memory."""
+        return [places]
+
+    @functools.cached_property
+    def question(self) -> dict[str, Any]:
+        """Everything that decides the values, as plain data: the key of the journal."""
+        pairs = [(case.clean.ids, case.corrupt.ids, case.graded, case.columns) for case in self.cases]
+        return {
+            "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
+            "direction": self.direction, "source": question_of_source(self.lm, self.source),
+            **self.mixing.question(self.lm), "zoom": self.zoom, **self.settings,
+        }  # fmt: skip
+
+    @property
+    def source_words(self) -> str:
+        """A description of the values written into cells."""
+        words = f"{self.read} activations" if self.source is None else in_words(self.source)
+        return words + self.mixing.in_words(self.lm)
+
+    def groups(self) -> Iterator[list[int]]:
+        """Numbers of the cases whose sources are captured together."""
+        group: list[int] = []
+        size = 0
+        for i in range(len(self.cases)):
+            more = self._bytes_of(i)
+            if group and size + more > MAX_SOURCE_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(i)
+            size += more
+        yield group
+
+    @functools.cached_property
+    def sites(self) -> list[Any]:
+        """The patched sites."""
+        return list(dict.fromkeys(site for row in self.rows for site in row.sites))
+
+    @functools.cached_property
+    def _row_bytes(self) -> int:
+        """Bytes of one token at all sites."""
+        points = {self.lm.sites.resolve(at)[0].point for at in self.sites}
+        return sum(4 * self.lm.sites.points[point].width for point in points)
+
+    def _bytes_of(self, number: int) -> int:
+        """Bytes of the longer prompt of a case at all sites."""
+        return self._row_bytes * max(len(self.cases[number].clean.ids), len(self.cases[number].corrupt.ids))
+
+    def before(self, number: int, repeat: int) -> tuple[Op, ...]:
+        """Edits that all runs of a case's corrupt prompt have, by the number of the case."""
+        return ()
+
+    @functools.cached_property
+    def shared(self) -> CellWriter:
+        """The writer of all cases, if the values do not come from the other prompt."""
+        assert self.source is not None
+        lengths = {len(case.side(self.written).ids) for case in self.cases}
+        writer = opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
+        self.open.callback(writer.close)
+        return writer
+
+    def writers(self, group: Sequence[int], until: ExitStack) -> list[OpenWriter]:
+        """For each case of a group, a function that opens the writer of some places. `until` closes the sources."""
+        if self.source is not None:
+            return [lambda places: self.shared] * len(group)
+
+        @functools.cache
+        def runs() -> list[Run]:
+            found = captured_runs(self.lm, [self.cases[i].side(self.read).ids for i in group], self.sites)
+            for run in found:
+                until.callback(run.close)
+            return found
+
+        return [lambda places, n=n: FromRun(runs()[n], self.mixing) for n in range(len(group))]
+
+    # -- running
+
+    def run(self, cells: Cells, listener: GridListener | None) -> Sweep:
+        """The result, from the unpatched runs to the last cell."""
+        graded = cells.graded([trial for i in range(len(self.cases)) for trial in self._unpatched(i)])
+        both = np.array(graded).reshape(len(self.cases), -1).tolist()  # clean, then corrupt, before normalisation
+        scales = [case.graded.scale(of[0], float(np.mean(of[1:] or 0.0)))
+                  for case, of in zip(self.cases, both, strict=True)]  # fmt: skip
+        scaled = [[(value - offset) * factor for value in of]
+                  for of, (offset, factor) in zip(both, scales, strict=True)]  # fmt: skip
+        bases = [value for of in scaled for value in self._patched(of)]
+        begun = self._begun(scaled)
+        if listener is not None:
+            listener.start(begun, self.zooming.most_single if self.zooming else len(self.places))
+
+        def patch(blocks: Sequence[tuple[Sequence[int], Sequence[int]]], tell: bool) -> Filled:
+            places = [self.place(*block) for block in blocks]
+
+            def told(which: list[int], values: np.ndarray) -> None:
+                assert listener is not None
+                at = [(self.rows[places[i].at[0]], self.columns[places[i].at[1]]) for i in which]
+                listener.cells([Cell(row.site, row.layer, column, value, row.index)
+                                for (row, column), value in zip(at, values.tolist(), strict=True)])  # fmt: skip
+
+            told_of = told if tell and listener is not None else None
+            return self._filled(cells, places, both, scales, Finished(len(places), self.units * self.draws, told_of))
+
+        if self.zooming is None:
+            singles, blocks = self.places, []
+            filled = patch([([r], [p]) for r, p in singles], True)
+        else:
+            singles, filled, blocks = zoom_in(self.zooming, patch, begun.baseline)
+        each = begun.each.copy()
+        for column, (r, p) in enumerate(singles):
+            each[:, r, p] = filled.values[:, column]
+        effect = (each - np.array(bases)[:, None, None]).mean(0)
+        return msgspec.structs.replace(
+            begun, each=each, values=each.mean(0), effect=effect, noise_floor=filled.floor, blocks=tuple(blocks),
+            computed=cells.computed, **self._spread(each, np.array(bases)),
+        )  # fmt: skip
+
+    def _spread(self, each: np.ndarray, base: np.ndarray) -> dict[str, np.ndarray]:
+        """The spread of the mean over prompts, if there are several. Seeds of a prompt count once, by their mean, as
+        they are not independent prompts; for a single prompt the interval is over its seeds, without p-values."""
+        run = ~np.isnan(each.mean(0))
+        if len(self.cases) > 1:
+            each, base = each.reshape(-1, self.repeats, *run.shape).mean(1), base.reshape(-1, self.repeats).mean(1)
+        if len(each) == 1 or not run.any():
+            return {}
+        found = spread(each[:, run], base, self.seeds[0])
+        grids = {name: np.full(run.shape, np.nan) for name in found._fields[: None if len(self.cases) > 1 else 4]}
+        for name, grid in grids.items():
+            grid[run] = getattr(found, name)
+        return grids
+
+    def _unpatched(self, number: int) -> Iterator[Trial]:
+        """The clean prompt of a case, and the corrupt one if there is one, with its repeats."""
+        case = self.cases[number]
+        yield Trial(case.clean.ids, (), case.graded)
+        for repeat in range(self.repeats if case.corrupt.ids else 0):
+            yield Trial(case.corrupt.ids, self.before(number, repeat), case.graded)
+
+    def _patched(self, of_case: list[float]) -> list[float]:
+        """The unpatched runs' metric of a case, for the runs that are patched."""
+        return of_case[1:] if self.written == "corrupt" else of_case[:1]
+
+    def _begun(self, scaled: list[list[float]]) -> Sweep:
+        """The result before any cell is patched."""
+        pairs = [case.pair(self.lm, of[0], float(np.mean(of[1:])) if of[1:] else None)
+                 for case, of in zip(self.cases, scaled, strict=True)]  # fmt: skip
+        corrupt = [value for of in scaled for value in of[1:]]
+        empty = np.full((self.units, len(self.rows), len(self.columns)), np.nan)
+        return self.result(
+            provenance=provenance(self.lm, self.seeds), metric=self.cases[0].graded.metric, pairs=tuple(pairs),
+            rows=tuple(self.rows), columns=self.columns, values=empty[0], each=empty,
+            clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean(corrupt)) if corrupt else None,
+            noise_floor=np.nan, direction=self.direction,  # pyright: ignore[reportArgumentType]
+            source=self.source_words, question=json_of(self.question), **self.extra,
+        )  # fmt: skip
+
+    def _filled(
+        self, cells: Cells, places: Sequence[GridPlace], both: list[list[float]], scales: list[tuple[float, float]],
+        finished: Finished,
+    ) -> Filled:  # fmt: skip
+        """Every place in every unit, one group of cases and one part of the places at a time."""
+        values, floor = [], 0.0
+        for group in self.groups():
+            with ExitStack() as until:
+                writers = dict(zip(group, self.writers(group, until), strict=True))
+                units = [
+                    Unit(self.cases[i].side(self.written).ids, self.before(i, repeat),
+                         self.cases[i].graded, base, *scales[i], writers[i], i)
+                    for i in group for repeat, base in enumerate(self._patched(both[i]))
+                ]  # fmt: skip
+                done, filled = 0, []
+                for part in self.parts(places):
+                    filled.append(self._fill(cells, units, part, done, finished))
+                    done += len(part)
+            values.append(np.concatenate([of.values for of in filled], axis=1))
+            floor = max(floor, *(of.floor for of in filled))
+        return Filled(np.concatenate(values), floor)
+
+    def _fill(
+        self, cells: Cells, units: Sequence[Unit], places: Sequence[GridPlace], begin: int, finished: Finished
+    ) -> Filled:
+        """Patch every place in some units. A cell's value is the mean of its draws. `begin`: the number of the first
+        place for `finished`."""
+
+        def rounds() -> list[Round]:
+            return [self._round(unit, places) for unit in units]
+
+        def tell(number: int, which: np.ndarray, values: np.ndarray) -> None:
+            unit = units[number]
+            finished.add(begin + which // self.draws, (values - unit.offset) * unit.factor)
+
+        found = cells.run([len(places) * self.draws] * len(units), rounds, tell, self.reruns)
+        values = [(of.trials.reshape(-1, self.draws).mean(1) - unit.offset) * unit.factor
+                  for unit, of in zip(units, found, strict=True)]  # fmt: skip
+        floors = [np.max(np.abs(of.baselines - unit.base)) * abs(unit.factor)
+                  for unit, of in zip(units, found, strict=True)]  # fmt: skip
+        return Filled(np.array(values).reshape(len(units), len(places)), float(max(floors)))
+
+    def _round(self, unit: Unit, places: Sequence[GridPlace]) -> Round:
+        writer = unit.writer(places)
+        trials = []
+        for place in places:
+            for edits in writer.edits(place.row, *self.sides(place, unit.number), (unit.number, *place.at)):
+                trials.append(Trial(unit.prompt, [*unit.before, *edits], unit.graded))
+        return Round(trials, Trial(unit.prompt, unit.before, unit.graded))
+
+
+def _joined(columns: list[Column]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    both = sorted({pair for column in columns for pair in zip(column.corrupt, column.clean, strict=True)})
+    label = f"{columns[0].label} … {columns[-1].label}"
+    return Column(label, tuple(clean for _, clean in both), tuple(corrupt for corrupt, _ in both))
 
 
 BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that measure the noise floor
@@ -185,7 +642,7 @@ class Cells:
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
-        self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
+        self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
         self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
 
     @property
@@ -195,17 +652,6 @@ class Cells:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
         return f"computed whole: {why}" if why and self._runs else ""
-
-    def once(self, count: int, compute: Callable[[], Sequence[float]]) -> list[float]:
-        """`count` numbers that are computed here, unless the journal has them."""
-        known = self._take(count)
-        if len(known) == count:
-            return known
-        values = [float(value) for value in compute()]
-        assert len(values) == count
-        if self._journal is not None:
-            self._journal.append(values)
-        return values
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
         """The metric of trials, before normalisation. Trials in the journal are not run again."""
@@ -225,29 +671,36 @@ class Cells:
         """
         plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
         values = np.full(len(plan), np.nan)
-        known = self._take(len(plan))
-        values[: len(known)] = known
-        self._told(plan, values, range(len(known)), tell)
-        if len(known) < len(plan):
-            self._compute(plan, values, len(known), rounds(), tell)
-        return _by_round(len(counts), plan, values)
 
-    def _take(self, count: int) -> list[float]:
-        return self._journal.take(float, count) if self._journal is not None else []
-
-    def _compute(
-        self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
-    ) -> None:
-        """Fill in the values from `begin` on."""
-        trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
+        def told(which: range) -> None:
+            by_round: dict[int, list[int]] = {}
+            for at in which:
+                if plan[at][1] is not None:
+                    by_round.setdefault(plan[at][0], []).append(at)
+            for number, of in by_round.items():
+                tell(number, np.array([plan[at][1] for at in of]), values[of])
+            self._advance(len(which))
 
         def read(which: range, runs: list[Run], new: list[float]) -> None:
             self._runs += len(runs)
             self._cut += sum(run.answer.computed_from is not None for run in runs)
             values[which.start : which.stop] = new
-            self._told(plan, values, which, tell)
+            told(which)
 
-        self._carry(trials, begin, read)
+        known = self._take(len(plan))
+        values[: len(known)] = known
+        told(range(len(known)))
+        if len(known) < len(plan):
+            made = rounds()
+            left = plan[len(known) :]
+            trials = [made[number].baseline if i is None else made[number].trials[i] for number, i in left]
+            self._carry(trials, len(known), read)
+        numbers, is_trial = np.array([number for number, _ in plan]), np.array([i is not None for _, i in plan])
+        return [Values(values[(numbers == n) & is_trial], values[(numbers == n) & ~is_trial])
+                for n in range(len(counts))]  # fmt: skip
+
+    def _take(self, count: int) -> list[float]:
+        return self.journal.take(float, count) if self.journal is not None else []
 
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
@@ -267,24 +720,11 @@ class Cells:
             part = unread.popleft()
             graded = iter(runs)
             new = [trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part]
-            if self._journal is not None:
-                self._journal.append(np.array(new, float).tolist())
+            if self.journal is not None:
+                self.journal.append(np.array(new, float).tolist())
             read(range(done, done := done + len(part)), runs, new)
 
         run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
-
-    def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
-        by_round: dict[int, list[tuple[int, float]]] = {}
-        for at in which:
-            number, i = plan[at]
-            if i is not None:
-                by_round.setdefault(number, []).append((i, float(values[at])))
-        for number, told in by_round.items():
-            tell(number, np.array([i for i, _ in told]), np.array([value for _, value in told]))
-        self._advance(len(which))
-
-
-_Planned = tuple[int, int | None]  # the number of a round, and of a trial in it; None for the baseline
 
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
@@ -313,57 +753,7 @@ def _call(part: Sequence[Trial]) -> dict[str, object]:
     }
 
 
-def _by_round(rounds: int, plan: Sequence[_Planned], values: np.ndarray) -> list[Values]:
-    of = [([], []) for _ in range(rounds)]
-    for (number, i), value in zip(plan, values.tolist(), strict=True):
-        of[number][i is None].append(value)
-    return [Values(np.array(trials), np.array(baselines)) for trials, baselines in of]
-
-
 MIN_RERUNS = 2
-
-
-class Listener(Protocol):
-    """Receives the progress of a sweep, possibly on another thread. An error it raises stops the sweep."""
-
-    def start(self, sweep: Any, cells: int) -> None:
-        """The sweep begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
-        a zoom, the largest possible number."""
-        ...
-
-    def cells(self, cells: list[Cell]) -> None:
-        """These cells have finished in all pairs of prompts."""
-        ...
-
-
-class Unit(NamedTuple):
-    """One unpatched run.
-
-    before: edits that all of its runs have, ahead of a cell's edits
-    written: the side of a column whose positions are patched; the other side's are read
-    base: its metric; offset, factor: the grid holds (metric − offset) · factor
-    writer: opens the source of the cells' values when it is first needed
-    number: of the pair of prompts among all
-    """
-
-    prompt: Sequence[int]
-    before: tuple[Op, ...]
-    graded: Graded
-    written: Side
-    base: float
-    offset: float
-    factor: float
-    writer: Callable[[], Writer]
-    number: int
-
-
-class Place(NamedTuple):
-    """A group of sites patched together: a row, and a column of its prompts for each unit. `at`: the numbers of row and
-    column in the grid; for several cells, those of the first."""
-
-    row: Row
-    columns: Sequence[Column]
-    at: tuple[int, int]
 
 
 class Filled(NamedTuple):
@@ -388,111 +778,6 @@ class Finished:
             self._tell(done.tolist(), self._sum[done] / self._parts)
 
 
-def fill(cells: Cells, units: Sequence[Unit], places: Sequence[Place], draws: int, finished: Finished) -> Filled:
-    """Patch every place in every unit. A cell's value is the mean of `draws` runs."""
-
-    def rounds() -> list[Round]:
-        return [_round(unit, places, n) for n, unit in enumerate(units)]
-
-    def tell(number: int, which: np.ndarray, values: np.ndarray) -> None:
-        unit = units[number]
-        finished.add(which // draws, (values - unit.offset) * unit.factor)
-
-    counts = [len(places) * draws] * len(units)
-    found = cells.run(counts, rounds, tell, reruns_for(len(units)))
-    values = [
-        (of.trials.reshape(-1, draws).mean(1) - unit.offset) * unit.factor
-        for unit, of in zip(units, found, strict=True)
-    ]
-    floors = [
-        np.max(np.abs(of.baselines - unit.base)) * abs(unit.factor) for unit, of in zip(units, found, strict=True)
-    ]
-    return Filled(np.array(values).reshape(len(units), len(places)), float(max(floors)))
-
-
-def reruns_for(units: int) -> int:
-    """The approximate number of reruns of each baseline, for this many units."""
-    return max(BASELINES // units, MIN_RERUNS)
-
-
-def _round(unit: Unit, places: Sequence[Place], number: int) -> Round:
-    writer = unit.writer()
-    trials = [
-        Trial(unit.prompt, [*unit.before, *edits], unit.graded)
-        for place in places
-        for edits in writer.edits(place.row, *_sides(unit, place.columns[number]), (unit.number, *place.at))
-    ]
-    return Round(trials, Trial(unit.prompt, unit.before, unit.graded))
-
-
-def _sides(unit: Unit, column: Column) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The positions to read and the positions to write."""
-    return (column.clean, column.corrupt) if unit.written == "corrupt" else (column.corrupt, column.clean)
-
-
-def announce(show: Show, rows: Sequence[Any], columns: Sequence[Any], units: int) -> None:
-    """Report the size of a grid before any of it is computed."""
-    if isinstance(show, Reporter):
-        show.grid(len(rows) * len(columns) * units)
-
-
-@contextmanager
-def carrying(
-    lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: Show, resume: Resumable | None
-) -> Iterator[Cells]:
-    """`Cells` with a progress bar and, if the study can be resumed from a file, its journal. `question` is everything
-    that decides the values, as plain data."""
-    with keeping(lm, question, resume) as journal, progress(what, total, show) as advance:
-        yield Cells(lm, batch, journal, advance)
-
-
-def with_values(
-    sweep: Any, filled: Filled, bases: Sequence[float], computed: str, seed: int, seeds: int = 1
-) -> Any:  # fmt: skip
-    """A sweep with the values of its units [N, R, P], their mean, and the spread of the mean if there are several.
-
-    bases: the unpatched metric of every unit; computed: `Cells.computed`
-    seed: seed of the spread; seeds: this many consecutive units belong to one prompt, and count once by their mean,
-        because seeds are not independent prompts. For a single prompt the interval is over its seeds, without p-values
-    """
-    each, base = filled.values.reshape(sweep.each.shape), np.asarray(bases, np.float64)
-    changed: dict[str, Any] = {
-        "each": each, "values": each.mean(0), "effect": (each - base[:, None, None]).mean(0),
-        "noise_floor": filled.floor, "computed": computed,
-    }  # fmt: skip
-    run = ~np.isnan(changed["values"])
-    one_prompt = len(each) == seeds
-    if not one_prompt:
-        each, base = each.reshape(-1, seeds, *run.shape).mean(1), base.reshape(-1, seeds).mean(1)
-    if len(each) > 1 and run.any():
-        found = spread(each[:, run], base, seed)
-        for name in found._fields[:4] if one_prompt else found._fields:
-            changed[name] = np.full(run.shape, np.nan)
-            changed[name][run] = getattr(found, name)
-    return msgspec.structs.replace(sweep, **changed)
-
-
-def teller(
-    listener: Listener, rows: Sequence[Row], columns: Sequence[Column]
-) -> Callable[[list[int], np.ndarray], None]:
-    """A function that reports places to a listener, given their numbers in row-major order."""
-
-    def tell(which: list[int], values: np.ndarray) -> None:
-        places = [(rows[i // len(columns)], columns[i % len(columns)]) for i in which]
-        listener.cells([
-            Cell(row.site, row.layer, column, value, row.index)
-            for (row, column), value in zip(places, values.tolist(), strict=True)
-        ])  # fmt: skip
-
-    return tell
-
-
-def check_seed(seed: Any) -> int:
-    if not is_token_id(seed) or seed < 0:
-        raise ProgramError(f"a seed is a whole number from 0 on, not {seed!r}", "seed")
-    return int(seed)
-
-
 COARSEST = 8  # layers and positions of the first blocks
 LEVELS = 3  # times that blocks are halved
 
@@ -501,8 +786,6 @@ class Zoom:
     """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise ProgramError(f"at least one block is looked into, not {keep!r}", "zoom")
         self.possible, self.keep = possible, min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
         across = list(range(columns))

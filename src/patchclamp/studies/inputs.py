@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, SupportsIndex, TypeVar
 
@@ -17,14 +17,14 @@ from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.site import At
+from patchclamp.language.site import SITES, At, parse_edited_site
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
+from patchclamp.plan import Prompt as PlanPrompt
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.study import Arg, Reporter, Resumable
-from patchclamp.trace.hints import check_options, hints_for
+from patchclamp.studies.study import Arg, Reporter, Resumable, bind_call
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
@@ -70,6 +70,250 @@ def selection(text: Any) -> Tokens:
     return whole_prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)
 
 
+class Column(msgspec.Struct, frozen=True):
+    """Aligned positions patched together: the same ones in the clean and in the corrupt prompt."""
+
+    label: str
+    clean: tuple[int, ...]
+    corrupt: tuple[int, ...]
+
+
+class Words(msgspec.Struct, frozen=True):
+    """A prompt: its token ids, its tokens as text, and its whole text."""
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    text: str
+
+    @property
+    def last(self) -> int:
+        return len(self.ids) - 1
+
+
+def words_of(lm: LM, prompt: Any, path: str) -> Words:
+    """Read a prompt of text or token ids."""
+    prompt = as_plain(prompt, path)
+    if isinstance(prompt, str):
+        try:
+            ids, text = lm.tokens(prompt), prompt
+        except ProgramError as error:
+            raise ProgramError(error.message, path) from None
+    elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):
+        ids = [int(token) for token in prompt]
+        if any(not 0 <= token < lm.model.d_vocab for token in ids):
+            raise TokensError(f"a token id is outside the vocabulary of {lm.model.d_vocab}", path)
+        text = lm.tokenizer.decode(ids)
+    else:
+        raise ProgramError("a prompt is text or a list of token ids", path)
+    if not ids:
+        raise TokensError("an empty prompt has no position to run", path)
+    return Words(tuple(ids), tuple(lm.tokenizer.token_strings(ids)), text)
+
+
+def listed(prompts: Any) -> bool:
+    """True for several prompts: a list of texts, or of lists of token ids."""
+    return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
+
+
+def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
+    """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
+    try:
+        prompt = PlanPrompt(words.ids, lambda: lm.tokenizer.spell(words.ids, words.text))
+        selected = prompt.select(selection(tokens), len(words.ids)).tolist()
+    except PatchclampError as error:
+        raise error.under(path) from None
+    if not selected:
+        raise TokensError(f"{tokens}: nothing selected of a prompt of {len(words.ids)} tokens", path)
+    return tuple(selected)
+
+
+Make = Callable[[str, tuple[int, ...], str], Column]
+"""Makes a column from a label, positions of the patched prompt, and the path of the selection."""
+
+
+def columns_of(
+    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make
+) -> list[Column]:
+    """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
+
+    positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
+        selection per pair
+    """
+    if positions is None:
+        return [make(words.tokens[p], (p,), "positions") for p in all_positions]
+    columns: list[Column] = []
+    for label, selection, path in _selections(positions, number, count):
+        chosen = chosen_positions(lm, words, selection, path)
+        column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
+        if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
+            raise TokensError(f"{selection} selects {list(chosen)}, which another column has already", path)
+        columns.append(column)
+    return columns
+
+
+def _selections(positions: Any, number: int, count: int) -> list[tuple[str | None, Any, str]]:
+    """(label, selection, path) of every column of a pair."""
+    positions = as_plain(positions, "positions")
+    if isinstance(positions, Mapping):
+        chosen = []
+        for label, selection in positions.items():
+            path = f"positions[{label!r}]"
+            selection = as_plain(selection, path)
+            if isinstance(selection, (list, tuple)):
+                if len(selection) != count:
+                    raise ProgramError(
+                        f"expected one selection for each of {count} prompts, got {len(selection)}; several positions "
+                        "of one column are one selection, such as pc.prompt[-2, -1]",
+                        path,
+                    )
+                selection = selection[number]
+            chosen.append((str(label), selection, path))
+        return chosen
+    several: Sequence[Any] = list(positions) if isinstance(positions, (list, tuple)) else [positions]
+    return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
+
+
+def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
+    """Merge the columns of several pairs into those of the grid: labels that differ become positions in the prompt.
+
+    Raises: `TokensError` if pairs have different numbers of columns.
+    """
+    first = columns[0]
+    for i, other in enumerate(columns):
+        if len(other) != len(first):
+            raise TokensError(
+                f"pair {i} has {len(other)} positions that can be patched, and pair 0 has {len(first)}: prompts of one "
+                "length have all their positions as columns; of others say which, positions=['prompt[-1]', …]",
+                "positions",
+            )
+    return tuple(
+        column if all(other[p].label == column.label for other in columns) else _numbered(column)
+        for p, column in enumerate(first)
+    )
+
+
+def _numbered(column: Column) -> Column:
+    return Column(f"token {', '.join(map(str, column.corrupt))}", column.clean, column.corrupt)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A site, its layer, and an index such as `3` or `0:64` if it is a part of the site.
+
+    layers: the window of layers patched together, if it is more than `layer`
+    """
+
+    site: str
+    layer: int | None
+    index: str = ""
+    layers: tuple[int, ...] = ()
+
+    @property
+    def panel(self) -> str:
+        """The name shared by the rows of all layers: `resid_pre`, `z[:, 3]`."""
+        return f"{self.site}[:, {self.index}]" if self.index else self.site
+
+    @property
+    def sites(self) -> list[Site]:
+        """The patched sites, layer by layer."""
+        index = parse_index(self.index) if self.index else None
+        return [Site(self.site, layer, index) for layer in self.layers or (self.layer,)]
+
+    def __str__(self) -> str:
+        inner = str(self.layer) + (f", {self.index}" if self.index else "")
+        return self.site if self.layer is None else f"{self.site}[{inner}]"
+
+
+def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1) -> list[Row]:
+    """The rows of some sites, without duplicates: by site and index, then by layer.
+
+    layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
+    group: number of heads, neurons or experts of a site per row; None: all that the site names
+    window: number of layers around a row's that are patched with it, as far as they exist
+
+    Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
+    """
+    sites = [sites] if isinstance(sites, (str, Site)) else list(sites)
+    chosen = which_layers(layers, lm.model.layers)
+    rows: dict[Row, None] = {}
+    for i, text in enumerate(sites):
+        try:
+            site = parse_edited_site(text)
+            for part in _parts(lm, site, group):
+                rows.update(dict.fromkeys(_layered(lm, part, chosen, window)))
+        except PatchclampError as error:
+            raise error.under(f"sites[{i}]") from None
+    return list(rows)
+
+
+def which_layers(layers: Any, count: int) -> set[int]:
+    """The named layers, of `count`. Raises `UnsupportedSite` if one is out of range, or the selection is empty."""
+    index = parse_index(layers) if isinstance(layers, str) else layers
+    if index is None:
+        return set(range(count))
+    chosen: set[int] = set()
+    for one in index if isinstance(index, (list, tuple, range)) else [index]:
+        part = Range.of(one) if isinstance(one, slice) else one
+        numbers = list(part.indices(count)) if isinstance(part, Range) else [part]
+        ends = [end for end in part.ends if end is not None] if isinstance(part, Range) else []
+        if any(not -count <= n < count for n in numbers) or any(not -count <= end <= count for end in ends):
+            raise UnsupportedSite(f"expected layers 0 to {count - 1} of this model, got {layers}", "layers")
+        chosen |= {n % count for n in numbers}
+    if not chosen:
+        raise UnsupportedSite(f"expected at least one of the layers 0 to {count - 1}, got {layers}", "layers")
+    return chosen
+
+
+def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
+    """The site, cut into groups of heads, neurons or experts."""
+    if group is None:
+        yield site
+        return
+    if not SITES[site.name].index:
+        raise ProgramError(f"{site.name} has no heads, neurons or experts to group", "group")
+    lm.sites.resolve(site)  # raises for an index out of range
+    parts = lm.sites.parts(site.name)
+    assert parts is not None
+    count = parts[0]
+    index = site.index
+    named = range(count) if index is None else index.indices(count) if isinstance(index, Range) else [index % count]
+    for begin in range(0, len(named), group):
+        some = named[begin : begin + group]
+        yield Site(site.name, site.layers, some[0] if len(some) == 1 else Range(some[0], some[-1] + 1))
+
+
+def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]:
+    everywhere = [ref.layer for ref in lm.sites.resolve(Site(site.name, None, site.index))]
+    for ref in lm.sites.resolve(site):
+        if ref.layer is None:
+            yield Row(ref.name, None)
+        elif site.layers is not None or ref.layer in chosen:
+            around = tuple(layer for layer in everywhere if layer is not None and _near(layer, ref.layer, window))
+            yield Row(ref.name, ref.layer, ref.index, around if window > 1 else ())
+
+
+def _near(layer: int, middle: int, window: int) -> bool:
+    """True if a layer is in the window around another; the larger half of an even window is below it."""
+    return middle - window // 2 <= layer < middle + (window + 1) // 2
+
+
+def panels_of(rows: Sequence[Row]) -> list[str]:
+    """The panels of rows, in order."""
+    return list(dict.fromkeys(row.panel for row in rows))
+
+
+def layers_in(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The layers of rows, ascending; only layer 0 if no row has one."""
+    return tuple(sorted({row.layer for row in rows if row.layer is not None})) or (0,)
+
+
+def one_each(values: Any, count: int, name: str) -> list[Any]:
+    """One value for each of `count` prompts, from a list of them or a single shared value."""
+    listed = isinstance(values, (list, tuple))
+    if listed and count > 1 and len(values) != count:
+        raise ProgramError(f"expected one value, or one for each of {count} prompts, got {len(values)}", name)
+    return list(values) if listed and len(values) == count else [values] * count
+
+
 class Alignment(msgspec.Struct, frozen=True):
     """`pairs` of (clean, corrupt) positions, ascending, and the positions of either prompt without a partner."""
 
@@ -103,7 +347,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
     )
 
 
-class Asked(msgspec.Struct, frozen=True):
+class EncodedPrompt(msgspec.Struct, frozen=True):
     """A prompt in token ids; `text` is its source if known, and `shown` the form for display."""
 
     ids: tuple[int, ...]
@@ -116,7 +360,7 @@ class Asked(msgspec.Struct, frozen=True):
         return list(self.ids) if self.text is None else self.text
 
 
-def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[Asked]:
+def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
     """Prompts in token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
     Raises: `ProgramError` if this is not a list of prompts, or with the path of a prompt that cannot be read.
@@ -132,29 +376,28 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
     return asked
 
 
-def _plain(lm: LM, prompt: Any) -> Asked:
+def _plain(lm: LM, prompt: Any) -> EncodedPrompt:
     if isinstance(prompt, str):
-        return Asked(tuple(lm.tokens(prompt)), prompt, prompt)
+        return EncodedPrompt(tuple(lm.tokens(prompt)), prompt, prompt)
     prompt = as_plain(prompt)
     if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)
-    return Asked(ids, None, lm.tokenizer.decode(list(ids)))
+    return EncodedPrompt(ids, None, lm.tokenizer.decode(list(ids)))
 
 
-def _chat(lm: LM, prompt: Any) -> Asked:
+def _chat(lm: LM, prompt: Any) -> EncodedPrompt:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages) or not messages:
         raise ProgramError("with chat=True a prompt is text or a list of messages, each with role and content")
-    return Asked(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
+    return EncodedPrompt(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
 
 
-def content_hash(asked: Iterable[Asked]) -> str:
+def content_hash(asked: Iterable[EncodedPrompt]) -> str:
     """SHA-256 of prompts, in hex: equal for the same token ids in the same order."""
     return hashlib.sha256(msgspec.json.encode([one.ids for one in asked])).hexdigest()
 
 
-VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -166,13 +409,6 @@ def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int
     if not is_token_id(value) or value < least:
         raise ProgramError(f"expected a whole number from {least} on, got {value!r}", path)
     return int(value)
-
-
-def check_batch(batch: Any) -> int:
-    """The number of runs submitted at a time."""
-    if not is_token_id(batch) or batch < 1:
-        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
-    return int(batch)
 
 
 def as_lm(lm: Any, path: str = "lm") -> LM:
@@ -269,31 +505,23 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     `ProgramError` for a missing, unknown or surplus argument, and for a tensor whose numbers cannot be read.
     """
     signature = inspect.signature(function)
-    known, call = list(signature.parameters), f"{getattr(function, '__name__', function)}()"
-    others = any(one.kind == VAR_KEYWORD for one in signature.parameters.values())
-    ordered = [name for name, one in signature.parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
+    parameters = {name: one for name, one in signature.parameters.items() if one.kind != one.VAR_KEYWORD}
+    ordered = [name for name, one in parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
+    required = [name for name, one in parameters.items() if one.default is one.empty]
+    others = len(parameters) < len(signature.parameters)
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_options((name for name in kwargs if name not in known and not others), call, known, hints_for(known))
-        if len(args) > len(ordered):
-            raise ProgramError(
-                f"{call} takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
-            )
-        if twice := [name for name in ordered[: len(args)] if name in kwargs]:
-            raise ProgramError(f"{call} got this argument by position and by name", twice[0])
-        bound = signature.bind_partial(*args, **kwargs)
-        for name, parameter in signature.parameters.items():
-            if name not in bound.arguments and parameter.default is parameter.empty and parameter.kind != VAR_KEYWORD:
-                raise ProgramError(f"{function.__name__} needs the argument {name}=", name)
-        for name, value in bound.arguments.items():
+        given = bind_call(function.__name__, list(parameters), ordered, required, args, kwargs, others)
+        for name in parameters.keys() & given.keys():
+            value = given[name]
             if hasattr(value, "detach"):
                 check_dense(value, name)
             if getattr(value, "shape", None) == ():  # a NumPy or torch scalar
-                bound.arguments[name] = value = as_plain(value, name)
-            if name in READERS and not (value is None and signature.parameters[name].default is None):
-                bound.arguments[name] = READERS[name](value, name)
-        return function(*bound.args, **bound.kwargs)
+                given[name] = value = as_plain(value, name)
+            if name in READERS and not (value is None and parameters[name].default is None):
+                given[name] = READERS[name](value, name)
+        return function(**given)  # pyright: ignore[reportCallIssue]
 
     return study
 
@@ -351,8 +579,12 @@ def _frozen(names: Any, path: str) -> Any:
 
 
 Text = Annotated[str, Arg(as_text)]
+Whole = Annotated[int, Arg(check_whole)]
+_at_least_one = functools.partial(check_whole, least=1)
+Positive = Annotated[int, Arg(_at_least_one)]
+OptionalCount = Annotated[int | None, Arg(_at_least_one, int)]
 Flag = Annotated[bool, Arg(as_flag)]
-Prompt = Annotated[Any, Arg()]
+Prompt = Annotated[Any, Arg(as_prompt)]
 Prompts = Annotated[Any, Arg(many=True)]
 PromptFile = Annotated[Any, Arg(parse=prompts_in)]
 Answer = Annotated[Any, Arg()]
@@ -368,7 +600,7 @@ Layers = Annotated[Any, Arg(as_layers)]
 Positions = Annotated[Any, Arg(parse=as_position, many=True)]
 Position = Annotated[Any, Arg(parse=as_position)]
 Selected = Annotated[TokensLike, Arg()]
-ChosenTokens = Annotated[Any, Arg(many=True, option="token")]
+ChosenTokens = Annotated[Any, Arg(as_items, many=True, option="token")]
 Labels = Annotated[Any, Arg(as_texts, None)]
 Parts = Annotated[Any, Arg(as_texts, many=True)]
 Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]

@@ -23,7 +23,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, Unsuppo
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, parse_site
-from patchclamp.language.values import as_array, as_items
+from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
@@ -35,19 +35,18 @@ from patchclamp.studies.inputs import (
     Layers,
     OptionalText,
     Positions,
+    Positive,
     Progress,
     Prompt,
     PythonOnly,
     ResumeFile,
     SiteField,
     Weights,
-    as_prompt,
-    check_whole,
     layers_of,
     positions_of,
 )
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Stored, Study, StudyResult, keeping, progress, provenance, recorded
+from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
     import pandas
@@ -214,7 +213,7 @@ class LogitLens(Study):
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     positions: Positions = None
     """Selection, or a list of positions; all by default."""
-    top: int = 5
+    top: Positive = 5
     """Likeliest tokens to keep per cell."""
     translators: PythonOnly = None
     """Tuned lens by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b."""
@@ -229,11 +228,9 @@ class LogitLens(Study):
     """Folder or hub id of the model's files, if not the model's own name."""
 
     def _run(self, lm: LM, *, show_progress: Progress = None, resume: ResumeFile = None) -> LogitLensResult:
-        prompt = self.prompt
-        top = self.top
         import torch
 
-        at, prompt, top = checked_site(lm, self.site), as_prompt(prompt, "prompt"), check_whole(top, "top", 1)
+        at, prompt, top = checked_site(lm, self.site), self.prompt, self.top
         chosen_layers = layers_of(lm, at.name, self.layers)
         run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                      + [LAST @ whole_prompt])  # fmt: skip
@@ -241,7 +238,7 @@ class LogitLens(Study):
         maps = _translators(self.translators, chosen_layers, lm.model.d_model)
         own_VD = None if self.unembedding is None else _matrix(self.unembedding, lm.model.d_model)
         names = _labels(own_VD, self.labels)
-        chosen = [_chosen(lm, token, names, i) for i, token in enumerate(as_items(self.tokens, "tokens"))]
+        chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
         through = readout_of(lm, self.readout, self.weights, run.prompt_token_ids)
         stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
         rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
@@ -293,11 +290,11 @@ def _measure(
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
 
-        def compute(rows: torch.Tensor = rows) -> list[list[Stored]]:
+        def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
             measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, len(rows), top, chosen)
-            return [[Stored.of(array) for array in msgspec.structs.astuple(measured)]]
+            return [[StoredArray.of(array) for array in msgspec.structs.astuple(measured)]]
 
-        [arrays] = recorded(journal, 1, list[Stored], compute)
+        [arrays] = recorded(journal, 1, list[StoredArray], compute)
         parts.append([of.array() for of in arrays])
         advance(rows.shape[0] * rows.shape[1])
     return _Measured(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))

@@ -187,7 +187,7 @@ def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, 
 Edits = Mapping[str, tuple[str, np.ndarray]]  # by site: the place, and the vector [W] that is added there
 
 
-class _Kept(NamedTuple):
+class _ObservedPrompt(NamedTuple):
     """A prompt's run as plain data: rows [T, W] by place, positions in order."""
 
     prompt: list[int]
@@ -208,7 +208,7 @@ class _Seen(NamedTuple):
     engine: str
     family: str
     dtype: str
-    kept: list[_Kept]
+    kept: list[_ObservedPrompt]
     edits: Edits
     moved: dict[str, np.ndarray]
     noise: float
@@ -245,9 +245,9 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _kept(lm: LM, run: Run) -> _Kept:
+def _kept(lm: LM, run: Run) -> _ObservedPrompt:
     rows = {str(place): _flat(run[str(place)]) for place in lm.sites.refs()}
-    return _Kept(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
+    return _ObservedPrompt(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
 
 
 def _flat(rows: Any) -> np.ndarray:
@@ -256,7 +256,7 @@ def _flat(rows: Any) -> np.ndarray:
     return array.reshape(len(array), -1)
 
 
-def _edit(lm: LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
+def _edit(lm: LM, name: str, kept: _ObservedPrompt) -> tuple[str, np.ndarray]:
     """The middle place of a site, and the prover's push of its last row there."""
     places = lm.sites.resolve(pc.Site(name))
     place = str(places[len(places) // 2])
@@ -307,18 +307,18 @@ def _names(places: Iterable[str]) -> set[str]:
     return {place.partition("[")[0] for place in places}
 
 
-def _common(a: _Kept, b: _Kept) -> int:
+def _common(a: _ObservedPrompt, b: _ObservedPrompt) -> int:
     """The number of leading generated tokens on which two runs agree."""
     same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
     return same.index(False) if False in same else len(same)
 
 
-def _positions(kept: _Kept, common: int) -> int:
+def _positions(kept: _ObservedPrompt, common: int) -> int:
     """The number of positions with the same tokens up to them; the last token was never an input."""
     return len(kept.prompt) + min(common, len(kept.tokens) - 1)
 
 
-def _gaps(a: _Kept, b: _Kept, common: int) -> dict[str, float]:
+def _gaps(a: _ObservedPrompt, b: _ObservedPrompt, common: int) -> dict[str, float]:
     """The worst row of each place, over positions with the same tokens in both runs."""
     positions = {place: (common + 1 if place == "logits" else _positions(b, common)) for place in a.rows}
     return {place: apart(a.rows[place][:n], b.rows[place][:n]) for place, n in positions.items() if place in b.rows}

@@ -15,7 +15,6 @@ import numpy as np
 from patchclamp.errors import TokensError
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
@@ -25,12 +24,10 @@ from patchclamp.studies.inputs import (
     Flag,
     Layers,
     Position,
+    Positive,
     Progress,
     Prompt,
     SiteField,
-    as_prompt,
-    check_batch,
-    check_whole,
     layers_of,
     positions_of,
 )
@@ -166,21 +163,17 @@ class Patchscope(Study):
     """Tokens to generate."""
     tokens: ChosenTokens = ()
     """Tokens to report the probability of, as the first token."""
-    top: int = 5
+    top: Positive = 5
     """Likeliest first tokens to keep."""
 
-    def _run(self, lm: LM, *, batch: int = 64, show_progress: Progress = None) -> PatchscopeResult:
-        source = self.source
-        target = self.target
-        top = self.top
-        at, top, batch = checked_site(lm, self.site), check_whole(top, "top", 1), check_batch(batch)
-        source, target = as_prompt(source, "source"), as_prompt(target, "target")
+    def _run(self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None) -> PatchscopeResult:
+        at = checked_site(lm, self.site)
         taken = layers_of(lm, at.name, self.layers)
         placed = [] if self.target_layers is None else layers_of(lm, at.name, self.target_layers, "target_layers")
-        chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(as_items(self.tokens, "tokens"))]
+        chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(self.tokens)]
         read = [Site(at.name, layer) @ whole_prompt for layer in sorted({*taken, *placed})]
-        from_run = lm.run(source, max_tokens=1, capture=read)
-        into_run = lm.run(target, max_tokens=self.max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
+        from_run = lm.run(self.source, max_tokens=1, capture=read)
+        into_run = lm.run(self.target, max_tokens=self.max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
         out = positions_of(from_run, self.source_position, "source_position")
         into = positions_of(into_run, self.target_position, "target_position")
         if len(out) != len(into):
@@ -192,7 +185,7 @@ class Patchscope(Study):
         vectors = [_vector(from_run, into_run, at.name, cell, out, into, self.normed) for cell in cells]
         edits = [[Replace(Vector.of(rows_nD), at=Site(at.name, to), tokens=every[tuple(into)])]
                  for (_, to), (rows_nD, _) in zip(cells, vectors, strict=True)]  # fmt: skip
-        said = _Said(lm, into_run, top, chosen)
+        said = _Said(lm, into_run, self.top, chosen)
         said.run(edits, self.max_tokens, batch, show_progress)
         shape = (len(taken), len(placed) or 1)
         ids = sorted({*chosen, *np.unique(said.top_ids).tolist()})

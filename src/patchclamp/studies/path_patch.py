@@ -18,11 +18,10 @@ where MLPs count as part of the path: freeze=("z",).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
-
-import msgspec
-import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language import From, Op, Replace, Site
@@ -31,40 +30,21 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.grid import (
-    MIN_RERUNS,
-    Asked,
-    Cells,
-    Filled,
-    Finished,
-    Listener,
-    Round,
-    Trial,
-    announce,
-    carrying,
-    check_seed,
-    pair_of,
-    pairs_of,
-    planned,
-    question_of,
-    teller,
-    with_values,
-)
+from patchclamp.studies.grid import MIN_RERUNS, GridCase, GridPlace, GridPlan, OpenWriter, PairGrid
 from patchclamp.studies.inputs import (
-    Answers,
+    Column,
     Frozen,
-    Layers,
+    OptionalCount,
     Position,
-    Progress,
-    Prompts,
     Receivers,
-    ResumeFile,
+    Row,
     Senders,
-    Text,
+    listed,
+    rows_of,
+    words_of,
 )
-from patchclamp.studies.sources import captured_runs
-from patchclamp.studies.study import Study, json_of, provenance
-from patchclamp.studies.sweep_result import Column, PathPatchResult, Row, Side, listed, rows_of, words_of
+from patchclamp.studies.sources import CellWriter, Mixing, captured_runs
+from patchclamp.studies.sweep_result import PathPatchResult
 
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")
@@ -72,18 +52,18 @@ ATTENTION, MLP = ("z", "attn_out"), ("neurons", "mlp_out")  # senders
 SENDERS_AT_ONCE = 64  # senders whose receivers' inputs are kept at a time
 
 
-class Receiver(NamedTuple):
+class PathReceiver(NamedTuple):
     """Sites whose inputs are patched together; empty for the end of the model."""
 
     label: str
     sites: tuple[Site, ...]
 
 
-class PathPatch(Study):
+class PathPatch(PairGrid):
     """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
 
     Rows of the grid are senders, columns receivers. A receiver that is not downstream of a sender has NaN there.
-    Receivers are patched at every position.
+    Receivers are patched at every position. Both prompts of a pair have the same length.
 
     Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument, and
     the error of any run.
@@ -91,233 +71,134 @@ class PathPatch(Study):
 
     command = "paths"
 
-    clean: Prompts
-    """Prompt whose senders are patched in; or a list, one per pair. Both prompts of a pair have the same length."""
-    corrupt: Prompts
-    """Prompt that is run with these senders."""
-    answer: Answers
-    """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
-    One for all pairs, or a list with one per pair."""
-    foil: Answers = None
-    """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     senders: Senders = ("z",)
     """Senders: z, attn_out, neurons or mlp_out, or 'z[9, 3]'; the heads of all layers by default."""
     receivers: Receivers = ("logits",)
     """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a nested list (joined by + on the command line)
     is patched together."""
-    layers: Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    group: int | None = 1
+    group: OptionalCount = 1
     """Heads or neurons per sender."""
     positions: Position = None
     """Selection at which senders are patched, or a list with one per pair; the whole prompt by default."""
     freeze: Frozen = ("z", "mlp_out")
     """Sites to freeze between sender and receiver: z, attn_out, mlp_out."""
-    metric: Text = "logit_diff"
-    """logit_diff, recovered, logprob or prob."""
-    direction: Text = "denoising"
-    """denoising, or noising: corrupt into clean."""
-    seed: int = 0
-    """Seed of the confidence interval and of the test over pairs."""
 
-    def _run(
-        self,
-        lm: LM,
-        *,
-        batch: int = 512,
-        show_progress: Progress = None,
-        listener: Listener | None = None,
-        resume: ResumeFile = None,
-    ) -> PathPatchResult:
-        if self.direction not in ("denoising", "noising"):
-            raise unknown("direction", self.direction, ("denoising", "noising"), "direction")
-        written: Side = "corrupt" if self.direction == "denoising" else "clean"
+    def plan(self, lm: LM) -> GridPlan:
         _check_mixers(lm)
         _check_lengths(lm, self.clean, self.corrupt)
-        asked = pairs_of(
-            lm, self.clean, self.corrupt, self.answer, self.foil, self.metric, _at(self.positions, self.clean), written
-        )
+        cases = self.cases(lm, _at(self.positions, self.clean))
         rows = _senders(lm, self.senders, self.layers, self.group)
-        receivers = _receivers(lm, self.receivers)
-        announce(show_progress, rows, receivers, len(asked))
-        paths = _Paths(lm, asked, rows, receivers, _frozen(self.freeze), written, check_seed(self.seed))
-        with carrying(lm, "patching paths", paths.total, paths.question, batch, show_progress, resume) as cells:
-            return _patched(paths, cells, listener)
+        receivers, frozen = _receivers(lm, self.receivers), _frozen(self.freeze)
+        for i, case in enumerate(cases):
+            [at] = case.columns
+            columns = tuple(Column(of.label, at.clean, at.corrupt) for of in receivers)
+            cases[i] = case._replace(columns=columns)
+        return _PathPlan(lm, self, cases, rows, receivers, frozen)
 
 
 path_patch = PathPatch.short_form("path_patch")
 
 
-class _Paths:
-    """The checked arguments. `receivers_of`: the numbers of the receivers downstream of each sender."""
+class _PathPlan(GridPlan):
+    """A row is a sender, a column a receiver. One pair of prompts is patched at a time."""
 
     def __init__(
-        self, lm: LM, asked: list[Asked], rows: list[Row], receivers: list[Receiver], frozen: tuple[str, ...],
-        written: Side, seed: int,
+        self, lm: LM, study: PathPatch, cases: list[GridCase], rows: list[Row], receivers: list[PathReceiver],
+        frozen: tuple[str, ...],
     ) -> None:  # fmt: skip
-        self.lm, self.asked, self.rows, self.receivers = lm, asked, rows, receivers
-        self.frozen, self.seed = frozen, seed
-        self.written: Side = written
-        self.read: Side = "clean" if written == "corrupt" else "corrupt"
-        self.receivers_of = [[i for i, of in enumerate(receivers) if _behind(lm, row, of)] for row in rows]
-        self.count = sum(map(len, self.receivers_of))
-        if not self.count:
-            raise ProgramError("no receiver lies behind any sender", "receivers")
+        settings = {"receivers": [list(map(str, of.sites)) for of in receivers], "frozen": frozen}
+        super().__init__(lm, study, PathPatchResult, cases, rows, direction=study.direction, seed=study.seed,
+                         settings=settings, verb="patching paths")  # fmt: skip
+        self.receivers, self.frozen, self.extra = receivers, frozen, {"frozen": frozen}
+        self.reruns = MIN_RERUNS
+        if not self.possible.any():
+            raise ProgramError("no receiver is downstream of any sender", "receivers")
 
-    @property
-    def chunks(self) -> list[list[int]]:
-        """Senders with a receiver downstream, in groups."""
-        sending = [r for r, of in enumerate(self.receivers_of) if of]
-        return [sending[i : i + SENDERS_AT_ONCE] for i in range(0, len(sending), SENDERS_AT_ONCE)]
+    def _possible(self, row: Row, p: int) -> bool:
+        return _behind(self.lm, row, self.receivers[p])
 
-    def places(self, some: Sequence[int]) -> list[tuple[int, int]]:
-        """The (sender, receiver) paths of some senders, by number."""
-        return [(r, p) for r in some for p in self.receivers_of[r]]
+    def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
+        senders = list(dict.fromkeys(place.at[0] for place in places))
+        group = {r: i // SENDERS_AT_ONCE for i, r in enumerate(senders)}
+        return [list(of) for _, of in itertools.groupby(places, lambda place: group[place.at[0]])]
 
-    @property
-    def total(self) -> int:
-        """The number of graded runs, including those for the noise floor."""
-        return len(self.asked) * sum(planned([len(self.places(some))], MIN_RERUNS) for some in self.chunks)
+    def groups(self) -> list[list[int]]:
+        return [[i] for i in range(len(self.cases))]
 
-    @functools.cached_property
-    def question(self) -> dict[str, Any]:
-        return {
-            "study": "path_patch", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
-            "receivers": [list(map(str, of.sites)) for of in self.receivers], "frozen": self.frozen,
-            "written": self.written,
-        }  # fmt: skip
+    def writers(self, group: Sequence[int], until: ExitStack) -> list[OpenWriter]:
+        case = self.cases[group[0]]
+        ids = case.side(self.written).ids
 
+        @functools.cache
+        def both() -> tuple[Run, Run]:
+            """Runs of the source prompt and of the patched prompt."""
+            [source] = captured_runs(self.lm, [case.side(self.read).ids], self.sites)
+            until.callback(source.close)
+            [base] = captured_runs(self.lm, [ids], [Site(name) for name in self.frozen])
+            until.callback(base.close)
+            return source, base
 
-def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatchResult:
-    """The result, one pair of prompts at a time."""
-    prompts = [Trial(words.ids, (), pair.graded) for pair in paths.asked for words in (pair.clean, pair.corrupt)]
-    values = cells.graded(prompts)
-    both = list(zip(values[::2], values[1::2], strict=True))  # clean and corrupt, before normalisation
-    begun = _begun(paths, both)
-    if listener is not None:
-        listener.start(begun, paths.count)
-    tell = None if listener is None else teller(listener, paths.rows, begun.columns)
-    finished = Finished(len(paths.rows) * len(paths.receivers), len(paths.asked), tell)
-    each, floors = begun.each.copy(), []
-    for n, (pair, values_of) in enumerate(zip(paths.asked, both, strict=True)):
-        of = _OfPair(paths, pair, values_of)
-        try:
-            floors += [of.fill(cells, some, each[n], finished) for some in paths.chunks]
-        finally:
-            of.close()
-    bases = [getattr(pair, paths.written) for pair in begun.pairs]
-    return with_values(begun, Filled(each, max(floors)), bases, cells.computed, paths.seed)
+        sent = until.enter_context(ExitStack())
+
+        def writer(places: Sequence[GridPlace]) -> _PathWriter:
+            sent.close()  # the runs of the senders before
+            writer = _PathWriter(self, ids, *both())
+            writer.send({place.at[0]: (place.row, *self.sides(place, group[0])) for place in places}, sent)
+            return writer
+
+        return [writer]
 
 
-def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatchResult:
-    """The result before any path is patched."""
-    pairs = []
-    for pair, values in zip(paths.asked, both, strict=True):
-        offset, factor = pair.graded.scale(*values)
-        result = pair_of(paths.lm, pair, *((value - offset) * factor for value in values))
-        (at,) = pair.columns
-        columns = tuple(Column(of.label, at.clean, at.corrupt) for of in paths.receivers)
-        pairs.append(msgspec.structs.replace(result, columns=columns))
-    empty = np.full((len(pairs), len(paths.rows), len(paths.receivers)), np.nan)
-    return PathPatchResult(
-        provenance=provenance(paths.lm, (paths.seed,)), metric=paths.asked[0].graded.metric, pairs=tuple(pairs),
-        rows=tuple(paths.rows), columns=pairs[0].columns, values=empty[0], each=empty,
-        clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),
-        noise_floor=np.nan, direction="denoising" if paths.written == "corrupt" else "noising", frozen=paths.frozen,
-        source=f"{paths.read} activations", question=json_of(paths.question),
-    )  # fmt: skip
+class _PathWriter(CellWriter):
+    """Writes the edits of the graded runs in one pair of prompts.
 
-
-class _OfPair:
-    """Patches the paths in one pair of prompts. It holds the source runs: those of both prompts, and those of senders
-    whose receivers are being patched.
-
-    both: the metric of the clean and of the corrupt prompt, before normalisation
+    source: run of the other prompt · base: unpatched run · sent: run 2 of each sender, by row
     """
 
-    def __init__(self, paths: _Paths, pair: Asked, both: tuple[float, float]) -> None:
-        self._paths, self._graded, (self._column,) = paths, pair.graded, pair.columns
-        self._ids, self._other_ids = pair.side(paths.written).ids, pair.side(paths.read).ids
-        self._base_value = both[1] if paths.written == "corrupt" else both[0]
-        self._offset, self._factor = pair.graded.scale(*both)
-        self._open: list[Run] = []
-        self._base: Run | None = None
-        self._source: Run | None = None
+    def __init__(self, plan: _PathPlan, ids: Sequence[int], source: Run, base: Run) -> None:
+        super().__init__(Mixing())
+        self._plan, self._ids, self._source, self._base = plan, list(ids), source, base
+        self._sent: dict[int, Run] = {}
 
-    def fill(self, cells: Cells, some: Sequence[int], values: np.ndarray, finished: Finished) -> float:
-        """Write the values of some senders and all receivers downstream into `values` [R, P]. Returns the noise floor
-        of these runs."""
-        places = self._paths.places(some)
-        numbers = np.array([r * values.shape[1] + p for r, p in places])
-        unpatched = Trial(self._ids, (), self._graded)
-
-        def rounds() -> list[Round]:
-            sent = dict(zip(some, self._sent(some), strict=True))
-            return [Round([Trial(self._ids, self._edits(r, p, sent[r]), self._graded) for r, p in places], unpatched)]
-
-        def tell(number: int, which: np.ndarray, of: np.ndarray) -> None:
-            finished.add(numbers[which], (of - self._offset) * self._factor)
-
-        (found,) = cells.run([len(places)], rounds, tell, MIN_RERUNS)
-        values.flat[numbers] = (found.trials - self._offset) * self._factor
-        return float(np.max(np.abs(found.baselines - self._base_value))) * abs(self._factor)
-
-    def _sent(self, some: Sequence[int]) -> list[Run | None]:
-        """Run 2 of every sender, or None if all receivers are the end of the model; closes the previous ones."""
-        paths = self._paths
-        source, base = self._both()
-        for run in self._open:
-            run.close()
-        inner = list(dict.fromkeys(site for of in paths.receivers for site in of.sites))
+    def send(self, senders: dict[int, Any], until: ExitStack) -> None:
+        """Make run 2 of every sender (row, positions to read and to write), unless all receivers are the end of the
+        model."""
+        inner = list(dict.fromkeys(site for of in self._plan.receivers for site in of.sites))
         if not inner:
-            return [None] * len(some)
-        edits = [self._sending(paths.rows[r], source, base) for r in some]
-        self._open = paths.lm.run([list(self._ids)] * len(some), max_tokens=1, edits=edits, capture=inner)
-        for run in self._open:
+            return
+        edits = [self._sending(*of) for of in senders.values()]
+        runs = self._plan.lm.run([self._ids] * len(edits), max_tokens=1, edits=edits, capture=inner)
+        for run in runs:
+            until.callback(run.close)
+        for run in runs:
             run.answer  # noqa: B018  raises the run's own error
-        return list(self._open)
+        self._sent = dict(zip(senders, runs, strict=True))
 
-    def _edits(self, r: int, p: int, sent: Run | None) -> list[Op]:
-        """The edits of the graded run."""
-        receiver = self._paths.receivers[p]
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
+        _, r, p = cell
+        receiver, whole = self._plan.receivers[p], every[: len(self._ids)]
         if not receiver.sites:
-            return self._sending(self._paths.rows[r], *self._both())
-        assert sent is not None
-        whole = every[: len(self._ids)]
-        return [Replace(From(sent, at, whole), at=at, tokens=whole) for at in receiver.sites]
+            return [self._sending(row, read, write)]
+        return [[Replace(From(self._sent[r], at, whole), at=at, tokens=whole) for at in receiver.sites]]
 
-    def _sending(self, row: Row, source: Run, base: Run) -> list[Op]:
+    def _sending(self, row: Row, read: tuple[int, ...], write: tuple[int, ...]) -> list[Op]:
         """The edits of run 2: the sender gets its value from the other prompt, everything downstream is frozen to the
         unpatched run. In the sender's own layer, the MLP is downstream of attention.
         """
-        column, layer, written = self._column, row.layer, self._paths.written
-        assert layer is not None
-        read, write = (column.clean, column.corrupt) if written == "corrupt" else (column.corrupt, column.clean)
-        edits: list[Op] = [Replace(From(source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]
+        assert row.layer is not None
+        edits: list[Op] = [Replace(From(self._source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]
         whole = every[: len(self._ids)]
-        for name in self._paths.frozen:
-            first = layer if (row.site in ATTENTION and name == "mlp_out") else layer + 1
-            refs = self._paths.lm.sites.resolve(Site(name))
+        for name in self._plan.frozen:
+            first = row.layer if (row.site in ATTENTION and name == "mlp_out") else row.layer + 1
+            refs = self._plan.lm.sites.resolve(Site(name))
             behind = [Site(name, ref.layer) for ref in refs if ref.layer is not None and ref.layer >= first]
-            edits += [Replace(From(base, at, whole), at=at, tokens=whole) for at in behind]
+            edits += [Replace(From(self._base, at, whole), at=at, tokens=whole) for at in behind]
         return edits
 
-    def _both(self) -> tuple[Run, Run]:
-        """Runs of the source prompt and of the patched prompt."""
-        if self._source is None or self._base is None:
-            paths = self._paths
-            sending = [at for row in paths.rows for at in row.sites]
-            (self._source,) = captured_runs(paths.lm, [self._other_ids], sending)
-            (self._base,) = captured_runs(paths.lm, [self._ids], [Site(name) for name in paths.frozen])
-        return self._source, self._base
 
-    def close(self) -> None:
-        for run in (*self._open, self._source, self._base):
-            if run is not None:
-                run.close()
-
-
-def _behind(lm: LM, row: Row, receiver: Receiver) -> bool:
+def _behind(lm: LM, row: Row, receiver: PathReceiver) -> bool:
     """True if a receiver reads what a sender wrote: one of its sites is in a later layer, or downstream in the same
     layer. Its other sites keep their unpatched values."""
     return not receiver.sites or any(_site_behind(lm, row, site) for site in receiver.sites)
@@ -357,7 +238,7 @@ def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
             )  # fmt: skip
 
 
-def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
+def _senders(lm: LM, senders: Any, layers: Any, group: OptionalCount) -> list[Row]:
     """The sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):
@@ -371,7 +252,7 @@ def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
     return list(rows)
 
 
-def _receivers(lm: LM, receivers: Any) -> list[Receiver]:
+def _receivers(lm: LM, receivers: Any) -> list[PathReceiver]:
     items = [receivers] if isinstance(receivers, (str, Site)) else list(receivers)
     found = []
     for i, item in enumerate(items):
@@ -384,7 +265,7 @@ def _receivers(lm: LM, receivers: Any) -> list[Receiver]:
             inner = tuple(_one_layer(lm, site) for site in sites if site.name not in ENDS)
         except PatchclampError as error:
             raise error.under(f"receivers[{i}]") from None
-        found.append(Receiver(" + ".join(map(str, sites)), inner))
+        found.append(PathReceiver(" + ".join(map(str, sites)), inner))
     if not found or len({of.label for of in found}) < len(found):
         raise ProgramError("at least one receiver is needed, and none twice", "receivers")
     return found

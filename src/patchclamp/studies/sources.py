@@ -7,7 +7,7 @@ D width of the patched row · T positions of a prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,8 +20,7 @@ from patchclamp.language.tokens import Index, Positions, every, parse_index
 from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.inputs import check_whole, selection
-from patchclamp.studies.sweep_result import Row, chosen_positions, words_of
+from patchclamp.studies.inputs import Row, check_whole, chosen_positions, selection, words_of
 
 
 class Zeros(msgspec.Struct, frozen=True):
@@ -107,7 +106,7 @@ def _of_json(source: dict[str, Any]) -> Source:
     return kind(**fields)
 
 
-def question_of(lm: LM, source: Source | None) -> Any:
+def question_of_source(lm: LM, source: Source | None) -> Any:
     """Everything about a source that decides the values of a study, as plain data."""
     if source is None or isinstance(source, Zeros):
         return type(source).__name__
@@ -146,23 +145,6 @@ def in_words(source: Source) -> str:
     return f"the mean of {prompts}{where}"
 
 
-class Writer(Protocol):
-    """Writes the edits of cells."""
-
-    draws: int
-
-    def edits(
-        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
-    ) -> list[list[Op]]:
-        """The edits of a cell, for each of its draws: positions `write` get the values at `read`. `cell`: the numbers
-        of the pair of prompts, the row and the column."""
-        ...
-
-    def close(self) -> None:
-        """Free the captures."""
-        ...
-
-
 class Mixing(msgspec.Struct, frozen=True):
     """The weight of the new value, and the columns it applies to: `Replace`'s alpha and mask."""
 
@@ -194,90 +176,98 @@ class Mixing(msgspec.Struct, frozen=True):
         return entry if isinstance(entry, Vector) else ["bank", str(entry)]
 
 
-class _Light:
-    """A writer with nothing to free."""
+class CellWriter:
+    """Writes the edits of cells. A subclass has `value`, or `edits` if it has several draws."""
 
-    draws = 1
+    def __init__(self, mixing: Mixing) -> None:
+        self.mixing = mixing
+
+    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> Any:
+        """The value of positions `write` at a site: that of positions `read` of the source."""
+        raise NotImplementedError
+
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
+        """The edits of a cell, for each of its draws. `cell`: the numbers of the pair of prompts, the row and the
+        column."""
+        return [[self.mixing.replace(self.value(at, read, write), at, write) for at in row.sites]]
 
     def close(self) -> None:
-        pass
+        """Free the captures."""
 
 
-class FromRun(_Light):
+class FromRun(CellWriter):
     """Rows of another run, which its creator closes."""
 
     def __init__(self, run: Run, mixing: Mixing) -> None:
-        self._run, self._mixing = run, mixing
+        super().__init__(mixing)
+        self._run = run
 
-    def edits(
-        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
-    ) -> list[list[Op]]:
-        return [[self._mixing.replace(From(self._run, at, every[read]), at, write) for at in row.sites]]
+    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> From:
+        return From(self._run, at, every[read])
 
 
-class FromZeros(_Light):
+class FromZeros(CellWriter):
     """Writes zeros."""
 
     def __init__(self, lm: LM, mixing: Mixing) -> None:
-        self._lm, self._mixing = lm, mixing
+        super().__init__(mixing)
+        self._lm = lm
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        if self._mixing == Mixing():
+        if self.mixing == Mixing():
             return [[Zero(at, every[write]) for at in row.sites]]
-        return [[self._mixing.replace(np.zeros(width_of(self._lm, at), np.float32), at, write) for at in row.sites]]
+        return super().edits(row, read, write, cell)
+
+    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> np.ndarray:
+        return np.zeros(width_of(self._lm, at), np.float32)
 
 
-class FromBank(_Light):
+class FromBank(CellWriter):
     """Writes an entry of the bank."""
 
     def __init__(self, lm: LM, name: str, mixing: Mixing) -> None:
-        self._name, self._mixing = name, mixing
-        self._is_run = hasattr(_entry(lm, name, "source"), "positions_of")
+        super().__init__(mixing)
+        self._name, self._is_run = name, hasattr(_entry(lm, name, "source"), "positions_of")
 
-    def edits(
-        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
-    ) -> list[list[Op]]:
-        value = From(self._name, None, every[write]) if self._is_run else Named(self._name)
-        return [[self._mixing.replace(value, at, write) for at in row.sites]]
+    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> From | Named:
+        return From(self._name, None, every[write]) if self._is_run else Named(self._name)
 
 
-class FromMean(_Light):
+class FromMean(CellWriter):
     """Means by site, [D], or [T, D] by position."""
 
     def __init__(self, means: dict[str, np.ndarray], by_position: bool, mixing: Mixing) -> None:
-        self._by_position, self._mixing = by_position, mixing
-        self._means = means
+        super().__init__(mixing)
+        self._means, self._by_position = means, by_position
 
-    def edits(
-        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
-    ) -> list[list[Op]]:
-        return [[self._mixing.replace(self._value(str(at), write), at, write) for at in row.sites]]
-
-    def _value(self, at: str, write: tuple[int, ...]) -> Vector:
-        mean = self._means[at]
+    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> Vector:
+        mean = self._means[str(at)]
         return Vector.of(mean[list(write)] if self._by_position else mean)
 
 
-class FromDrawn:
+class FromDrawn(CellWriter):
     """Rows of randomly drawn runs. A draw depends only on the seed and the cell, not on how cells are batched."""
 
     def __init__(self, runs: list[Run], seed: int, draws: int, mixing: Mixing) -> None:
-        self._runs, self._seed, self.draws, self._mixing = runs, seed, draws, mixing
+        super().__init__(mixing)
+        self._runs, self._seed, self._draws = runs, seed, draws
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        drawn = np.random.default_rng((self._seed, *cell)).integers(len(self._runs), size=self.draws)
-        return [FromRun(self._runs[i], self._mixing).edits(row, write, write, cell)[0] for i in drawn.tolist()]
+        drawn = np.random.default_rng((self._seed, *cell)).integers(len(self._runs), size=self._draws)
+        return [FromRun(self._runs[i], self.mixing).edits(row, write, write, cell)[0] for i in drawn.tolist()]
 
     def close(self) -> None:
         for run in self._runs:
             run.close()
 
 
-def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> Writer:
+def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> CellWriter:
     """Run a source's prompts, and return a writer for cells of some rows. `length` is that of the patched prompt, None
     if there are several lengths."""
     if isinstance(source, Zeros):

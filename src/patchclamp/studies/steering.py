@@ -44,13 +44,13 @@ from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.grid import check_seed
 from patchclamp.studies.inputs import (
     Answer,
     Answers,
-    Asked,
+    EncodedPrompt,
     Flag,
     Layers,
+    Positive,
     Progress,
     PromptFile,
     PythonOnly,
@@ -59,11 +59,11 @@ from patchclamp.studies.inputs import (
     SiteField,
     Strengths,
     Text,
+    Whole,
     as_float,
     as_floats,
     as_text,
     ask,
-    check_batch,
     content_hash,
     layers_of,
     numbers_of,
@@ -72,7 +72,7 @@ from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Provenance,
     Show,
-    Stored,
+    StoredArray,
     Study,
     StudyResult,
     keeping,
@@ -268,6 +268,7 @@ def _package() -> Any:
         raise PatchclampError("GGUF files need the gguf package: pip install gguf") from None
 
 
+NAMES = {"mean": "difference of means", "pca": "first component of the pairs' differences", "probe": "linear probe"}
 IMPORTED = "imported"  # the method of vectors from a file or another package
 
 
@@ -314,7 +315,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         layer = self.best if layer is None else layer
         if layer is None:
             raise ProgramError(f"no layer is known to be the best: name one of {list(self.layers)}", "layer")
-        if len(chosen := self._chosen(layer, "layer")) != 1:
+        if len(chosen := self.chosen_layers(layer, "layer")) != 1:
             raise ProgramError(f"expected one layer, got {layer!r:.100}", "layer")
         return self.vectors[self.layers.index(chosen[0])].copy()
 
@@ -329,10 +330,11 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         selection: Tokens = read_tokens(tokens, "tokens")
         return tuple(
             Add(self.vectors[self.layers.index(layer)], at=Site(self.site, layer), tokens=selection, scale=scale)
-            for layer in self._chosen(layers)
+            for layer in self.chosen_layers(layers)
         )
 
-    def _chosen(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
+    def chosen_layers(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
+        """The named layers, all with a vector; by default the best one, or all if no best is known."""
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
         chosen = numbers_of(layers, path)
@@ -349,7 +351,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """
         if self.site != "resid_post":
             raise UnsupportedSite(f"control vectors act after a layer, at resid_post; these are of {self.site}", "site")
-        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self._chosen(layers)}
+        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self.chosen_layers(layers)}
 
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
         """Write a control vector for llama.cpp and repeng. `--control-vector-scaled FILE:2` of llama.cpp matches
@@ -396,8 +398,31 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Curves:
         """Plot data: the held-out check by layer."""
-
-        return of_layers(self)
+        if self.best is None:
+            raise ProgramError("no prompts were held out, so there is no check of the layers to draw", "held_out")
+        layers = np.array(self.layers, np.float64)
+        held = self.positive.held_out + self.negative.held_out
+        separation = np.where(np.isfinite(self.separation), self.separation, np.nan)
+        lengths = np.linalg.norm(self.vectors, axis=1).astype(np.float64)
+        charts = []
+        if not np.isnan(self.effect).any():
+            effect = Curve("effect", layers, self.effect)
+            charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
+                                level_label="no effect"))  # fmt: skip
+        return Curves(
+            title=f"Steering vectors by layer: {NAMES[self.method]}", x_label="layer",
+            charts=(
+                *charts,
+                Chart("Held-out accuracy", "share", (Curve("accuracy", layers, self.accuracy),), y_range=(-0.02, 1.02),
+                      level=0.5, level_label="chance"),
+                Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),)),
+                Chart("Length", "norm", (Curve("vector", layers, lengths),
+                                         Curve("rows it was made of", layers, self.row_norm)), y_log=True),
+            ),
+            provenance=self.provenance.where,
+            notes=(f"{self.site} at {self.tokens}; {self.positive.count} positive and {self.negative.count} "
+                   f"negative prompts, {held} of them held out. Best: layer {self.best}.",),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best layer {self.best}"
@@ -429,7 +454,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
     def score(
-        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
+        self, lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
         journal: Journal | None = None,
     ) -> Scored:  # fmt: skip
         """Score every prompt under each of some edits. Scores in `journal` are not computed again."""
@@ -519,7 +544,7 @@ class Steering(Study):
     """Ask each prompt as the user's turn of a chat."""
     held_out: float = 0.25
     """Share of the prompts held out to check layers; 0 for no check and no best layer."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed that draws the held-out prompts."""
     answer: Answer = None
     """Continuation that shows the behaviour."""
@@ -533,23 +558,21 @@ class Steering(Study):
             raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
 
     def _run(
-        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
     ) -> SteeringVectors:
-        seed = self.seed
-        batch, seed = check_batch(batch), check_seed(seed)
         sides = ask(lm, self.positive, self.chat, "positive"), ask(lm, self.negative, self.chat, "negative")
         check_method(self.method, len(sides[0]), len(sides[1]))
         check_behaviour(lm, self.answer, self.foil, self.held_out)
         named = _site(lm, self.site)
         numbers = layers_of(lm, named.name, self.layers)
-        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, seed)
+        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, self.seed)
         captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
         behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
         question = {
             "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides],
             "method": self.method,
             "site": named.name, "layers": numbers, "tokens": str(parse_tokens(self.tokens)),
-            "held_out": self.held_out, "seed": seed,
+            "held_out": self.held_out, "seed": self.seed,
             "behaviour": None if behaviour is None else behaviour.question(()),
         }  # fmt: skip
         with keeping(lm, question, resume) as journal:
@@ -560,12 +583,13 @@ class Steering(Study):
             effects = np.full(len(numbers), np.nan)
             if behaviour is not None:
                 adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
-                effects = _effects(behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal))
+                scores = behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal).scores.mean(0)
+                effects = scores[1:] - scores[0]
         best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and self.answer is not None else 0.0,
                                                        checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
         sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
         return SteeringVectors(
-            provenance=provenance(lm, (seed,)), method=self.method, site=named.name,
+            provenance=provenance(lm, (self.seed,)), method=self.method, site=named.name,
             tokens=str(parse_tokens(self.tokens)),
             layers=tuple(numbers), vectors=vectors.astype(np.float32),
             accuracy=np.array([one.accuracy for one in checks]),
@@ -592,12 +616,6 @@ def _fit(
         kept = held_out[0][:, layer], held_out[1][:, layer]
         checks.append(check(vectors[-1], (first, second), kept) if len(tests[0]) else NO_CHECK)
     return np.stack(vectors), checks
-
-
-def _effects(scored: Scored) -> np.ndarray:
-    """The change of the score by each vector, added once: [L], the mean over prompts. The first edit is empty."""
-    scores = scored.scores.mean(0)
-    return scores[1:] - scores[0]
 
 
 def _site(lm: LM, site: str | Site) -> Site:
@@ -635,12 +653,12 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
 class _Read(msgspec.Struct, frozen=True):
     """The record of a prompt: its mean row at each layer [L, D], and the mean norm of its rows [L]."""
 
-    mean: Stored
-    lengths: Stored
+    mean: StoredArray
+    lengths: StoredArray
 
 
 def _read(
-    lm: LM, journal: Journal | None, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
+    lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
@@ -659,7 +677,7 @@ def _read(
             raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
         rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # flattens heads
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
-        return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
+        return _Read(StoredArray.of(np.stack([rows.mean(0) for rows in rows_LTD])), StoredArray.of(np.array(lengths)))
 
     read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
     return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
@@ -710,9 +728,27 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: the score by scale."""
+        """Plot data: the mean score by scale, with quartiles over prompts."""
+        low, high = np.quantile(self.scores, (0.25, 0.75), axis=0)
+        scales = np.array(self.scales)
+        lines = [Curve("mean over prompts", scales, self.scores.mean(0), low, high)]
+        charts = [Chart(self._score(), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
+        if self.foils is not None:
+            both = (Curve("answer", scales, self.logprobs.mean(0)), Curve("foil", scales, self.foil_logprobs.mean(0)))
+            charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
+        count, layers = len(self.prompts), ", ".join(map(str, self.layers))
+        tokens = "every token" if self.tokens == "every" else self.tokens
+        where = f"layer{'s' if len(self.layers) > 1 else ''} {layers}, on {tokens}"
+        prompts = f"{count} prompt{'s' if count > 1 else ''}"
+        return Curves(
+            title="A behaviour's score by steering strength", x_label="scale", charts=tuple(charts),
+            provenance=self.provenance.where,
+            notes=(f"{self.vectors}, {where}; {prompts}; {signed(self.slope)} nats by a scale of 1.",),
+        )  # fmt: skip
 
-        return of_strengths(self)
+    def _score(self) -> str:
+        answer = _shown(self.answers)
+        return f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
 
     def __repr__(self) -> str:
         return f"<StrengthCurveResult {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
@@ -747,13 +783,12 @@ class StrengthCurve(Study):
     """Ask each prompt as the user's turn of a chat."""
 
     def _run(
-        self, lm: LM, *, batch: int = 256, show_progress: Progress = None, resume: ResumeFile = None
+        self, lm: LM, *, batch: Positive = 256, show_progress: Progress = None, resume: ResumeFile = None
     ) -> StrengthCurveResult:
         if not isinstance(self.vectors, SteeringVectors):
             raise ProgramError(
                 f"expected steering vectors, got {type(self.vectors).__name__} {self.vectors!r:.100}", "vectors"
             )
-        batch = check_batch(batch)
         asked = ask(lm, self.prompts, self.chat)
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
         steps = as_floats(self.scales, "scales")
@@ -769,77 +804,14 @@ class StrengthCurve(Study):
             provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
             answers=texts_of(lm, behaviour.answers), scales=steps,
             foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
-            vectors=f"{self.vectors.method} vectors of {self.vectors.site}", layers=_layers(self.vectors, self.layers),
+            vectors=f"{self.vectors.method} vectors of {self.vectors.site}",
+            layers=tuple(self.vectors.chosen_layers(self.layers)),
             tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=scored.answer,
             foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
         )  # fmt: skip
 
 
 strength_curve = StrengthCurve.short_form("strength_curve")
-
-
-def _layers(vectors: SteeringVectors, layers: Iterable[int] | int | None) -> tuple[int, ...]:
-    return tuple(int(edit.at.layers) for edit in vectors.edits(1.0, layers=layers) if isinstance(edit.at.layers, int))
-
-
-NAMES = {"mean": "difference of means", "pca": "first component of the pairs' differences", "probe": "linear probe"}
-
-
-def of_layers(vectors: SteeringVectors) -> Curves:
-    """The held-out check of every layer."""
-    if vectors.best is None:
-        raise ProgramError("no prompts were held out, so there is no check of the layers to draw", "held_out")
-    layers = np.array(vectors.layers, np.float64)
-    held = vectors.positive.held_out + vectors.negative.held_out
-    separation = np.where(np.isfinite(vectors.separation), vectors.separation, np.nan)
-    lengths = np.linalg.norm(vectors.vectors, axis=1).astype(np.float64)
-    charts = []
-    if not np.isnan(vectors.effect).any():
-        effect = Curve("effect", layers, vectors.effect)
-        charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
-                            level_label="no effect"))  # fmt: skip
-    return Curves(
-        title=f"Steering vectors by layer: {NAMES[vectors.method]}", x_label="layer",
-        charts=(
-            *charts,
-            Chart("Held-out accuracy", "share", (Curve("accuracy", layers, vectors.accuracy),), y_range=(-0.02, 1.02),
-                  level=0.5, level_label="chance"),
-            Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),)),
-            Chart("Length", "norm", (Curve("vector", layers, lengths),
-                                     Curve("rows it was made of", layers, vectors.row_norm)), y_log=True),
-        ),
-        provenance=vectors.provenance.where,
-        notes=(f"{vectors.site} at {vectors.tokens}; {vectors.positive.count} positive and {vectors.negative.count} "
-               f"negative prompts, {held} of them held out. Best: layer {vectors.best}.",),
-    )  # fmt: skip
-
-
-def of_strengths(curve: StrengthCurveResult) -> Curves:
-    """The mean score by scale, with quartiles over prompts."""
-    low, high = np.quantile(curve.scores, (0.25, 0.75), axis=0)
-    scales = np.array(curve.scales)
-    lines = [Curve("mean over prompts", scales, curve.scores.mean(0), low, high)]
-    charts = [Chart(_score(curve), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
-    if curve.foils is not None:
-        both = (Curve("answer", scales, curve.logprobs.mean(0)), Curve("foil", scales, curve.foil_logprobs.mean(0)))
-        charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
-    count, layers = len(curve.prompts), ", ".join(map(str, curve.layers))
-    where = f"layer{'s' if len(curve.layers) > 1 else ''} {layers}, on {_tokens(curve.tokens)}"
-    prompts = f"{count} prompt{'s' if count > 1 else ''}"
-    return Curves(
-        title="A behaviour's score by steering strength", x_label="scale", charts=tuple(charts),
-        provenance=curve.provenance.where,
-        notes=(f"{curve.vectors}, {where}; {prompts}; {signed(curve.slope)} nats by a scale of 1.",),
-    )  # fmt: skip
-
-
-def _tokens(tokens: str) -> str:
-    return "every token" if tokens == "every" else tokens
-
-
-def _score(curve: StrengthCurveResult) -> str:
-    answer = _shown(curve.answers)
-    return f"log p({answer})" if curve.foils is None else f"log p({answer}) − log p({_shown(curve.foils)})"
 
 
 def _shown(texts: tuple[str, ...]) -> str:

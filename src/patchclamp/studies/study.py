@@ -47,9 +47,6 @@ from patchclamp.trace.hints import check_options, hints_for
 class Reporter:
     """Receives the progress of a study in place of a bar. An error that a method raises stops the study."""
 
-    def grid(self, cells: int) -> None:
-        """A grid with this number of cells, over all pairs, will be filled."""
-
     def begin(self, what: str, total: int) -> None:
         """A step of the study begins, with this number of runs."""
 
@@ -342,8 +339,14 @@ class Study:
         self.__setattr__(name, None)
 
     def __repr__(self) -> str:
-        given = (name for name, field in self.fields().items() if getattr(self, name) is not field.default)
+        given = (name for name in self.to_dict() if name != "study")
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r:.60}' for name in given)})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(json_of(self.to_dict()))
 
     @classmethod
     @functools.cache
@@ -380,8 +383,9 @@ class Study:
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data: its class and every field that is not the default."""
-        given = (name for name, field in self.fields().items() if getattr(self, name) is not field.default)
-        return {"study": type(self).__name__, **{name: _plain_data(getattr(self, name)) for name in given}}
+        plain = {name: _plain_data(getattr(self, name)) for name in self.fields()}
+        given = {name: value for name, value in plain.items() if value != _plain_data(self.fields()[name].default)}
+        return {"study": type(self).__name__, **given}
 
     @classmethod
     def short_form(cls, name: str) -> Callable[..., Any]:
@@ -389,18 +393,8 @@ class Study:
         ordered = ["lm", *list(cls.fields())[: cls.positional]]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            known = ["lm", *cls.fields(), *cls.options()]
-            check_options((one for one in kwargs if one not in known), f"{name}()", known, hints_for(known))
-            if len(args) > len(ordered):
-                raise ProgramError(
-                    f"{name}() takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
-                )
-            if twice := [one for one in ordered[: len(args)] if one in kwargs]:
-                raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
-            kwargs.update(zip(ordered, args, strict=False))
-            for one in known:
-                if one not in kwargs and (one == "lm" or getattr(cls.fields().get(one), "default", None) is REQUIRED):
-                    raise ProgramError(f"{name} needs the argument {one}=", one)
+            required = ["lm", *(one for one, field in cls.fields().items() if field.default is REQUIRED)]
+            kwargs = bind_call(name, ["lm", *cls.fields(), *cls.options()], ordered, required, args, kwargs)
             lm, how = kwargs.pop("lm"), {one: kwargs.pop(one) for one in cls.options() if one in kwargs}
             return cls(**kwargs).run(lm, **how)
 
@@ -421,6 +415,28 @@ class Study:
         fields = "\n".join(f"{field.name}: {field.doc}" for field in cls.fields().values())
         call.__doc__ = f"{inspect.getdoc(cls)}\n\n{fields}\n\nThe short form of `{cls.__name__}(...).run(lm, ...)`."
         return call
+
+
+def bind_call(
+    name: str, known: Sequence[str], ordered: Sequence[str], required: Sequence[str], args: tuple[Any, ...],
+    named: dict[str, Any], others: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of a call by name.
+
+    ordered: names that may be given by position · others: True if the function accepts further names
+    Raises: `ProgramError` for a missing, unknown, duplicate or surplus argument.
+    """
+    unknown = () if others else (one for one in named if one not in known)
+    check_options(unknown, f"{name}()", known, hints_for(known))
+    if len(args) > len(ordered):
+        raise ProgramError(f"{name}() takes {', '.join(ordered)} by position, got {len(args)} values: name the others")
+    by_position = dict(zip(ordered, args, strict=False))
+    if twice := [one for one in by_position if one in named]:
+        raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
+    for one in required:
+        if one not in by_position and one not in named:
+            raise ProgramError(f"{name} needs the argument {one}=", one)
+    return {**named, **by_position}
 
 
 def _docs(cls: type) -> dict[str, str]:
@@ -477,7 +493,7 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True):
+class StoredArray(msgspec.Struct, frozen=True, array_like=True):
     """An array in a journal record."""
 
     dtype: str
@@ -485,7 +501,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Stored:
+    def of(cls, array: np.ndarray) -> StoredArray:
         return cls(array.dtype.str, array.shape, array.tobytes())
 
     def array(self) -> np.ndarray:

@@ -5,266 +5,20 @@ R rows (parts of the model) · P columns (positions, spans, or receivers) · N p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from patchclamp.call import is_token_id
-from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
-from patchclamp.language import Range, Site
-from patchclamp.language.site import SITES, parse_edited_site
-from patchclamp.language.tokens import Index, parse_index
-from patchclamp.language.values import as_plain
-from patchclamp.lm import LM
-from patchclamp.plan import Prompt
+from patchclamp.language.site import SITES
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.style import number, quoted, visible
-from patchclamp.studies.inputs import selection as as_selection
+from patchclamp.studies.inputs import Column, Row, layers_in, panels_of
 from patchclamp.studies.study import StudyResult
 
 if TYPE_CHECKING:
     import pandas
-
-
-class Column(msgspec.Struct, frozen=True):
-    """Aligned positions patched together: the same ones in the clean and in the corrupt prompt."""
-
-    label: str
-    clean: tuple[int, ...]
-    corrupt: tuple[int, ...]
-
-
-class Words(msgspec.Struct, frozen=True):
-    """A prompt: its token ids, its tokens as text, and its whole text."""
-
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    text: str
-
-    @property
-    def last(self) -> int:
-        return len(self.ids) - 1
-
-
-def words_of(lm: LM, prompt: Any, path: str) -> Words:
-    """Read a prompt of text or token ids."""
-    prompt = as_plain(prompt, path)
-    if isinstance(prompt, str):
-        try:
-            ids, text = lm.tokens(prompt), prompt
-        except ProgramError as error:
-            raise ProgramError(error.message, path) from None
-    elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):
-        ids = [int(token) for token in prompt]
-        if any(not 0 <= token < lm.model.d_vocab for token in ids):
-            raise TokensError(f"a token id is outside the vocabulary of {lm.model.d_vocab}", path)
-        text = lm.tokenizer.decode(ids)
-    else:
-        raise ProgramError("a prompt is text or a list of token ids", path)
-    if not ids:
-        raise TokensError("an empty prompt has no position to run", path)
-    return Words(tuple(ids), tuple(lm.tokenizer.token_strings(ids)), text)
-
-
-def listed(prompts: Any) -> bool:
-    """True for several prompts: a list of texts, or of lists of token ids."""
-    return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
-
-
-def chosen_positions(lm: LM, words: Words, selection: Any, path: str) -> tuple[int, ...]:
-    """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
-    try:
-        prompt = Prompt(words.ids, lambda: lm.tokenizer.spell(words.ids, words.text))
-        selected = prompt.select(as_selection(selection), len(words.ids)).tolist()
-    except PatchclampError as error:
-        raise error.under(path) from None
-    if not selected:
-        raise TokensError(f"{selection}: nothing selected of a prompt of {len(words.ids)} tokens", path)
-    return tuple(selected)
-
-
-Make = Callable[[str, tuple[int, ...], str], Column]
-"""Makes a column from a label, positions of the patched prompt, and the path of the selection."""
-
-
-def columns_of(
-    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make
-) -> list[Column]:
-    """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
-
-    positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
-        selection per pair
-    """
-    if positions is None:
-        return [make(words.tokens[p], (p,), "positions") for p in all_positions]
-    columns: list[Column] = []
-    for label, selection, path in _selections(positions, number, count):
-        chosen = chosen_positions(lm, words, selection, path)
-        column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
-        if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
-            raise TokensError(f"{selection} selects {list(chosen)}, which another column has already", path)
-        columns.append(column)
-    return columns
-
-
-def _selections(positions: Any, number: int, count: int) -> list[tuple[str | None, Any, str]]:
-    """(label, selection, path) of every column of a pair."""
-    positions = as_plain(positions, "positions")
-    if isinstance(positions, Mapping):
-        chosen = []
-        for label, selection in positions.items():
-            path = f"positions[{label!r}]"
-            selection = as_plain(selection, path)
-            if isinstance(selection, (list, tuple)):
-                if len(selection) != count:
-                    raise ProgramError(
-                        f"expected one selection for each of {count} prompts, got {len(selection)}; several positions "
-                        "of one column are one selection, such as pc.prompt[-2, -1]",
-                        path,
-                    )
-                selection = selection[number]
-            chosen.append((str(label), selection, path))
-        return chosen
-    several: Sequence[Any] = list(positions) if isinstance(positions, (list, tuple)) else [positions]
-    return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
-
-
-def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """Merge the columns of several pairs into those of the grid: labels that differ become positions in the prompt.
-
-    Raises: `TokensError` if pairs have different numbers of columns.
-    """
-    first = columns[0]
-    for i, other in enumerate(columns):
-        if len(other) != len(first):
-            raise TokensError(
-                f"pair {i} has {len(other)} positions that can be patched, and pair 0 has {len(first)}: prompts of one "
-                "length have all their positions as columns; of others say which, positions=['prompt[-1]', …]",
-                "positions",
-            )
-    return tuple(
-        column if all(other[p].label == column.label for other in columns) else _numbered(column)
-        for p, column in enumerate(first)
-    )
-
-
-def _numbered(column: Column) -> Column:
-    return Column(f"token {', '.join(map(str, column.corrupt))}", column.clean, column.corrupt)
-
-
-class Row(msgspec.Struct, frozen=True):
-    """A site, its layer, and an index such as `3` or `0:64` if it is a part of the site.
-
-    layers: the window of layers patched together, if it is more than `layer`
-    """
-
-    site: str
-    layer: int | None
-    index: str = ""
-    layers: tuple[int, ...] = ()
-
-    @property
-    def panel(self) -> str:
-        """The name shared by the rows of all layers: `resid_pre`, `z[:, 3]`."""
-        return f"{self.site}[:, {self.index}]" if self.index else self.site
-
-    @property
-    def sites(self) -> list[Site]:
-        """The patched sites, layer by layer."""
-        index = parse_index(self.index) if self.index else None
-        return [Site(self.site, layer, index) for layer in self.layers or (self.layer,)]
-
-    def __str__(self) -> str:
-        inner = str(self.layer) + (f", {self.index}" if self.index else "")
-        return self.site if self.layer is None else f"{self.site}[{inner}]"
-
-
-def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1) -> list[Row]:
-    """The rows of some sites, without duplicates: by site and index, then by layer.
-
-    layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
-    group: number of heads, neurons or experts of a site per row; None: all that the site names
-    window: number of layers around a row's that are patched with it, as far as they exist
-
-    Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
-    """
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ProgramError(f"a window has at least one layer, not {window!r}", "window")
-    if group is not None and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
-        raise ProgramError(f"a group has at least one head, neuron or expert, not {group!r}", "group")
-    sites = [sites] if isinstance(sites, (str, Site)) else list(sites)
-    chosen = which_layers(layers, lm.model.layers)
-    rows: dict[Row, None] = {}
-    for i, text in enumerate(sites):
-        try:
-            site = parse_edited_site(text)
-            for part in _parts(lm, site, group):
-                rows.update(dict.fromkeys(_layered(lm, part, chosen, window)))
-        except PatchclampError as error:
-            raise error.under(f"sites[{i}]") from None
-    return list(rows)
-
-
-def which_layers(layers: Any, count: int) -> set[int]:
-    """The named layers, of `count`. Raises `UnsupportedSite` if one is out of range, or the selection is empty."""
-    if isinstance(layers, str):
-        layers = parse_index(layers)
-    if layers is None:
-        return set(range(count))
-    indices: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
-        layers, (int, Range, slice)) else list(layers)  # fmt: skip
-    chosen = {n for index in indices for n in (index.indices(count) if isinstance(index, Range) else [index])}
-    ends = {end for index in indices if isinstance(index, Range) for end in index.ends if end is not None}
-    outside = [n for n in chosen if not -count <= n < count] or [end for end in ends if not -count <= end <= count]
-    if outside or not chosen:
-        raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
-    return {n % count for n in chosen}
-
-
-def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
-    """The site, cut into groups of heads, neurons or experts."""
-    if group is None:
-        yield site
-        return
-    if not SITES[site.name].index:
-        raise ProgramError(f"{site.name} has no heads, neurons or experts to group", "group")
-    lm.sites.resolve(site)  # raises for an index out of range
-    parts = lm.sites.parts(site.name)
-    assert parts is not None
-    count = parts[0]
-    index = site.index
-    named = range(count) if index is None else index.indices(count) if isinstance(index, Range) else [index % count]
-    for begin in range(0, len(named), group):
-        some = named[begin : begin + group]
-        yield Site(site.name, site.layers, some[0] if len(some) == 1 else Range(some[0], some[-1] + 1))
-
-
-def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]:
-    everywhere = [ref.layer for ref in lm.sites.resolve(Site(site.name, None, site.index))]
-    for ref in lm.sites.resolve(site):
-        if ref.layer is None:
-            yield Row(ref.name, None)
-        elif site.layers is not None or ref.layer in chosen:
-            around = tuple(layer for layer in everywhere if layer is not None and _near(layer, ref.layer, window))
-            yield Row(ref.name, ref.layer, ref.index, around if window > 1 else ())
-
-
-def _near(layer: int, middle: int, window: int) -> bool:
-    """True if a layer is in the window around another; the larger half of an even window is below it."""
-    return middle - window // 2 <= layer < middle + (window + 1) // 2
-
-
-def panels_of(rows: Sequence[Row]) -> list[str]:
-    """The panels of rows, in order."""
-    return list(dict.fromkeys(row.panel for row in rows))
-
-
-def layers_of(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The layers of rows, ascending; only layer 0 if no row has one."""
-    return tuple(sorted({row.layer for row in rows if row.layer is not None})) or (0,)
 
 
 Side = Literal["clean", "corrupt"]
@@ -362,7 +116,11 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     question: str = ""
     computed: str = ""
 
-    kind: ClassVar[str] = "sweep"
+    # words of plots, filled in by `in_words`
+    done: ClassVar[str] = ""  # the intervention on the runs
+    cell: ClassVar[str] = ""  # the content of a cell
+    unpatched: ClassVar[str] = "{patched}"  # the name of the baseline
+    axis: ClassVar[str] = "token"
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -375,6 +133,14 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     def patched(self) -> Side:
         """The side whose prompt is run with patches; its unpatched run is the baseline of every cell."""
         return "corrupt" if self.direction == "denoising" else "clean"
+
+    def in_words(self, template: str) -> str:
+        """A template with the names of both sides and of the source of the values."""
+        other = "clean" if self.patched == "corrupt" else "corrupt"
+        own = f"{other} activations"  # the default source
+        origin = f"from the {other} run" if self.source in ("", own) else f"with {self.source}"
+        by = f" by {self.source}" if self.source else ""
+        return template.format(patched=self.patched, other=other, source=self.source or own, by=by, origin=origin)
 
     @property
     def baseline(self) -> float:
@@ -435,7 +201,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return layers_of(self.rows)
+        return layers_in(self.rows)
 
     @property
     def grid(self) -> np.ndarray:
@@ -495,7 +261,6 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Heatmap:
         """Plot data: the grid as a heatmap."""
-
         return heatmap(self)
 
     def __repr__(self) -> str:
@@ -509,13 +274,17 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 class PatchSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """A patch sweep: cells of one prompt's run replaced by those of the other's (`patch_sweep`)."""
 
-    kind: ClassVar[str] = "patch"
+    done: ClassVar[str] = "Patching {source} into the {patched} run"
+    cell: ClassVar[str] = "the {patched} run with one place patched {origin}"
+    axis: ClassVar[str] = "token of the {patched} prompt"
 
 
 class AblationSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """An ablation sweep: cells of a prompt's run are ablated (`ablation_sweep`). `corrupt` is None."""
 
-    kind: ClassVar[str] = "ablation"
+    done: ClassVar[str] = "Ablating one place at a time{by}"
+    cell: ClassVar[str] = "the run with one place ablated{by}"
+    unpatched: ClassVar[str] = "unablated"
 
 
 class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
@@ -529,7 +298,9 @@ class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
     subjects: tuple[tuple[int, ...], ...]
     std: float
 
-    kind: ClassVar[str] = "trace"
+    done: ClassVar[str] = "Restoring clean activations in runs with a noised subject"
+    cell: ClassVar[str] = "a run with the subject noised and one place restored"
+    unpatched: ClassVar[str] = "noised"
 
 
 class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
@@ -540,7 +311,9 @@ class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
 
     frozen: tuple[str, ...]
 
-    kind: ClassVar[str] = "path"
+    done: ClassVar[str] = "Patching the paths from senders to receivers"
+    cell: ClassVar[str] = "the {patched} run with the way from a sender to a receiver patched from the {other} run"
+    axis: ClassVar[str] = "receiver"
 
 
 def place(cell: Cell) -> str:
@@ -557,14 +330,14 @@ OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)
 def heatmap(sweep: Sweep) -> Heatmap:
     """One panel per site, sites without layers last. With few columns, heads, neurons and experts go across."""
     panels, columns, axis = _by_part(sweep) if _parts_across(sweep) else _by_site(sweep)
-    base, goal = sweep.patched, sweep.goal
+    base, goal, words = sweep.patched, sweep.goal, metric_words(sweep)
     other = "clean" if base == "corrupt" else "corrupt"
     return Heatmap(
-        title=f"{did(sweep)}: {quantity(sweep)}", metric=sweep.metric, formula=formula(sweep),
-        explained=explained(sweep), provenance=f"{model_name(sweep)} · {sweep.engine} · {sweep.dtype}",
-        panels=panels, columns=columns, baseline=Anchor(_name(sweep, base), base, sweep.baseline),
+        title=f"{sweep.in_words(sweep.done)}: {words.quantity}", metric=sweep.metric, formula=words.formula,
+        explained=words.explained, provenance=sweep.provenance.where, panels=panels, columns=columns,
+        baseline=Anchor(sweep.in_words(sweep.unpatched), base, sweep.baseline),
         goal=None if goal is None else Anchor(other, other, goal), noise_floor=sweep.noise_floor, strips=_strips(sweep),
-        cell=_cell(sweep), axis=axis, note=_note(sweep),
+        cell=sweep.in_words(sweep.cell), axis=axis, note=_note(sweep),
     )  # fmt: skip
 
 
@@ -578,7 +351,7 @@ def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
         for name in sweep.sites
     ]  # fmt: skip
     columns = tuple(HeatmapColumn(column.label, column.clean, column.corrupt) for column in sweep.columns)
-    return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, _axis(sweep)
+    return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, sweep.in_words(sweep.axis)
 
 
 def _cut(
@@ -674,122 +447,55 @@ def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
 # -- words
 
 
-def did(sweep: Sweep) -> str:
-    """The intervention on the runs, in words."""
-    if sweep.kind == "ablation":
-        return f"Ablating one place at a time{_by(sweep)}"
-    if sweep.kind == "trace":
-        return "Restoring clean activations in runs with a noised subject"
-    if sweep.kind == "path":
-        return "Patching the paths from senders to receivers"
-    return f"Patching {sweep.source or _read(sweep)} into the {sweep.patched} run"
-
-
-def _read(sweep: Sweep) -> str:
-    """The default source of a patch, in words."""
-    return f"{'clean' if sweep.patched == 'corrupt' else 'corrupt'} activations"
-
-
-def _by(sweep: Sweep) -> str:
-    return f" by {sweep.source}" if sweep.source else ""
-
-
-def _cell(sweep: Sweep) -> str:
-    """The content of a cell, in words."""
-    one, other = ("corrupt", "clean") if sweep.patched == "corrupt" else ("clean", "corrupt")
-    if sweep.kind == "ablation":
-        return f"the run with one place ablated{_by(sweep)}"
-    if sweep.kind == "trace":
-        return "a run with the subject noised and one place restored"
-    if sweep.kind == "path":
-        return f"the {one} run with the way from a sender to a receiver patched from the {other} run"
-    if sweep.source not in ("", _read(sweep)):
-        return f"the {one} run with one place patched with {sweep.source}"
-    return f"the {one} run with one place patched from the {other} run"
-
-
-def _axis(sweep: Sweep) -> str:
-    if sweep.kind == "path":
-        return "receiver"
-    if isinstance(sweep, PatchSweepResult):
-        return f"token of the {sweep.patched} prompt"
-    return "token"
-
-
-def _name(sweep: Sweep, side: str) -> str:
-    if sweep.kind == "ablation":
-        return "unablated"
-    return "noised" if sweep.kind == "trace" else side
-
-
 def _note(sweep: Sweep) -> str:
     notes = []
-    units = len(sweep.each)
-    if isinstance(sweep, CausalTraceResult):
-        notes.append(f"Noise of standard deviation {number(sweep.std)} on the embeddings of the subject.")
+    units, pairs = len(sweep.each), len(sweep.pairs)
+    trace = sweep if isinstance(sweep, CausalTraceResult) else None
+    if trace is not None:
+        notes.append(f"Noise of standard deviation {number(trace.std)} on the embeddings of the subject.")
     if units > 1:
-        pairs = len(sweep.pairs)
-        of = (
-            f"{pairs} prompts"
-            if sweep.corrupt is None or isinstance(sweep, CausalTraceResult)
-            else f"{pairs} pairs of prompts"
-        )
-        if isinstance(sweep, CausalTraceResult):
+        of = f"{pairs} prompts" if sweep.corrupt is None or trace is not None else f"{pairs} pairs of prompts"
+        if trace is not None:
             of = f"{of} and {units // pairs} noise seeds each" if pairs > 1 else f"{units} noise seeds"
         notes.append(f"Means over {of}" + ("; the first is shown." if pairs > 1 else "."))
     return " ".join(notes)
 
 
-def quantity(sweep: Sweep) -> str:
-    """The quantity that the metric measures: `logit difference ' Paris' − ' Rome'`."""
+class MetricWords(NamedTuple):
+    """A metric in words: `logit difference ' Paris' − ' Rome'`, its formula, and one sentence."""
+
+    quantity: str
+    formula: str
+    explained: str
+
+
+def metric_words(sweep: Sweep) -> MetricWords:
+    """The metric in words, of the first pair; the quantity of all pairs."""
+    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
+    one, other = answer, foil
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:
-        answer, foil = "the answer", "the foil"
-    else:
-        answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
+        one, other = "the answer", "the foil"
     if sweep.metric == "prob":
-        return f"probability of {answer}"
+        return MetricWords(f"probability of {one}", f"p({answer} | prompt)",
+                           f"The probability that the prompt goes on with {answer}.")  # fmt: skip
     if sweep.metric == "logprob" or sweep.foil is None:
-        return f"log-probability of {answer}"
-    difference = f"{'log-probability' if _several(sweep) else 'logit'} difference {answer} − {foil}"
-    return f"recovered share of the {difference}" if sweep.metric == "recovered" else difference
-
-
-def formula(sweep: Sweep) -> str:
-    """The formula of the metric."""
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.metric == "prob":
-        return f"p({answer} | prompt)"
-    if sweep.metric == "logprob" or sweep.foil is None:
-        return f"log p({answer} | prompt)"
+        certainty = f"The log-probability that the prompt goes on with {answer}; 0 would be certainty."
+        return MetricWords(f"log-probability of {one}", f"log p({answer} | prompt)", certainty)
+    # log-probabilities of answers of several tokens are sums, not logits
+    several = any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
+    quantity = f"{'log-probability' if several else 'logit'} difference {one} − {other}"
     if sweep.metric == "recovered":
-        difference = f"log p({answer}) − log p({foil})" if _several(sweep) else f"logit({answer}) − logit({foil})"
-        return f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = {difference}"
-    difference = f"log p({answer} | prompt) − log p({foil} | prompt)"
-    return difference if _several(sweep) else f"logit({answer}) − logit({foil}) = {difference}"
-
-
-def _several(sweep: Sweep) -> bool:
-    """True if an answer or a foil has several tokens: their log-probabilities are sums, not logits."""
-    return any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
-
-
-def explained(sweep: Sweep) -> str:
-    """The metric in one sentence."""
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.metric == "prob":
-        return f"The probability that the prompt goes on with {answer}."
-    if sweep.metric == "logprob" or sweep.foil is None:
-        return f"The log-probability that the prompt goes on with {answer}; 0 would be certainty."
-    if sweep.metric == "recovered":
+        delta = f"log p({answer}) − log p({foil})" if several else f"logit({answer}) − logit({foil})"
         back = "brings back" if sweep.direction == "denoising" else "leaves"
-        return (
-            f"The part of the logit difference between {answer} and {foil} that the patch {back}: "
-            "0 is the corrupt run, 1 the clean one."
+        return MetricWords(
+            f"recovered share of the {quantity}",
+            f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = {delta}",
+            f"The part of the logit difference between {answer} and {foil} that the patch {back}: 0 is the corrupt "
+            "run, 1 the clean one.",
         )
-    return f"How much the model favours {answer} over {foil}; below 0 it favours {foil}."
-
-
-def model_name(sweep: Sweep) -> str:
-    """The hub id, or the name of a local folder, because plots are shared."""
-    path = PurePath(sweep.model)
-    return path.name if path.is_absolute() else sweep.model
+    difference = f"log p({answer} | prompt) − log p({foil} | prompt)"
+    return MetricWords(
+        quantity,
+        difference if several else f"logit({answer}) − logit({foil}) = {difference}",
+        f"How much the model favours {answer} over {foil}; below 0 it favours {foil}.",
+    )
