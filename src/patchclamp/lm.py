@@ -30,7 +30,7 @@ from patchclamp.call import (
 )
 from patchclamp.engines import base, open_engine
 from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expanded, Request, adapters_of
-from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of
+from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of, template_options
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
 from patchclamp.language.site import parse_site
@@ -198,7 +198,7 @@ class LM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> _Call:
         """Reads and checks the arguments of a call, and makes one request per run."""
-        prompts, listed = self._prompts(prompt, messages)
+        prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
         by_lists: dict[tuple[int, int], Program] = {}  # a list shared by all prompts is parsed once
         programs = [by_lists.get((id(edit), id(keep)))
@@ -304,8 +304,13 @@ class LM:
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})
 
-    def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, with the tokenizer's special tokens."""
+    def tokens(
+        self, text: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The token ids of a text, with the tokenizer's special tokens, or of a chat, as `run` runs it."""
+        if messages is not None and text is None:
+            return self._chat(messages, chat_template_kwargs).ids
         if not isinstance(text, str):
             raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", "text")
         try:
@@ -337,13 +342,15 @@ class LM:
         m = self.model
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
-    def _prompts(self, prompt: Any, messages: Any) -> tuple[list[_Prompt], bool]:
+    def _prompts(self, prompt: Any, messages: Any, options: Any) -> tuple[list[_Prompt], bool]:
         """Every prompt, and True if they were given as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("give either a prompt or messages")
         if messages is not None:
             listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-            return [self._chat(chat) for chat in (messages if listed else [messages])], listed
+            return [self._chat(chat, options) for chat in (messages if listed else [messages])], listed
+        if options is not None:
+            raise ProgramError("expected messages=, got a prompt, which has no chat template", "chat_template_kwargs")
         prompt = as_plain(prompt, "prompt")
         if not isinstance(prompt, (str, list, tuple, Mapping)):
             raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
@@ -357,20 +364,25 @@ class LM:
             self.engine.check_adapter(adapter)
         return adapters
 
-    def _chat(self, messages: Any) -> _Prompt:
-        if isinstance(messages, (list, tuple)) and has_images(messages):
-            expanded = self._expand(None, list(messages), "messages")
-            return _Prompt(expanded.ids, chat=chat_of(messages), expanded=expanded)
+    def _chat(self, messages: Any, options: Mapping[str, Any] | None = None) -> _Prompt:
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ProgramError(f"expected a list of messages, got {messages!r:.100}", "messages")
+        options = template_options(messages, options)
+        if has_images(messages):
+            expanded = self._expand(None, list(messages), options, "messages")
+            return _Prompt(expanded.ids, chat=chat_of(messages, options), expanded=expanded)
         try:
-            return _Prompt(self.tokenizer.chat(list(messages)), chat=chat_of(messages))
+            return _Prompt(self.tokenizer.chat(list(messages), options), chat=chat_of(messages, options))
         except PatchclampError:
             raise
         except Exception as error:
             raise ProgramError(f"not a chat of role and content: {type(error).__name__}: {error}", "messages") from None
 
-    def _expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, path: str) -> Expanded:
+    def _expand(
+        self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any], path: str
+    ) -> Expanded:
         try:
-            return self.engine.expand(prompt, messages)
+            return self.engine.expand(prompt, messages, options)
         except PatchclampError as error:
             raise error.under(path) from None
 
@@ -383,7 +395,7 @@ class LM:
                     '{"image": ...}}',
                     path,
                 )
-            expanded = self._expand(prompt, None, path)
+            expanded = self._expand(prompt, None, {}, path)
             return _Prompt(expanded.ids, expanded=expanded)
         if isinstance(prompt, str):
             try:

@@ -112,19 +112,20 @@ class FakeTokenizer:
             begin = end
         return "".join(words), offsets
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise ProgramError("a message is an object with the texts 'role' and 'content'", f"messages[{i}]")
-        return self.encode(_rendered(messages))
+        return self.encode(_rendered(messages, options))
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
-        return find_turns(_rendered, lambda text: self.spell(ids, text), messages)
+        return find_turns(lambda chat: _rendered(chat, options), lambda text: self.spell(ids, text), messages)
 
 
-def _rendered(messages: list[dict[str, Any]]) -> str:
+def _rendered(messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """Return the text of a chat."""
-    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+    text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    return text.removesuffix("\n") if options.get("continue_final_message") else f"{text}assistant:"
 
 
 SAMPLING = ("temperature", "ignore_eos")

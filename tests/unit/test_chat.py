@@ -112,3 +112,19 @@ def test_a_role_selects_in_a_run_and_in_the_run_that_it_reads():
         assert runs[0].logprobs == runs[1].logprobs != runs[2].logprobs
         with pytest.raises(pc.TokensError, match="the prompt is no chat"):
             lm.run("the cat", edits=[pc.Zero(pc.embed, tokens=pc.role("user"))])
+
+
+def test_a_last_message_of_the_assistants_is_continued():
+    """`lm.tokens` shows what runs, and `role` finds the words that are continued."""
+    fake = pc.LM("fake", prove=False)
+    chat = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "It is"}]
+    ids = fake.tokens(messages=chat)
+    closed = fake.tokens(messages=chat, chat_template_kwargs={"continue_final_message": False})
+    assert closed[: len(ids)] == ids != closed
+    run = fake.run(messages=chat, max_tokens=1, capture=pc.embed @ pc.role("assistant"))
+    assert run.prompt_token_ids == ids
+    assert run.positions(pc.embed)[-1] == len(ids) - 1
+    for wrong in ({"messages": []}, {"messages": "hi"}, {"messages": chat, "chat_template_kwargs": 3},
+                  {"prompt": "hi", "chat_template_kwargs": {}}):  # fmt: skip
+        with pytest.raises(pc.ProgramError):
+            fake.run(**wrong)

@@ -352,8 +352,8 @@ class Tokenizer(Protocol):
         """Return the prompt's text and each token's (begin, end) character offsets in it."""
         ...
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a chat, ready for the assistant's turn."""
+    def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        """Return the token ids of a chat. `options`: further arguments of the chat template."""
         ...
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
@@ -473,9 +473,9 @@ class Engine(Protocol):
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
 
-    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
         """Prepare a prompt with images in vLLM's format (`{"prompt": ..., "multi_modal_data": {"image": ...}}`, or
-        token ids under "prompt_token_ids"), or a chat with images in its messages.
+        token ids under "prompt_token_ids"), or a chat with images in its messages, whose template has these options.
 
         Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """

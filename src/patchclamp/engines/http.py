@@ -121,7 +121,7 @@ class HttpEngine(Engine):
             self._wait(self._ask("POST", "sampling", sampling, again=True))
             self._checked.add(key)
 
-    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
         raise EngineError(
             "through a server pc.LM takes prompts of text alone: send images to it in an OpenAI chat request, with a "
             "patchclamp object beside the messages"
@@ -398,8 +398,8 @@ class HttpTokenizer:
         spelled, offsets = self._spell(tuple(map(int, ids)), text)
         return spelled, [(first, end) for first, end in offsets]
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return list(self._ask("chat", messages))
+    def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        return list(self._ask("chat", messages, options))
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
         return [(role, list(positions)) for role, positions in self._ask("turns", list(ids), messages, options)]

@@ -30,6 +30,16 @@ class Chat(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
+def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of the chat template: those given and, to continue a last message of the assistant's, the
+    two that leave it open."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise ProgramError(f"expected names and values, got {given!r:.100}", "chat_template_kwargs")
+    last = messages[-1] if messages else None
+    is_open = isinstance(last, Mapping) and last.get("role") == "assistant"
+    return ({"add_generation_prompt": False, "continue_final_message": True} if is_open else {}) | dict(given or {})
+
+
 def chat_of(messages: Sequence[Any], options: dict[str, Any] | None = None) -> Chat:
     """Return a chat to keep. Parts that are not text, such as images, are reduced to their type."""
     plain = [dict(message) for message in messages]
@@ -259,14 +269,14 @@ class HubTokenizer:
         """Return the text with special tokens."""
         return self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
         if has_images(messages):
             raise ProgramError(
                 "a chat with images in it is more than tokens: lm.run(messages=...) takes it, on vLLM", "messages"
             )
-        chat = self._template(messages, {}, tokenize=True)
+        chat = self._template(messages, options, tokenize=True)
         return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
@@ -280,12 +290,12 @@ class HubTokenizer:
         from jinja2 import TemplateError
 
         for name in inspect.signature(self.inner.apply_chat_template).parameters.keys() & options.keys() - set(TOLD):
-            raise ProgramError(f"the chat template is not told {name!r}", "messages")
+            raise ProgramError(f"{name!r} is not an argument of chat templates", "chat_template_kwargs")
         options = {"add_generation_prompt": True, **options}
         try:
             return self.inner.apply_chat_template(messages, tokenize=tokenize, **options)
-        except TemplateError as error:
-            raise ProgramError(f"the model's chat template does not take these messages: {error}", "messages") from None
+        except (TemplateError, ValueError) as error:
+            raise ProgramError(f"the model's chat template refused these messages: {error}", "messages") from None
 
 
 class NoTokenizer:

@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "settled": tuple[list[int]],
     "token_strings": tuple[list[int]],
     "spell": tuple[list[int], str | None],
-    "chat": tuple[Messages],
+    "chat": tuple[Messages, dict[str, Any]],
     "turns": tuple[list[int], Messages, dict[str, Any]],
 }
 Body = TypeVar("Body")

@@ -390,7 +390,7 @@ def _chat(lm: LM, prompt: Any) -> EncodedPrompt:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages) or not messages:
         raise ProgramError("with chat=True a prompt is text or a list of messages, each with role and content")
-    return EncodedPrompt(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
+    return EncodedPrompt(tuple(lm.tokens(messages=messages)), None, str(messages[-1].get("content", "")))
 
 
 def content_hash(asked: Iterable[EncodedPrompt]) -> str:

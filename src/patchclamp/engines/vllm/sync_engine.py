@@ -133,8 +133,8 @@ class VllmEngine(VllmFrontEnd):
         """Reallocate the memory and restore the weights; the prefix cache starts empty."""
         self._call(self._wake_up).result()
 
-    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-        return self._call(lambda: images.expand(self._engine, prompt, messages)).result()
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
+        return self._call(lambda: images.expand(self._engine, prompt, messages, options)).result()
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""

@@ -22,7 +22,9 @@ DATA, TEXT = "multi_modal_data", ("prompt", "prompt_token_ids")
 PARTS = (*TEXT, DATA, "mm_processor_kwargs")
 
 
-def expand(engine: LLMEngine, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+def expand(
+    engine: LLMEngine, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]
+) -> Expanded:
     """Implement `Engine.expand` for an `LLMEngine`. Call it on the thread that steps the engine, because vLLM's
     processors temporarily change PyTorch's number of threads."""
     if prompt is not None:
@@ -34,7 +36,7 @@ def expand(engine: LLMEngine, prompt: Mapping[str, Any] | None, messages: list[A
     given: Any = None if prompt is None else dict(prompt)
     try:
         if prompt is None:
-            inputs = _render_chat(engine, messages or [])
+            inputs = _render_chat(engine, messages or [], options)
         else:
             [inputs] = engine.renderer.render_cmpl([given], skip_mm_cache=True)
     except PatchclampError:
@@ -57,14 +59,14 @@ def _check(prompt: Mapping[str, Any]) -> None:
     check_modalities(prompt[DATA])
 
 
-def _render_chat(engine: LLMEngine, messages: list[Any]) -> Any:
-    """Render a chat with images in its messages, ready for the assistant's turn."""
+def _render_chat(engine: LLMEngine, messages: list[Any], options: dict[str, Any]) -> Any:
+    """Render a chat with images in its messages."""
     from vllm.renderers import ChatParams
 
-    asked = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
+    stated = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
     renderer = engine.renderer
     tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)  # the template writes them
-    params = ChatParams(chat_template_kwargs=asked)
+    params = ChatParams(chat_template_kwargs=stated | options)
     _, [inputs] = renderer.render_chat([messages], params, tokenizing, skip_mm_cache=True)
     return inputs
 
