@@ -29,7 +29,17 @@ from patchclamp.call import (
     top_logprobs_of,
 )
 from patchclamp.engines import base, open_engine
-from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expanded, Request, adapters_of
+from patchclamp.engines.base import (
+    MAX_SCORES,
+    Adapter,
+    Answer,
+    Engine,
+    Expanded,
+    Model,
+    Request,
+    Tokenizer,
+    adapters_of,
+)
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of, template_options
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
@@ -38,6 +48,7 @@ from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
 from patchclamp.run import Captures, Run
+from patchclamp.sites import SiteMap
 from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.stream import Stream, wake
@@ -78,17 +89,17 @@ class LM:
             raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
 
     @property
-    def model(self):
+    def model(self) -> Model:
         """Properties of the model: name, engine, layers, d_model, d_vocab, dtype, max_model_len."""
         return self.engine.model
 
     @property
-    def sites(self):
+    def sites(self) -> SiteMap:
         """The model's site map."""
         return self.engine.sites
 
     @property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
     @overload
