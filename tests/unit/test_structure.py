@@ -171,9 +171,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (1_927, 6), "sites": (1_880, 4), "plan": (2_695, 9), "kernels": (1_230, 10), "store": (1_508, 9),
-    "runtime": (2_178, 7), "engines": (3_085, 9), "engines/vllm": (6_638, 28), "trace": (2_450, 5),
-    "proving.py": (484, 1), "testing.py": (557, 1), "studies": (11_285, 28), "plots": (1_275, 5), "serve": (3_445, 14), "cli": (1_220, 4),
+    "language": (1_927, 6), "sites": (1_871, 4), "plan": (2_687, 9), "kernels": (1_230, 10), "store": (1_508, 9),
+    "runtime": (2_178, 7), "engines": (3_082, 9), "engines/vllm": (6_638, 28), "trace": (2_429, 5),
+    "proving.py": (465, 1), "testing.py": (557, 1), "studies": (11_285, 28), "plots": (1_275, 5), "serve": (3_445, 14), "cli": (1_220, 4),
     "": (1_752, 9),
 }  # fmt: skip
 
