@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 from patchclamp.engines.base import Engine
 from patchclamp.engines.preflight import cache_folder
 from patchclamp.errors import EngineError, ModelError
-from patchclamp.language import Add, At, Capture, From, Op, Replace, Site, prompt
+from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
 from patchclamp.language.site import SITES, unmoved
 from patchclamp.language.values import as_flag
 from patchclamp.lm import LM
@@ -82,7 +83,8 @@ def sums(lm: LM, base: Run) -> dict[str, str]:
 def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
     wrong = {name: "" for name in names if name in (*STREAM, *ADDED, "mixer_out")}
-    added = _added(names, lm.sites.family.both)
+    mixers = MIXERS if lm.sites.family.both else ("mixer_out",) if "mixer_out" in names else ("attn_out",)
+    added = [name for name in (*mixers, "mlp_out") if name in names]  # the words added to the stream
     if not {"resid_pre", "resid_post"} <= set(names) or not added:
         return {}
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in added}
@@ -99,17 +101,9 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
-    if (
-        "mixer_out" in wrong and "attn_out" in wrong and not lm.sites.family.both
-    ):  # in layers with attention both are one point
+    if {"mixer_out", "attn_out"} <= wrong.keys() and not lm.sites.family.both:  # one point in layers with attention
         wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
-
-
-def _added(names: list[str], both: bool) -> list[str]:
-    """The words added to the stream. `both`: attention and a state space both add to it in each layer."""
-    mixers = MIXERS if both else ("mixer_out",) if "mixer_out" in names else ("attn_out",)
-    return [name for name in (*mixers, "mlp_out") if name in names]
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
@@ -241,15 +235,21 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     lengths = LENGTH, min(LONGER_LENGTH, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
     names = lm.sites.names
-    base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
-    _finite(lm, base)
-    refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
+    captures = [_LOGITS if name == "logits" else Site(name) for name in names]
+    base = lm.run(ids, max_tokens=1, capture=captures, logprobs=True)
+    _check_finite(lm, base)
+    refs = lm.sites.refs()
+    if not full:  # the first, middle and last ref of each word
+        by_word = [lm.sites.resolve(Site(name)) for name in names]
+        refs = [ref for own in by_word for i, ref in enumerate(own) if i in (0, len(own) // 2, len(own) - 1)]
     # attention and a state space side by side do not move each other, which the table of words does not express
     beside = {"mixer_out"} if lm.sites.family.both else set()
     watchable = {str(ref): ref.point for ref in lm.sites.refs() if lm.sites.family.tabled and ref.name not in beside}
     watched_refs = {str(ref): [] if ref.name in beside else watched(ref, watchable) for ref in refs}
     everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
-    tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]
+    tries: list[list[Op]] = [
+        [*(Capture(at, prompt[-1]) for at in watched_refs[str(ref)]), _push(base, ref)] for ref in refs
+    ]
     tries += [] if full else [_write_back(base, name) for name in names]
     first, *tried, last = _runs(lm, ids, [everywhere, *tries, []], longer)
     plain = _answer(first)
@@ -262,37 +262,25 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
     written_back = dict(zip(names, tried[len(refs) :], strict=False))
     same = {name: np.array_equal(_answer(run), plain) for name, run in written_back.items()}
-    noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
     wrong_sums = sums(lm, base)
-    proofs = [_proof(lm, base, name, noop[name], moved, wrong_sums.get(name)) for name in names]
-    return [_ordered(proof, lm, watched_refs, disordered) for proof in proofs]
+
+    def changes_nothing(name: str) -> bool:  # in the batch, or else alone, because a batch may change rounding
+        return same.get(name, False) or np.array_equal(
+            _answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base)
+        )
+
+    return [
+        _proof(lm, base, name, changes_nothing(name), moved, wrong_sums.get(name), watched_refs, disordered)
+        for name in names
+    ]
 
 
 _LOGITS = Site("logits") @ prompt[-1]
 
 
-def _all(name: str) -> Site | At:
-    return _LOGITS if name == "logits" else Site(name)
-
-
-def _tried(refs: list[SiteRef], full: bool) -> list[SiteRef]:
-    """The site refs of a word at which edits are tried."""
-    chosen = {0, len(refs) // 2, len(refs) - 1}
-    return refs if full else [ref for i, ref in enumerate(refs) if i in chosen]
-
-
 def _write_back(base: Run, name: str) -> list[Op]:
     at = Site(name)
     return [Replace(From(base, at), at=at, tokens=prompt[-1] if name == "logits" else prompt)]
-
-
-def _changes_nothing(lm: LM, ids: list[int], base: Run, name: str) -> bool:
-    """True if writing a site back gives the answer of `base`. Both run alone, because a batch may change rounding."""
-    return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
-
-
-def _captures(refs: list[str]) -> list[Op]:
-    return [Capture(ref, prompt[-1]) for ref in refs]
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
@@ -305,12 +293,12 @@ def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list
     return runs[len(others) :]
 
 
-def _finite(lm: LM, base: Run) -> None:
+def _check_finite(lm: LM, base: Run) -> None:
     for ref in lm.sites.refs():
         if not np.isfinite(np.asarray(base[str(ref)])).all():
             raise ModelError(
-                f"{ref} is not finite on this model in {lm.model.dtype}, before anything is edited, and proves "
-                "nothing; another dtype may do (dtype=...), or prove=False"
+                f"{ref} is not finite on this model in {lm.model.dtype}, before any edit; try another dtype "
+                "(dtype=...), or prove=False"
             )
 
 
@@ -320,10 +308,10 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
         raise ModelError(
-            f"on this model a run depends on those beside it: with a longer prompt in the batch its logits, of up to "
-            f"{size:.2g}, change by {noise:.2g}. Nothing that is read or written there is one request's alone; run one "
-            "at a time (max_num_seqs=1), or another implementation of the model. On a CPU vLLM's kernels may do this: "
-            'compilation_config={"custom_ops": ["none"]} goes around them'
+            f"on this model a run depends on the other runs of its batch: beside a longer prompt its logits, of up to "
+            f"{size:.2g}, change by {noise:.2g}. Run one request at a time (max_num_seqs=1), or use another "
+            "implementation of the model. On a CPU vLLM's kernels may cause this: try "
+            'compilation_config={"custom_ops": ["none"]}'
         )
     return max(float(gap.max()) for gap in gaps)
 
@@ -340,7 +328,7 @@ def _same_alone(
     unread = bool(gaps) and float(np.median(gaps)) > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values()))
     silent = bool(pairs) and not any(alone.any() for alone, _ in pairs)
     if silent or unread or inert:
-        differs = "rows are read otherwise than in a batch" if unread else "an edit does nothing that acts in a batch"
+        differs = "the rows differ from those in a batch" if unread else "an edit that acts in a batch has no effect"
         raise EngineError(
             f"in a run by itself {'nothing is read' if silent else differs}: steps of the engine run code without taps."
             " Start vLLM with enforce_eager=True, and report this with the model's name"
@@ -381,42 +369,35 @@ def _push(base: Run, ref: SiteRef, times: float = 1.0) -> Add:
     return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1], scale=times)
 
 
-def _has_shape(base: Run, ref: SiteRef, rows: int, width: int) -> bool:
-    captured = np.asarray(base[str(ref)])
-    return (len(captured), captured.size) == (rows, rows * width)
-
-
 def _row(base: Run, ref: SiteRef) -> np.ndarray:
     """The last row at a ref, with its heads concatenated."""
     return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 
-def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None) -> Proof:
-    """The proofs of a word except `order`. `wrong_sum`: its entry in `sums`."""
+def _proof(
+    lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None,
+    watched_refs: dict[str, list[str]], disordered: dict[str, str],
+) -> Proof:  # fmt: skip
+    """The proofs of a word. `wrong_sum`: its entry in `sums`."""
     refs = lm.sites.resolve(Site(name))
     point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
-    misshapen = [ref for ref in refs if not _has_shape(base, ref, rows, point.width)]
-    tried = [ref for ref in refs if str(ref) in moved]
-    unmoved = [ref for ref in tried if not moved[str(ref)]]
-    notes = [f"{misshapen[0]} has shape {list(base[str(misshapen[0])].shape)}"] if misshapen else []
+    shapes = {str(ref): base[str(ref)].shape for ref in refs}
+    misshapen = [at for at, shape in shapes.items() if (shape[0], math.prod(shape)) != (rows, rows * point.width)]
+    tried = [str(ref) for ref in refs if str(ref) in moved]
+    unmoved = [at for at in tried if not moved[at]]
+    wrong_order = [disordered[at] for at in tried if disordered[at]]
+    notes = [f"{misshapen[0]} has shape {list(shapes[misshapen[0]])}"] if misshapen else []
     notes += ["writing back what was read changes the logits"] if not noop else []
     notes += [f"an edit at {unmoved[0]} does not move the logits"] if unmoved else []
     notes += [wrong_sum] if wrong_sum else []
     return Proof(
         name, None if refs[0].layer is None else len(refs), point.width, lm.sites.family.points[point.kind].layout,
-        not misshapen, noop, not unmoved, "; ".join(notes), None if wrong_sum is None else not wrong_sum,
+        not misshapen, noop, not unmoved, "; ".join([*notes, *wrong_order[:1]]),
+        adds=None if wrong_sum is None else not wrong_sum,
+        order=not wrong_order if any(watched_refs[at] for at in tried) else None,
         tried=len(tried),
     )  # fmt: skip
-
-
-def _ordered(proof: Proof, lm: LM, watched_refs: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
-    """Adds `order`: the effects of edits at the word's refs in their layers."""
-    refs = [str(ref) for ref in lm.sites.resolve(Site(proof.name)) if str(ref) in watched_refs]
-    wrong = [disordered[at] for at in refs if disordered[at]]
-    order = None if not any(watched_refs[at] for at in refs) else not wrong
-    note = "; ".join([*([proof.note] if proof.note else []), *wrong[:1]])
-    return msgspec.structs.replace(proof, order=order, note=note)
 
 
 def ensure_proved(lm: LM) -> list[Proof]:

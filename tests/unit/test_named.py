@@ -96,7 +96,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
         (pc.Add("rows", pc.embed), pc.ShapeError, r"edits\[0\].value: the selection has \d+ positions; the vector has 2"),
         (pc.Mean("means", pc.resid_post), pc.MissingSource, r"edits\[0\].value: 'means' has no mean of resid_post\[0\]"),
         (pc.Ablate("none", pc.embed), pc.ShapeError, r"edits\[0\].directions: a direction is all zeros"),
-        (pc.Clamp("rows", pc.embed, low=0), pc.ShapeError, r"edits\[0\].direction: one row \[D\] is needed"),
+        (pc.Clamp("rows", pc.embed, low=0), pc.ShapeError, r"edits\[0\].direction: expected one row \[D\]"),
         (pc.Use("vector"), pc.ProgramError, r"edits\[0\].name: 'vector' is Vector, not a program"),
         (pc.Use("gone"), pc.MissingSource, r"edits\[0\].name: nothing in the bank is named 'gone'"),
         (pc.Use("loop"), pc.ProgramError, r"edits\[0\].loop\[0\].name: loop uses loop: a program cannot use itself"),

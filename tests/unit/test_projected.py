@@ -82,7 +82,7 @@ def test_a_vector_is_one_row_and_a_name_is_what_the_bank_has():
                                    atol=1e-5)  # fmt: skip
         np.testing.assert_allclose(one[f"resid_post[{layer}]"], named[f"resid_post[{layer}]"][:, :1], atol=1e-6)
     lm.bank["probes"] = matrix(3, 257, D)
-    with pytest.raises(pc.ShapeError, match=r"capture\[0\].project: a matrix of at most 256 rows is needed"):
+    with pytest.raises(pc.ShapeError, match=r"capture\[0\].project: expected a matrix of at most 256 rows"):
         lm.run(PROMPT, capture=[pc.Capture("embed", project="probes")])
 
 

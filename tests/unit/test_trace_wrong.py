@@ -128,7 +128,7 @@ IN_A_LINE = {
     "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "write a line for each"),
     "a mask of heads": (lambda t: t.layers[1].attn.z[torch.tensor([True, False])], E, "write a line for each"),
     "a tensor of neurons": (lambda t: t.layers[1].mlp.neurons[torch.tensor([5, 9])], E, r"neurons\[2:5\], not by a list"),
-    "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "an index is a whole number"),
+    "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "expected a whole number as an index"),
     "all columns of a row": (lambda t: put(t.layers[1].attn.output[0], slice(None), 0), E, "no tuple as module.output is in nnsight"),
     "a row's columns, all said": (lambda t: t.layers[1].output[0][...], E, "no tuple"),
     "the last token of a tuple's first": (lambda t: t.layers[1].output[0][-1], E, "no tuple"),

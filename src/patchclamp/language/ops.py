@@ -73,8 +73,8 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
     if wrong or not rows:
         raise ProgramError(
-            f"a function of rows is needed, and of {' and '.join(APPLY_ARGUMENTS)}, by these names, if it is to "
-            f"know them; this one takes {', '.join(map(str, parameters)) or 'nothing'}: give any other a default"
+            f"expected a function of rows and, by these names, of {' and '.join(APPLY_ARGUMENTS)} or fewer, got one of "
+            f"{', '.join(map(str, parameters)) or 'nothing'}: give any other argument a default"
         )
     return tuple(p.name for p in needed)
 
@@ -225,7 +225,7 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low is None and self.high is None:
-            raise ProgramError("a bound is needed: low, high or both", "low")
+            raise ProgramError("expected a bound: low, high or both", "low")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ProgramError(f"low ({self.low}) is above high ({self.high})", "low")
 
@@ -302,7 +302,7 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     strength, seed, mode = (extra.get(name) for name in FUZZ_NAMES)
     if strength is None:
         if extra:
-            raise ProgramError("a fuzz_strength is needed", next(iter(extra)))
+            raise ProgramError("expected a fuzz_strength", next(iter(extra)))
         return ()
     if mode is not None and (not isinstance(mode, str) or mode not in MODES):
         raise unknown("way to fuzz", str(mode), MODES, "fuzz_mode")

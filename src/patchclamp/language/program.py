@@ -109,7 +109,7 @@ def from_dict(data: object) -> Program:
 
 def _read_ops(data: object, part: str) -> tuple[Op, ...]:
     if not isinstance(data, list):
-        raise ProgramError("a list of ops is needed", part)
+        raise ProgramError("expected a list of ops", part)
     return tuple(_read_op(op, f"{part}[{i}]") for i, op in enumerate(data))
 
 
@@ -128,7 +128,7 @@ def _read_op(data: object, path: str) -> Op:
             raise ProgramError(f"{kind.__name__} needs {field!r}", path)
     for field in ("at", "tokens"):
         if field in fields and not isinstance(fields[field], str) and (kind is not Use or fields[field] is not None):
-            raise ProgramError("the text form is needed, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
+            raise ProgramError("expected the text form, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
     for field in VECTORS & fields.keys():
         if fields[field] is not None:
             fields[field] = _read_value(fields[field], f"{path}.{field}")
@@ -186,7 +186,7 @@ def _as_list(items: Any, path: str) -> Sequence[Any]:
             "expected a list, got names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path
         )
     if isinstance(items, Selection):
-        raise ProgramError(f"{items} is a selection of tokens; a site is needed, as in pc.resid_post @ {items}", path)
+        raise ProgramError(f"expected a site, as in pc.resid_post @ {items}, got the selection {items}", path)
     items = as_plain(items, path)
     return list(items) if isinstance(items, Iterable) else (items,)
 

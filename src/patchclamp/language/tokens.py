@@ -59,7 +59,7 @@ def as_integer(value: SupportsIndex) -> int:
             raise AttributeError
         return int(value.__index__())
     except (AttributeError, TypeError, RuntimeError):  # tensors of several numbers have __index__ too
-        raise ProgramError(f"an index is a whole number, not {value!r:.200}") from None
+        raise ProgramError(f"expected a whole number as an index, got {value!r:.200}") from None
 
 
 def as_index(key: IndexLike) -> Index | None:

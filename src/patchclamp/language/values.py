@@ -365,7 +365,7 @@ def as_number(value: SupportsFloat) -> float:
     if not math.isfinite(number):
         raise ProgramError(f"expected a finite number, got {number}")
     if abs(number) > MAX_FP32:
-        raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
+        raise ProgramError(f"expected a number of fp32, at most {MAX_FP32:.2e}, got {number}")
     return number
 
 
@@ -380,9 +380,9 @@ def as_seed(value: SupportsIndex) -> int:
     try:
         seed = as_integer(value)
     except ProgramError:
-        raise ProgramError(f"a seed is a whole number, not {value!r:.200}") from None
+        raise ProgramError(f"expected a whole number as a seed, got {value!r:.200}") from None
     if not 0 <= seed < 1 << 63:
-        raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
+        raise ProgramError(f"expected a seed of at least 0 and below 2**63, got {seed}")
     return seed
 
 
@@ -410,7 +410,7 @@ def as_numbers(value: ValueLike) -> Vector | Named:
 def as_row(value: ValueLike) -> Vector | Named:
     """Convert to numbers [D]."""
     if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
-        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
+        raise ShapeError(f"expected one row [D], got {list(vector.shape)}")
     return vector
 
 
@@ -435,7 +435,7 @@ def check_matrix(matrix: Vector) -> None:
     """Raise `ShapeError` for a matrix with more than `MAX_PROJECTED` rows."""
     rows = len(matrix.rows())
     if rows > MAX_PROJECTED:
-        raise ShapeError(f"a matrix of at most {MAX_PROJECTED} rows is needed; this is {list(matrix.shape)}")
+        raise ShapeError(f"expected a matrix of at most {MAX_PROJECTED} rows, got {list(matrix.shape)}")
 
 
 def as_directions(value: ValueLike) -> Vector | Named:

@@ -177,7 +177,7 @@ def _directions(context: Context, value: ValueLike, field: str) -> Vector:
 
 def _one_row(vector: Vector, field: str) -> Vector:
     if len(vector.shape) != 1:
-        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}", field)
+        raise ShapeError(f"expected one row [D], got {list(vector.shape)}", field)
     return vector
 
 
@@ -455,7 +455,7 @@ class _OpBinder:
         vectors = self._vectors(value, field)
         if len({vector.content for vector in vectors}) > 1:
             assert isinstance(value, Named)
-            raise ShapeError(f"{value.name!r} has a row for each site, and one is needed for all", field)
+            raise ShapeError(f"expected one row for all sites, got one for each under {value.name!r}", field)
         return vectors[0]
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:

@@ -186,29 +186,21 @@ _UNKNOWN_YET = {
 }  # fmt: skip
 
 
-def _refusal(what: str) -> Any:
+def _refusal(name: str) -> Any:
     def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
         self.check_to_come()
-        refuse(what)
-
-    return refused
-
-
-def _too_early(what: str) -> Any:
-    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
-        self.check_to_come()
+        if name in _REFUSED:
+            refuse(_REFUSED[name])
         raise ProgramError(
-            f"{what} a number, and inside the trace there is none yet: save the value and decide after the trace, in a "
-            "second one if need be, or with .apply(fn), Python on the rows, on a local engine"
+            f"{_UNKNOWN_YET[name]} a number, and inside the trace there is none yet: save the value and decide after "
+            "the trace, in a second one if need be, or with .apply(fn), Python on the rows, on a local engine"
         )
 
     return refused
 
 
-for _name, _what in _REFUSED.items():
-    setattr(Arithmetic, _name, _refusal(_what))
-for _name, _what in _UNKNOWN_YET.items():
-    setattr(Arithmetic, _name, _too_early(_what))
+for _name in (*_REFUSED, *_UNKNOWN_YET):
+    setattr(Arithmetic, _name, _refusal(_name))
 
 
 class NonTensor:
@@ -248,8 +240,8 @@ class Expression(Arithmetic):
     @property
     def is_one_read(self) -> bool:
         """True if it is a single read, unscaled and with nothing added."""
-        alone = len(self.terms) == 1 and np.ndim(self.terms[0].factor) == 0 and np.ndim(self.constant) == 0
-        return alone and self.terms[0].factor == 1.0 and self.constant == 0.0
+        factors = [self.constant, *(term.factor for term in self.terms)]
+        return not any(map(np.ndim, factors)) and factors == [0.0, 1.0]
 
     def plus(self, other: Expression, sign: float) -> Expression:
         terms = list(self.terms)
