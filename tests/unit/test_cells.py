@@ -27,6 +27,7 @@ from patchclamp.studies import (
     ablation_sweep,
     causal_trace,
     fuzz_sweep,
+    grid,
     logit_lens,
     patch_sweep,
     path_patch,
@@ -47,6 +48,25 @@ ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False
 def lm():
     with pc.LM("fake") as lm:
         yield lm
+
+
+class Heard:
+    """A listener that records the cells of a study once each, or raises."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.total = error, 0
+        self.values: dict[Any, float] = {}
+
+    def start(self, sweep, cells):
+        assert np.isnan(sweep.values).all()
+        self.total = cells
+
+    def cells(self, cells):
+        if self.error:
+            raise RuntimeError(self.error)
+        for cell in cells:
+            assert (cell.where, cell.column) not in self.values
+            self.values[cell.where, cell.column] = cell.value
 
 
 # -- the journal
@@ -211,19 +231,10 @@ def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path)
 def test_what_is_known_is_not_run_again(lm, tmp_path: Path, monkeypatch):
     first = patch_sweep(lm, **ASKED, resume=tmp_path / "j")
     monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is left to run"))
-    told: list[Any] = []
-
-    class Listener:
-        def start(self, sweep, cells):
-            told.append((np.isnan(sweep.values).all(), cells))
-
-        def cells(self, cells):
-            told.extend(cells)
-
-    again = patch_sweep(lm, **ASKED, resume=tmp_path / "j", listener=Listener())
+    heard = Heard()
+    again = patch_sweep(lm, **ASKED, resume=tmp_path / "j", listener=heard)
     assert again.values.tobytes() == first.values.tobytes()
-    assert told[0] == (True, len(told) - 1)
-    assert sorted(c.value for c in told[1:]) == sorted(c.value for c in first.cells())
+    assert sorted(heard.values.values()) == sorted(c.value for c in first.cells())
 
 
 def fuzzed(lm, **change):
@@ -308,20 +319,13 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
 
 
 def test_what_a_listener_raises_stops_the_sweep_and_leaves_nothing(lm):
-    class Listener:
-        def start(self, sweep, cells):
-            pass
-
-        def cells(self, cells):
-            raise RuntimeError("enough")
-
     for study, asked in (
         (patch_sweep, ASKED),
         (causal_trace, STUDIES["causal_trace"]),
         (path_patch, STUDIES["path_patch"]),
     ):
         with pytest.raises(RuntimeError, match="enough"):
-            study(lm, **asked, listener=Listener())
+            study(lm, **asked, listener=Heard("enough"))
     gc.collect()  # the errors' frames
     status = lm.engine.status()
     assert (status["programs"], status["runs"]) == (0, 0)
@@ -335,42 +339,32 @@ def test_nothing_stays_with_the_engine(lm):
     assert lm.engine.status()["runs"] == 0
 
 
-def test_every_cell_is_told_once_with_its_mean_over_pairs(lm):
-    told: dict[Any, float] = {}
+PAIRS = dict(clean=[CLEAN] * 3, corrupt=[CORRUPT, "The dog is in the", "The cat is in the"], answer=7, foil=9)
+PROMPTS = dict(prompt=[CLEAN, "A Eiffel is on the"], answer=7, foil=9)
+OF_SEVERAL = [
+    (patch_sweep, PAIRS),
+    (ablation_sweep, PROMPTS),
+    (causal_trace, PROMPTS | dict(subject="Eiffel", seeds=2, layers="0:2")),
+    (path_patch, STUDIES["paths of pairs"]),
+]
 
-    class Listener:
-        def start(self, sweep, cells):
-            assert cells == 18
 
-        def cells(self, cells):
-            for cell in cells:
-                assert (cell.layer, cell.column) not in told
-                told[cell.layer, cell.column] = cell.value
-
-    asked = dict(clean=[CLEAN] * 3, corrupt=[CORRUPT, "The dog is in the", "The cat is in the"], answer=7, foil=9)
-    sweep = patch_sweep(lm, **asked, batch=5, listener=Listener())
-    assert {key: pytest.approx(value) for key, value in told.items()} == {
-        (cell.layer, cell.column): cell.value for cell in sweep.cells()
+@pytest.mark.parametrize(("study", "asked"), OF_SEVERAL)
+def test_every_cell_is_told_once_with_its_mean_over_prompts(lm, study, asked):
+    heard = Heard()
+    sweep = study(lm, **asked, batch=5, listener=heard)
+    assert heard.total == len(heard.values) == np.isfinite(sweep.values).sum()
+    assert {key: pytest.approx(value) for key, value in heard.values.items()} == {
+        (cell.where, cell.column): cell.value for cell in sweep.cells()
     }
 
 
-def test_paths_are_told_once_with_their_mean_over_pairs(lm):
-    told: dict[Any, float] = {}
-
-    class Listener:
-        def start(self, sweep, cells):
-            assert cells == np.isfinite(paths.values).sum() < paths.values.size
-
-        def cells(self, cells):
-            for cell in cells:
-                assert (cell.where, cell.column) not in told
-                told[cell.where, cell.column] = cell.value
-
-    paths = path_patch(lm, **STUDIES["paths of pairs"])
-    path_patch(lm, **STUDIES["paths of pairs"], batch=5, listener=Listener())
-    assert {key: pytest.approx(value) for key, value in told.items()} == {
-        (cell.where, cell.column): cell.value for cell in paths.cells()
-    }
+@pytest.mark.parametrize(("study", "asked"), OF_SEVERAL)
+def test_sources_that_are_captured_one_prompt_at_a_time_give_the_same_values(lm, study, asked, monkeypatch):
+    together = study(lm, **asked)
+    monkeypatch.setattr(grid, "MAX_SOURCE_BYTES", 1)
+    monkeypatch.setattr(sys.modules[path_patch.__module__], "SENDERS_AT_ONCE", 1)
+    assert study(lm, **asked).each.tobytes() == together.each.tobytes()
 
 
 def test_results_are_saved_and_loaded(lm, tmp_path: Path):

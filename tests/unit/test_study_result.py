@@ -106,6 +106,15 @@ def test_a_config_is_what_was_given_and_stays_so():
             change()
 
 
+def test_studies_with_equal_fields_are_equal():
+    one, other = (pc.studies.PatchSweep(**ASKED, sites=sites) for sites in (["resid_pre"], ("resid_pre",)))
+    assert one == other == pc.studies.PatchSweep(**ASKED)
+    assert len({one, other}) == 1
+    assert "sites" not in one.to_dict(), "it is the default"
+    assert one != pc.studies.PatchSweep(**ASKED, window=2)
+    assert one != pc.studies.PathPatch(**ASKED)
+
+
 def test_a_study_may_be_derived_from():
     class Narrow(pc.studies.PatchSweep):
         """A sweep with one more field."""

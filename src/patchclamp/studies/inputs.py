@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -402,7 +403,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int:
+def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> int:
     """A whole number from `least` to `most`. Raises `ProgramError` for anything else."""
     if is_token_id(value) and value > most:
         raise ProgramError(f"expected a whole number of at most {most}, got {value}", path)
@@ -580,7 +581,7 @@ def _frozen(names: Any, path: str) -> Any:
 
 Text = Annotated[str, Arg(as_text)]
 Whole = Annotated[int, Arg(check_whole)]
-_at_least_one = functools.partial(check_whole, least=1)
+_at_least_one = functools.partial(check_whole, least=1, most=math.inf)
 Positive = Annotated[int, Arg(_at_least_one)]
 OptionalCount = Annotated[int | None, Arg(_at_least_one, int)]
 Flag = Annotated[bool, Arg(as_flag)]
