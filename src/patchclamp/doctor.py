@@ -74,10 +74,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
             of_engine = list(lm.engine.report())
             proofs = prove(lm)
         except PatchclampError as error:
-            return [
-                model_loads,
-                Finding("sites", "proof", "problem", str(error), "report it, with the model and this error"),
-            ]
+            return [model_loads, Finding("sites", "proof", "problem", str(error), "report it, with the model's name")]
         configuration = [finding for finding in of_engine if finding.part == "configuration"]
         others = [finding for finding in of_engine if finding.part != "configuration"]
         return [model_loads, *configuration, *map(_site, proofs), *others]

@@ -46,6 +46,7 @@ from patchclamp.kernels.code import check_outside
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
 OURS = (*LIMITS, "numerics", "multiprocess_mode")
@@ -73,6 +74,8 @@ class VllmEngine(VllmFrontEnd):
     `multiprocess_mode`: True to run the engine core in a separate process.
     """
 
+    _engine: LLMEngine
+
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__()
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
@@ -80,7 +83,6 @@ class VllmEngine(VllmFrontEnd):
         self._asleep = False
         self._wake = threading.Condition()
         self._stop, self._ended = False, EngineError("the engine is closed")
-        self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Underway, Future[Answer], bytes | None]] = {}  # with the program, by run
         started: Future[None] = Future()
@@ -166,7 +168,7 @@ class VllmEngine(VllmFrontEnd):
                 _alive.add(self)
         except BaseException as error:
             self._stop = True
-            if self._engine is not None:
+            if "_engine" in vars(self):
                 shut_down(self._engine, alone=not _alive)
             started.set_exception(_as_error(error, EngineError))
             return
@@ -263,7 +265,7 @@ class VllmEngine(VllmFrontEnd):
         if not is_busy(self._engine):
             return
         with _one_at_a_time:
-            outputs = self._engine.step()
+            outputs: list[Any] = self._engine.step()
         ended: list[Request] = []
         for output in outputs:
             if output.request_id in self._waiting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -35,6 +35,12 @@ from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.store.captures import StoredRows, tensors_of
 from patchclamp.store.host_memory import default_pinned_bytes
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_worker import Worker
+
 
 class Exchange:
     """Moves rows between the workers of one engine. `group`: vLLM's group of all of them.
@@ -42,7 +48,7 @@ class Exchange:
     _has_tap, _keeps, _shard [workers, P]: if a worker has the tap of a point, if it keeps captures there, and its shard
     """
 
-    def __init__(self, runtime: Runtime, group: Any) -> None:
+    def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
         self._runtime, self._group = runtime, group
         points = range(len(runtime.sites.points))
         own = np.stack([
@@ -116,7 +122,7 @@ class Exchange:
         return int(owners[0]) if len(owners) else None
 
 
-def attach(worker: Any) -> None:
+def attach(worker: Worker) -> None:
     """Tap a worker's model and hook its runner. The result is `worker.patchclamp`."""
     config = configuration.enabled(worker.vllm_config)
     assert config is not None
@@ -124,11 +130,11 @@ def attach(worker: Any) -> None:
     runner, kind = compat.runner_of(worker)
     share(runner.get_model(), worker.vllm_config)
     with torch.inference_mode(False):  # tensors created here are written both in steps and in calls
-        worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
+        vars(worker)["patchclamp"] = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)
 
 
-def admission_of(vllm_config: Any) -> Admission:
+def admission_of(vllm_config: VllmConfig) -> Admission:
     """Create the admission of an engine core, with its workers' limits."""
     config = configuration.enabled(vllm_config)
     assert config is not None
@@ -145,7 +151,7 @@ def too_deep(level: int) -> EngineError | None:
     return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
 
 
-def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
+def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
     """Execute a call of the front end; return (result, None) or (None, packed error), which can cross processes."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
@@ -161,10 +167,11 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
 class Attached:
     """The runtime of one worker, driven by its runner's steps."""
 
-    def __init__(self, worker: Any, runner: Any, kind: str, limits: Limits) -> None:
+    def __init__(self, worker: Worker, runner: Any, kind: str, limits: Limits) -> None:
         sites = site_map(worker.vllm_config)
         self.kind = kind
         rank, first, last = compat.worker_rank()
+        assert worker.device is not None
         self.runtime = Runtime(sites, limits, worker.device, rank)
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
@@ -242,21 +249,21 @@ class Attached:
 
     # -- around a step
 
-    def ahead(self, scheduler_output: Any) -> None:
+    def ahead(self, scheduler_output: SchedulerOutput) -> None:
         """Move the rows of other runs that new programs read, with several workers. This must happen before a pipeline
         stage waits for the previous one."""
         orders = compat.orders(scheduler_output)
         for admitted in () if orders is None else orders.admit:
             self._exchange.move(admitted.request, decode(admitted.program).bound)
 
-    def before(self, scheduler_output: Any) -> tuple[bool, bool]:
+    def before(self, scheduler_output: SchedulerOutput) -> tuple[bool, bool]:
         """Process arrived and ended requests; return (active, True if a graph may be used)."""
         active, fits = self._take_in(scheduler_output)
         _, tokens = compat.scheduled(scheduler_output)
         self._steps[active or self._uniform] += tokens > 0
         return active, fits
 
-    def _take_in(self, scheduler_output: Any) -> tuple[bool, bool]:
+    def _take_in(self, scheduler_output: SchedulerOutput) -> tuple[bool, bool]:
         """Compute the result of `before`, which often follows from the previous step."""
         self.runtime.plan = None
         self._awaits_logits = False
@@ -277,13 +284,13 @@ class Attached:
             self.runtime.continuity.keep_answer(requests if same_programs else None, answer, steps)
         return answer
 
-    def _give_up(self, scheduler_output: Any, error: Exception) -> tuple[tuple[bool, bool], int]:
+    def _give_up(self, scheduler_output: SchedulerOutput, error: Exception) -> tuple[tuple[bool, bool], int]:
         """Let the step run without its programs, and fail each of their runs with the error."""
         self._active = False
         self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
         return (False, True), 0
 
-    def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
+    def _look(self, scheduler_output: SchedulerOutput) -> tuple[tuple[bool, bool], int]:
         """Compute the result of `before`, and for how many more steps it holds if the same requests continue."""
         self._preemptions += compat.preempted(scheduler_output)
         finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
@@ -299,7 +306,7 @@ class Attached:
         answer = self._active, fits and not self.runtime.runs_code(positions)
         return answer, steps_left - 1 if steps_left else FOREVER
 
-    def _positions(self, scheduler_output: Any) -> list[tuple[str, int]]:
+    def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Return each request of a step and the first position it computes. If steps are scheduled ahead, the position
         is checked on the device only if a program acts at the earliest possible one; otherwise it may be too high."""
         positions = list(compat.positions(scheduler_output))
