@@ -24,7 +24,7 @@ from patchclamp.plan.room import Room
 from patchclamp.plan.table import named, record_count, records_of
 from patchclamp.runtime.runtime import Continuity
 from patchclamp.sites import SiteMap, Sizes
-from patchclamp.store.bank import Bank
+from patchclamp.runtime.step import Bank
 from patchclamp.store.captures import BufferSlice, CaptureStore
 from patchclamp.store.host_memory import HostBlock
 

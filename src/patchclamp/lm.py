@@ -37,8 +37,8 @@ from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
-from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
+from patchclamp.store.system import available_bytes
 from patchclamp.stream import Stream, wake
 
 MAX_FETCH_BYTES = 1 << 26  # of captures fetched from the engine in one call; the last point may exceed it

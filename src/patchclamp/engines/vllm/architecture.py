@@ -6,6 +6,7 @@ vLLM's own class, it is found once by tracing, and cached on disk.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -29,7 +30,7 @@ from patchclamp.sites.untabled import (
     transformers_places,
     untabled,
 )
-from patchclamp.store.whole_file import write_whole
+from patchclamp.store.system import write_whole
 from patchclamp.version import __version__
 
 LIMIT_S = 600
@@ -57,7 +58,8 @@ def _kept(vllm_config: Any) -> Places:
         return msgspec.json.decode(path.read_bytes(), type=Places)
     except (OSError, msgspec.DecodeError):
         places = _traced_places(vllm_config)
-        write_whole(path, msgspec.json.encode(places))
+        with contextlib.suppress(OSError):
+            write_whole(path, msgspec.json.encode(places))
         return places
 
 

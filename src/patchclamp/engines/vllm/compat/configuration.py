@@ -11,7 +11,7 @@ from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
-from patchclamp.store.free_memory import available_bytes
+from patchclamp.store.system import available_bytes
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
 
