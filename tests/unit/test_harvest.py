@@ -548,7 +548,7 @@ def test_documents_that_are_none_are_refused(lm, tmp_path):
 @pytest.mark.parametrize(("wrong", "text"), [
     ({"norm_cap": 0.0}, "filters.norm_cap: "), ({"norm_cap": True}, "filters.norm_cap: "), ({"no_bos": 1}, "filters.no_bos: "),
     ({"norm_times_median": float("nan")}, "filters.norm_times_median: "),
-    ({"positions": (4, None)}, "filters.positions: windows are pairs"),
+    ({"positions": (4, None)}, "filters.positions: "),
     ({"positions": ((0.5, None),)}, "filters.positions: "), ({"not_tokens": ("x",)}, "filters.not_tokens: "),
     ({"only_tokens": 5}, "filters.only_tokens: "),
 ])  # fmt: skip

@@ -66,7 +66,7 @@ def test_the_same_texts_are_the_same_harvest(lm, tmp_path, kind):
     made = harvest(lm, source, tmp_path / "out", sites=SITES, column=column)
     assert made.folder == plain.folder
     assert (plain.ran, made.ran) == (sum(len(lm.tokens(text)) for text in TEXTS), 0)
-    with pytest.raises(ProgramError, match=r"column|no JSON object with 'title'"):
+    with pytest.raises(ProgramError, match=r"column|title"):
         harvest(lm, source, tmp_path / "out", sites=SITES, column="title")
 
 
@@ -82,9 +82,9 @@ def test_token_ids_of_a_column(lm, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "text"), [
-    ("a.csv", "x", "the suffix says what a file has, one of .txt"), ("a.jsonl", "{}", "line 1: no JSON object with 'text'"),
-    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: no JSON"), ("b.txt", None, "there is no "),
-    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "no folder that datasets saved"),
+    ("a.csv", "x", ".txt"), ("a.jsonl", "{}", "line 1: .*'text'"),
+    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: "), ("b.txt", None, "there is no "),
+    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "saved by datasets"),
 ])  # fmt: skip
 def test_files_without_documents_are_refused(tmp_path, name, content, text):
     if content is not None:

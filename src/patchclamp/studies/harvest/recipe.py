@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language.tokens import as_integer
-from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number
+from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number, field, optional
 from patchclamp.lm import LM
 from patchclamp.store.tensors import ARRAYS
 from patchclamp.studies.inputs import check_whole
@@ -69,57 +70,46 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
 
 def _of_file(path: Path, column: str | None) -> Iterator[Document]:
     if path.is_dir():
-        return _of_folder(path, column)
+        datasets = needed("datasets")
+        try:
+            saved = datasets.load_from_disk(str(path))
+        except FileNotFoundError as error:
+            raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
+        if not isinstance(saved, datasets.Dataset):
+            raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
+        return _of_columns(saved, column, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
-        raise ProgramError(f"{path}: the suffix says what a file has, one of {kinds}; or a folder of datasets'",
+        raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
                            "documents")  # fmt: skip
     if not path.exists():
         raise ProgramError(f"there is no {path}", "documents")
-    if path.suffix == ".txt":
-        if column is not None:
-            raise ProgramError(f"{path}: a text file has no columns", "column")
-        return _of_text(path)
-    return _of_parquet(path, column) if path.suffix == ".parquet" else _of_json(path, column or "text")
+    if path.suffix == ".parquet":
+        return _of_parquet(path, column)
+    if path.suffix == ".txt" and column is not None:
+        raise ProgramError(f"{path}: a text file has no columns", "column")
+    return _of_lines(path, None if path.suffix == ".txt" else column or "text")
 
 
-def _of_text(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield line.rstrip("\n")
-
-
-def _of_json(path: Path, column: str) -> Iterator[Document]:
+def _of_lines(path: Path, column: str | None) -> Iterator[Document]:
+    """A document per line: its text, or a field of its JSON. Blank lines are skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)[column]
+                value = line.rstrip("\n") if column is None else json.loads(line)[column]
             except (ValueError, KeyError, TypeError) as error:
-                raise ProgramError(f"{path}, line {number}: no JSON object with {column!r} ({error})",
+                raise ProgramError(f"{path}, line {number}: expected a JSON object with {column!r} ({error})",
                                    "documents") from None  # fmt: skip
             yield _document(value)
 
 
 def _of_parquet(path: Path, column: str | None) -> Iterator[Document]:
-    parquet = needed("pyarrow.parquet")
-    with parquet.ParquetFile(path) as file:
+    with needed("pyarrow.parquet").ParquetFile(path) as file:
         name = _column(column, file.schema_arrow.names, str(path))
         for batch in file.iter_batches(columns=[name]):
             yield from map(_document, batch.column(0).to_pylist())
-
-
-def _of_folder(path: Path, column: str | None) -> Iterator[Document]:
-    datasets = needed("datasets")
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ProgramError(f"{path} is no folder that datasets saved: {error}", "documents") from None
-    if not isinstance(saved, datasets.Dataset):
-        raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
-    return _of_columns(saved, column, str(path), saved.column_names)
 
 
 def _of_columns(data: Any, column: str | None, where: str, names: list[str] | None) -> Iterator[Document]:
@@ -148,13 +138,30 @@ def _document(value: Any) -> Document:
 
 def needed(module: str) -> Any:
     """Import a module of the `harvest` extra."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
         raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
+
+
+def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
+    read, end = [], optional(as_integer)
+    for window in as_items(windows, ""):
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ProgramError(f"expected pairs of first and end, such as ((4, None),), got {windows!r}")
+        read.append((end(window[0]), end(window[1])))
+    return tuple(read)
+
+
+def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(as_integer, as_items(ids, "")))
+
+
+def _norm(value: Any) -> float:
+    if not (norm := as_number(value)) > 0:
+        raise ProgramError(f"expected a norm above 0, got {value!r}")
+    return norm
 
 
 class Filters(Converted, frozen=True, forbid_unknown_fields=True):
@@ -170,24 +177,19 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         median of the document's kept rows
     """
 
-    no_bos: bool = False
-    no_special: bool = False
-    positions: tuple[tuple[int | None, int | None], ...] = ()
-    only_tokens: tuple[int, ...] = ()
-    not_tokens: tuple[int, ...] = ()
-    norm_cap: float | None = None
-    norm_times_median: float | None = None
+    no_bos: bool = field(converter=as_flag, default=False)
+    no_special: bool = field(converter=as_flag, default=False)
+    positions: tuple[tuple[int | None, int | None], ...] = field(converter=_windows, default=())
+    only_tokens: tuple[int, ...] = field(converter=_numbers, default=())
+    not_tokens: tuple[int, ...] = field(converter=_numbers, default=())
+    norm_cap: float | None = field(converter=optional(_norm), default=None)
+    norm_times_median: float | None = field(converter=optional(_norm), default=None)
 
     def __post_init__(self) -> None:
-        for name in ("no_bos", "no_special"):
-            as_flag(getattr(self, name), f"filters.{name}")
-        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers),
-                           ("norm_cap", _norm), ("norm_times_median", _norm)):  # fmt: skip
-            try:
-                value = read(getattr(self, name))
-            except (TypeError, ValueError, ProgramError) as error:
-                raise ProgramError(f"{error}", f"filters.{name}") from None
-            msgspec.structs.force_setattr(self, name, value)
+        try:
+            super().__post_init__()
+        except PatchclampError as error:
+            raise error.under("filters") from None
 
     @property
     def caps_norms(self) -> bool:
@@ -228,30 +230,10 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         passing = np.ones(len(norms), bool)
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
-        if self.norm_times_median is not None and len(norms):
-            passing &= norms <= self.norm_times_median * np.median(norms)
+        if self.norm_times_median is not None:
+            known = norms[~np.isnan(norms)]  # rows that are not numbers pass no cap, and affect no other row
+            passing &= norms <= self.norm_times_median * (np.median(known) if len(known) else 0)
         return passing
-
-
-def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
-    windows = as_items(windows, "")
-    if not all(isinstance(window, (tuple, list)) and len(window) == 2 for window in windows):
-        raise ValueError(f"windows are pairs of first and end, such as ((4, None),), not {windows!r}")
-    return tuple((_end(first), _end(end)) for first, end in windows)
-
-
-def _end(value: Any) -> int | None:
-    return None if value is None else as_integer(value)
-
-
-def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(as_integer, as_items(ids, "")))
-
-
-def _norm(value: Any) -> float | None:
-    if value is not None and not as_number(value) > 0:
-        raise ValueError(f"expected a norm above 0, got {value!r}")
-    return None if value is None else float(value)
 
 
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
