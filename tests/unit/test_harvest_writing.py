@@ -218,6 +218,21 @@ def test_what_a_ledger_lists_of_files_that_are_gone_is_run_again(lm, documents, 
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
+def test_a_part_is_sealed_while_the_one_before_it_is_filled(lm, documents, tmp_path, monkeypatch):
+    """The second part was stopped before its shards were sealed, and the first one has documents left."""
+    whole = make(lm, documents, tmp_path / "whole", parts=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(PartWriter, "seal", broken)
+        for machine in (1, 0):
+            patch.setattr(shards, "CHECKPOINT_S", 0.0)
+            patch.setattr(PartWriter, "write", fails_at(PartWriter.write, 5 if machine == 0 else 10**9))
+            with pytest.raises(OSError, match="the disk is gone"):
+                make(lm, documents, tmp_path / "stopped", parts=2, shard=(machine, 2))
+    again = make(lm, documents, tmp_path / "stopped", parts=2)
+    assert 0 < again.ran < whole.ran / 2
+    assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
+
+
 def test_a_row_too_few_is_an_error(lm, documents, tmp_path, monkeypatch):
     reduced = _HarvestJob._reduced
     monkeypatch.setattr(_HarvestJob, "_reduced", lambda *args: reduced(*args)[:1])

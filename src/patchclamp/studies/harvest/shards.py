@@ -418,7 +418,7 @@ class HarvestWriter:
         self._writing: collections.deque[Future[None]] = collections.deque()
         self._unlisted: Writes = []  # of the part, since its last checkpoint
         self._unlisted_bytes, self._listed_at = 0, 0.0
-        self._checkpoint: Future[None] = Future()  # the last one of the part
+        self._checkpoint = _done()  # the last one of the part
         self._sealing: collections.deque[Future[None]] = collections.deque()
 
     def put(self, part: PartWriter, batch: HarvestBatch) -> None:
@@ -446,17 +446,17 @@ class HarvestWriter:
         part.open()
         self._part, self._left = part, len(part.left)
         self._unlisted_bytes, self._listed_at = 0, time.monotonic()
-        self._checkpoint = Future()
-        self._checkpoint.set_result(None)
+        self._checkpoint = _done()
 
     def seal(self, part: PartWriter) -> None:
-        """Queue the sealing of a part whose prompts have all been put."""
-        writes, checkpoint = (self._unlisted, self._checkpoint) if part is self._part else ([], None)
-        self._part, self._unlisted = None, []
+        """Queue the sealing of a part whose prompts have all been put, now or before a stop."""
+        writes, checkpoint = [], _done()
+        if part is self._part:
+            writes, checkpoint = self._unlisted, self._checkpoint
+            self._part, self._unlisted = None, []
 
         def seal() -> None:
-            if checkpoint is not None:
-                checkpoint.result()
+            checkpoint.result()
             part.checkpoint(writes, self._files)
             part.seal(self._files)
 
@@ -478,6 +478,12 @@ class HarvestWriter:
                 self._part.checkpoint(written, self._files)
         self._sealers.shutdown()
         self._files.shutdown()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _threads(name: str, count: int) -> ThreadPoolExecutor:
