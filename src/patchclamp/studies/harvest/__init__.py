@@ -367,6 +367,7 @@ class _HarvestJob:
         self._recipe, self._reductions = manifest.recipe, reductions
         self._first, self._tokens = _window(self._recipe.filters, plan)
         self._lengths = np.diff(plan.tokens.prompts)
+        self._parts: list[PartWriter] = []  # those that are open: their places take much memory
         self._asked: list[tuple[PartWriter, list[int]]] = []
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
@@ -374,15 +375,15 @@ class _HarvestJob:
         """Make some parts. Returns the number of tokens run."""
         unsealed = [number for number in numbers if not self._is_sealed(number)]
         self._check_room(unsealed)
-        self._writer, parts = HarvestWriter(self._recipe.row_bytes, checkpoint_bytes), list[PartWriter]()
+        self._writer = HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
         total = self._plan.tokens_to_run(unsealed)
         try:
             with progress("harvesting", total, show, "tokens") as self._advance:
-                run_batches(self._lm, self._calls(unsealed, parts), self._read, UNDER_WAY, self._pace)
+                run_batches(self._lm, self._calls(unsealed), self._read, UNDER_WAY, self._pace)
                 self._writer.finish()
         finally:
             self._writer.stop()
-            for part in parts:
+            for part in self._parts:
                 part.close()
         return self._ran
 
@@ -393,8 +394,12 @@ class _HarvestJob:
 
     def _check_room(self, unsealed: list[int]) -> None:
         """Raise `CapacityError` if the disk is too small, or too few files may be open."""
-        needs = sum(self._manifest.part_rows[number] for number in unsealed) * self._recipe.row_bytes
+        needs, size = 0, self._recipe.shard_rows
         for number in unsealed:
+            for shard, name in enumerate(self._manifest.shards_of(number)):
+                if not (self._place / name).exists():
+                    rows = min(size, self._manifest.part_rows[number] - shard * size)
+                    needs += rows * self._recipe.row_bytes
             files = open_folder(self._place, number).rglob("*.safetensors")
             needs -= sum(path.stat().st_blocks * 512 for path in files)
         free = shutil.disk_usage(self._place).free
@@ -406,12 +411,12 @@ class _HarvestJob:
         shards = max((len(self._manifest.shards_of(number)) for number in unsealed), default=0)
         allow_files(OPEN_PARTS * shards * len(self._recipe.written), WRITING)
 
-    def _calls(self, unsealed: list[int], parts: list[PartWriter]) -> Iterator[dict[str, Any]]:
-        """The calls that run every batch, part by part. Adds the parts that are opened to `parts`."""
+    def _calls(self, unsealed: list[int]) -> Iterator[dict[str, Any]]:
+        """The calls that run every batch, part by part."""
         captures = [one.capture(self._tokens, self._recipe.dtype) for one in self._reductions]
         for number in unsealed:
             part = PartWriter(self._place, self._recipe, self._plan.tokens, self._plan.part(number))
-            parts.append(part)
+            self._parts = [*(one for one in self._parts if one.is_open), part]
             lengths = self._lengths[part.part.prompts]
             self._advance(int(lengths.sum() - lengths[part.left].sum()))
             if not len(part.left):

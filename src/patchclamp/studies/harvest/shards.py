@@ -250,6 +250,11 @@ class PartWriter:
             return self._folder / f"norms-{shard:05d}.safetensors"
         return self._folder / f"shard-{shard:05d}" / site.file
 
+    @property
+    def is_open(self) -> bool:
+        """False once it is sealed."""
+        return self._journal.is_open
+
     def rows_of(self, prompts: list[int]) -> int:
         """The number of rows of some prompts."""
         return int((self.part.first[np.array(prompts) + 1] - self.part.first[prompts]).sum())
