@@ -25,7 +25,6 @@ from patchclamp.errors import (
     UnknownName,
 )
 from patchclamp.lm import LM
-from patchclamp.store import journal
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import to_bfloat16, to_float32
 from patchclamp.studies.harvest import (
@@ -40,18 +39,11 @@ from patchclamp.studies.harvest import (
 )
 from patchclamp.studies.harvest.recipe import shuffled
 from patchclamp.studies.harvest.shards import RowsFile, statistics_of
-from tests.reference.harvest import bytes_of, chi_square, rows_of
+from tests.reference.harvest import bytes_of, chi_square, no_disk, rows_of  # noqa: F401
 
 SITES = ["resid_post[1]", "z[0, 1]"]
 BOS = 0
 SHUFFLE = [5, 0, 4, 6, 3, 7, 1, 2]  # of 8 rows, for seed 3 and part 1
-
-
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch):
-    """A disk that is shared makes these tests wait; what a stopped machine loses they cannot see."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr(journal, "SYNCHRONOUS", "OFF")
 
 
 @pytest.fixture(scope="module")

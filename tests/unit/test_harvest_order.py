@@ -17,17 +17,9 @@ from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
 from patchclamp.studies.harvest import Harvested, harvest, recipe
 from patchclamp.studies.harvest.recipe import ReadingOrder
-from tests.reference.harvest import chi_square
+from tests.reference.harvest import chi_square, no_disk  # noqa: F401
 
 SITES = ["resid_post[1]", "z[0, 1]"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_disk():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("os.fsync", lambda descriptor: None)
-        patched.setattr("patchclamp.store.journal.SYNCHRONOUS", "OFF")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,13 @@ from safetensors import safe_open
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
-from patchclamp.store import journal
 from patchclamp.store.journal import Journal
 from patchclamp.store.system import write_whole
 from patchclamp.store.tensors import to_dtype, write_header
 from patchclamp.studies.harvest import _HarvestJob, harvest, recipe, shards
 from patchclamp.studies.harvest.recipe import MOST_ROWS, parts_for
 from patchclamp.studies.harvest.shards import PartWriter, RowsFile, allow_files, create_rows
-from tests.reference.harvest import bytes_of
+from tests.reference.harvest import bytes_of, no_disk  # noqa: F401
 
 GIB = 1 << 30
 
@@ -39,12 +38,6 @@ def lm():
 def documents():
     draw = np.random.default_rng(3)
     return [draw.integers(2, 60, draw.integers(1, 30)).tolist() for _ in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr(journal, "SYNCHRONOUS", "OFF")
 
 
 def listed_in(folder):

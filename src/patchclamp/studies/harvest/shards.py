@@ -328,7 +328,7 @@ class PartWriter:
         norms = RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped()
         if self._recipe.sums:
             return np.isfinite(norms).all(axis=1)
-        return np.asarray(np.logical_and.reduce([self._recipe.filters.passing(of_site) for of_site in norms.T]))
+        return np.stack([self._recipe.filters.passing(of_site) for of_site in norms.T]).all(axis=0)
 
     def _finish(self, site: StoredSite, shard: int, passing: np.ndarray | slice) -> SiteStatistics:
         """Remove the rows above the caps from a site's file. Returns the statistics of the others. It may be
