@@ -22,10 +22,10 @@ from patchclamp.language.values import DTYPES
 from patchclamp.plan import CAPTURE, LINEAR, Batch, BoundProgram, ProgramTable, Prompt, StepPlan, bind, make_plan
 from patchclamp.plan.room import Room
 from patchclamp.plan.table import named, record_count, records_of
+from patchclamp.runtime.host_step import Bank
 from patchclamp.runtime.runtime import Continuity
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
-from patchclamp.store.bank import Bank
 from patchclamp.store.captures import BufferSlice, CaptureStore
 from patchclamp.store.host_memory import HostBlock
 

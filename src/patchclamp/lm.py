@@ -49,8 +49,8 @@ from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
 from patchclamp.run import Captures, Run
 from patchclamp.sites import SiteMap
-from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
+from patchclamp.store.system import available_bytes
 from patchclamp.stream import Stream, wake
 
 MAX_FETCH_BYTES = 1 << 26  # of captures fetched from the engine in one call; the last point may exceed it

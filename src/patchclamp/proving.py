@@ -17,6 +17,7 @@ Proofs are cached: a model is proved once for each engine, dtype and version. `P
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -36,7 +37,7 @@ from patchclamp.language.values import as_flag
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
-from patchclamp.store.whole_file import write_whole
+from patchclamp.store.system import write_whole
 from patchclamp.version import __version__
 
 MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
@@ -409,7 +410,8 @@ def ensure_proved(lm: LM) -> list[Proof]:
         proofs = prove(lm)
         # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help
         if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
-            write_whole(path, msgspec.json.encode(proofs))
+            with contextlib.suppress(OSError):
+                write_whole(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
     return proofs
 

@@ -20,7 +20,7 @@ from patchclamp.language.values import DTYPES, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.bound import Keep, acted, pack_columns, position_array
 from patchclamp.sites import SiteMap, SiteRef
-from patchclamp.store.captured import cast, merged, overflowed
+from patchclamp.store.tensors import cast, merged, overflowed
 
 if TYPE_CHECKING:
     import torch

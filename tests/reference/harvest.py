@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_disk():
+    """A disk that is shared makes tests wait; what a stopped machine loses they cannot see."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.fsync", lambda descriptor: None)
+        patched.setattr("patchclamp.store.journal.SYNCHRONOUS", "OFF")
+        yield
+
 
 Place = tuple[int, int]  # a document and a position
 

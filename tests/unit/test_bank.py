@@ -2,7 +2,7 @@
 
 import torch
 
-from patchclamp.store.bank import Bank
+from patchclamp.runtime.host_step import Bank
 
 
 def test_rows_lie_where_they_were_put():

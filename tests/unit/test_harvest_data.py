@@ -10,7 +10,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.errors import ProgramError
-from patchclamp.studies.harvest import Harvested, harvest, plan
+from patchclamp.studies.harvest import Harvested, harvest, recipe
 
 arrow = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -61,12 +61,12 @@ def written(kind: str, folder: Path):
 @pytest.mark.parametrize("kind", ["text", "JSON", "Parquet", "datasets", "saved datasets"])
 def test_the_same_texts_are_the_same_harvest(lm, tmp_path, kind):
     source, column = written(kind, tmp_path)
-    assert list(plan.documents_of(source, column)) == TEXTS
+    assert list(recipe.documents_of(source, column)) == TEXTS
     plain = harvest(lm, TEXTS, tmp_path / "out", sites=SITES)
     made = harvest(lm, source, tmp_path / "out", sites=SITES, column=column)
     assert made.folder == plain.folder
     assert (plain.ran, made.ran) == (sum(len(lm.tokens(text)) for text in TEXTS), 0)
-    with pytest.raises(ProgramError, match=r"column|no JSON object with 'title'"):
+    with pytest.raises(ProgramError, match=r"column|title"):
         harvest(lm, source, tmp_path / "out", sites=SITES, column="title")
 
 
@@ -82,15 +82,15 @@ def test_token_ids_of_a_column(lm, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "text"), [
-    ("a.csv", "x", "the suffix says what a file has, one of .txt"), ("a.jsonl", "{}", "line 1: no JSON object with 'text'"),
-    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: no JSON"), ("b.txt", None, "there is no "),
-    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "no folder that datasets saved"),
+    ("a.csv", "x", ".txt"), ("a.jsonl", "{}", "line 1: .*'text'"),
+    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: "), ("b.txt", None, "there is no "),
+    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "saved by datasets"),
 ])  # fmt: skip
 def test_files_without_documents_are_refused(tmp_path, name, content, text):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ProgramError, match=text):
-        list(plan.documents_of(tmp_path / name))
+        list(recipe.documents_of(tmp_path / name))
 
 
 # -- readers
@@ -114,7 +114,7 @@ def test_torch_reads_rows_by_number(data, wide):
     assert rows[0].dtype == torch.bfloat16
     for number in (0, 99, 100, 259, -1):
         assert (rows[number].float().numpy() == wide[number]).all()
-    with pytest.raises(IndexError, match="there are 260 rows, not 260"):
+    with pytest.raises(IndexError, match="260"):
         rows[260]
     loader = torch.utils.data.DataLoader(data.torch(), batch_size=50, shuffle=True,
                                          generator=torch.Generator().manual_seed(0))  # fmt: skip
@@ -162,7 +162,7 @@ def test_saelens_export_is_what_its_loader_checks(data, wide, tmp_path):
     block = cached[2:6]
     assert (block["blocks.1.hook_resid_post"].reshape(-1, 16).numpy() == wide[32:96]).all()
     assert block["token_ids"].reshape(-1).tolist() == data.index()["token"].to_pylist()[32:96]
-    with pytest.raises(ProgramError, match="a block has 1 to 260 rows, not 300"):
+    with pytest.raises(ProgramError, match=r"context_size: .*260"):
         data.to_saelens(tmp_path / "other", hook_name="x", context_size=300, site=SITES[0])
 
 
@@ -186,7 +186,7 @@ def test_the_buffer_gives_batches_for_ever(data, wide):
     assert read.dtype == torch.float32
     assert (read.numpy() == np.concatenate([wide, wide])[:500]).all()
     assert [len(batch) for batch in data.activation_buffer(SITES[0], out_batch_size=100, repeat=False)] == [100, 100]
-    with pytest.raises(ProgramError, match="a batch has 1 to 260 rows"):
+    with pytest.raises(ProgramError, match=r"out_batch_size: .*260"):
         data.activation_buffer(SITES[0], out_batch_size=261)
 
 

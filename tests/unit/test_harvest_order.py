@@ -14,20 +14,12 @@ from hypothesis import strategies as st
 
 from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
-from patchclamp.studies.harvest import Harvested, harvest, plan
-from patchclamp.studies.harvest.plan import ReadingOrder
+from patchclamp.studies.harvest import Harvested, harvest, recipe
+from patchclamp.studies.harvest.recipe import ReadingOrder
 from patchclamp.testing import FakeEngine
-from tests.reference.harvest import chi_square
+from tests.reference.harvest import chi_square, no_disk  # noqa: F401
 
 SITES = ["resid_post[1]", "z[0, 1]"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_disk():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("os.fsync", lambda descriptor: None)
-        patched.setattr("patchclamp.store.journal.SYNCHRONOUS", "OFF")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +66,7 @@ def test_a_chi_square_over_places_holds_across_parts(data):
 
 def test_every_way_to_interleave_is_as_likely_as_any(monkeypatch):
     """Of 2, 1 and 2 rows there are 30 ways; also where a block has two places only."""
-    monkeypatch.setattr(plan, "BLOCK", 2)
+    monkeypatch.setattr(recipe, "BLOCK", 2)
     seeds = 6000
     seen = collections.Counter(tuple(ReadingOrder([1, 1, 1, 2], [0, 0, 1, 2], seed).stored()) for seed in range(seeds))
     ways = {
@@ -93,7 +85,7 @@ def test_any_stretch_is_that_of_the_whole(shards, seed, most, draw):
     rows, parts = [rows for rows, _ in shards], [part for _, part in shards]
     ends = np.append(0, np.cumsum(rows))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan, "BLOCK", 16)
+        patched.setattr(recipe, "BLOCK", 16)
         reading = ReadingOrder(rows, parts, seed)
         begin = draw.draw(st.integers(0, len(reading)))
         end = draw.draw(st.integers(begin, len(reading)))
@@ -123,7 +115,7 @@ def test_the_order_is_the_same_on_every_machine_and_in_every_version():
 def test_too_many_rows_are_refused_with_what_to_do():
     with pytest.raises(ProgramError, match="interleave=False"):
         ReadingOrder([10**9, 1], [0, 1], 0).stored()
-    assert ReadingOrder([10**9, 1], [0, 0], 0).place(10**9, lambda number: pytest.fail("one part has no blocks")) == (
+    assert ReadingOrder([10**9, 1], [0, 0], 0).place(10**9, ReadingOrder([10**9, 1], [0, 0], 0).block) == (
         1,
         0,
     )

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
-from patchclamp.store import journal
 from patchclamp.store.journal import Journal
-from patchclamp.studies.harvest import harvest, plan, study, writer
-from patchclamp.studies.harvest.plan import MOST_ROWS, parts_for
-from patchclamp.studies.harvest.writer import ReadRows, ShardFile, header, open_rows, write_sealed
+from patchclamp.store.system import write_whole
+from patchclamp.store.tensors import to_dtype, write_header
+from patchclamp.studies.harvest import _HarvestJob, harvest, recipe, shards
+from patchclamp.studies.harvest.recipe import MOST_ROWS, parts_for
+from patchclamp.studies.harvest.shards import PartWriter, RowsFile, allow_files, create_rows
 from patchclamp.testing import FakeEngine
-from tests.reference.harvest import bytes_of
+from tests.reference.harvest import bytes_of, no_disk  # noqa: F401
 
 GIB = 1 << 30
 
@@ -36,12 +38,6 @@ def lm():
 def documents():
     draw = np.random.default_rng(3)
     return [draw.integers(2, 60, draw.integers(1, 30)).tolist() for _ in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr(journal, "SYNCHRONOUS", "OFF")
 
 
 def listed_in(folder):
@@ -68,9 +64,9 @@ def test_parts_are_small_enough_for_the_page_cache_and_as_many_for_each_machine(
 
 def test_a_large_data_set_has_several_parts_by_itself(lm, documents, tmp_path, monkeypatch):
     whole = make(lm, documents, tmp_path).open()
-    monkeypatch.setattr(plan, "LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(recipe, "LEAST_PART_BYTES", 1)
     data = make(lm, documents, tmp_path).open()
-    assert (whole.manifest.recipe.parts, data.manifest.recipe.parts) == (1, plan.PARTS)
+    assert (whole.manifest.recipe.parts, data.manifest.recipe.parts) == (1, recipe.PARTS)
 
     def by_place(data):
         index, rows = data.index().to_pydict(), np.concatenate(list(data.blocks(64, "resid_post[1]")))
@@ -87,148 +83,112 @@ def test_documents_are_listed_after_a_while_however_few_they_are(lm, documents, 
     added = []
     append = Journal.append
     monkeypatch.setattr(Journal, "append", lambda ledger, new: added.extend(map(len, new)) or append(ledger, new))
+    monkeypatch.setattr(shards, "CHECKPOINT_S", 1e9)
     make(lm, documents, tmp_path / "once")
     assert added == [len(documents)]
-    monkeypatch.setattr(writer, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(shards, "CHECKPOINT_S", 0.0)
     make(lm, documents, tmp_path / "often")
     assert len(added) > 3
     assert sum(added[1:]) == len(documents)
 
 
+def broken(*_):
+    raise OSError("the disk is gone")
+
+
+def fails_at(inner, call: int):
+    """The same function, which fails at one call."""
+    calls = itertools.count()
+    return lambda *args: broken() if next(calls) == call else inner(*args)
+
+
+def syncs_rows(instead):
+    """`shards.sync`, with another function for files of rows."""
+    sync = shards.sync
+    return lambda path: instead(path) if path.suffix == ".safetensors" else sync(path)
+
+
 def test_others_write_while_files_are_brought_to_the_disk(lm, documents, tmp_path, monkeypatch):
     """The first checkpoint ends when another batch has been written after it began."""
     syncing, written, waited = threading.Event(), threading.Event(), []
-    write, sync = writer.OpenPart.write, ShardFile.sync
+    write = PartWriter.write
 
-    def noted(part, *args):
-        full = write(part, *args)
+    def noted(part, batch):
+        write(part, batch)
         if syncing.is_set():
             written.set()
-        return full
 
-    def slow(file):
+    def slow(path):
         syncing.set()
         waited.append(written.wait(60))
-        sync(file)
 
-    monkeypatch.setattr(writer.OpenPart, "write", noted)
-    monkeypatch.setattr(ShardFile, "sync", slow)
-    monkeypatch.setattr(writer, "BEHIND", 10**9)
-    assert make(lm, documents, tmp_path, checkpoint_bytes=1).complete
+    monkeypatch.setattr(PartWriter, "write", noted)
+    monkeypatch.setattr(shards, "sync", syncs_rows(slow))
+    monkeypatch.setattr(shards, "CHECKPOINT_S", 0.0)
+    assert make(lm, documents, tmp_path).complete
+    assert waited
     assert all(waited)
 
 
 def test_a_checkpoint_that_fails_beside_the_writing_is_raised_and_lists_nothing(lm, documents, tmp_path, monkeypatch):
     whole = make(lm, documents, tmp_path / "whole")
-    sync = ShardFile.sync
-
-    def broken(file):
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(ShardFile, "sync", broken)
-    with pytest.raises(OSError, match="the disk is gone"):
-        make(lm, documents, tmp_path / "broken", checkpoint_bytes=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "sync", syncs_rows(broken))
+        with pytest.raises(OSError, match="the disk is gone"):
+            make(lm, documents, tmp_path / "broken", checkpoint_bytes=1)
     assert listed_in(tmp_path / "broken") == []
-    monkeypatch.setattr(ShardFile, "sync", sync)
     again = make(lm, documents, tmp_path / "broken")
     assert again.ran == whole.ran
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
-@pytest.mark.parametrize("most", [1, writer.OPEN_PARTS])
-def test_files_of_few_parts_are_open(lm, documents, tmp_path, monkeypatch, most):
+def test_files_of_few_parts_are_open(lm, documents, tmp_path, monkeypatch):
     """A disk that is slow at sealing holds writers back."""
     now, seen, lock = set(), [], threading.Lock()
-    open_, close = writer.OpenPart.open, writer.OpenPart._close_files
+    open_, seal = PartWriter.open, PartWriter.seal
 
-    def opened(part, pools):
-        open_(part, pools)
+    def opened(part):
+        open_(part)
         with lock:
             now.add(part.part.number)
             seen.append(len(now))
 
-    def closed(part):
+    def sealed(part, pool):
         time.sleep(0.02)
+        seal(part, pool)
         with lock:
             now.discard(part.part.number)
-        close(part)
 
-    monkeypatch.setattr(writer.OpenPart, "open", opened)
-    monkeypatch.setattr(writer.OpenPart, "_close_files", closed)
-    monkeypatch.setattr(writer, "allow_files", lambda files, times, beside: most)
+    monkeypatch.setattr(PartWriter, "open", opened)
+    monkeypatch.setattr(PartWriter, "seal", sealed)
     made = make(lm, documents, tmp_path, parts=12)
     assert made.complete
-    assert max(seen) == 1 if most == 1 else 1 < max(seen) <= most
+    assert 1 < max(seen) <= shards.OPEN_PARTS
     assert len(made.open()) == sum(map(len, documents))
 
 
-@pytest.mark.parametrize("most", [1, writer.OPEN_PARTS])
-@pytest.mark.parametrize("where", ["write", "seal", "sync", "open", "sealed"])
-def test_nobody_waits_for_a_part_that_failed(lm, documents, tmp_path, monkeypatch, most, where):
+@pytest.mark.parametrize(("owner", "name", "call"), [
+    (PartWriter, "write", 3), (shards, "create_rows", 3), (shards, "sync", 3), (shards, "index_of", 3),
+    (shards, "statistics_of", 3), (PartWriter, "checkpoint", 0), (shards, "write_whole", 15),
+])  # fmt: skip
+def test_an_error_in_any_thread_is_raised_and_the_harvest_resumes(
+    lm, documents, tmp_path, monkeypatch, owner, name, call
+):
     whole = make(lm, documents, tmp_path / "whole", parts=12)
-    monkeypatch.setattr(writer, "allow_files", lambda files, times, beside: most)
-    calls = itertools.count()
-    owner, name = {
-        "write": (writer.OpenPart, "_pieces"),
-        "seal": (writer, "seal"),
-        "sync": (ShardFile, "sync"),
-        "open": (writer, "sync"),
-        "sealed": (writer.OpenPart, "_sealed"),
-    }[where]
-    inner = getattr(owner, name)
-
-    def broken(*args):
-        if next(calls) == (3 if where != "sealed" else 15):
-            raise OSError("the disk is gone")
-        return inner(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, broken)
+        patch.setattr(owner, name, fails_at(getattr(owner, name), call))
         with pytest.raises(OSError, match="the disk is gone"):
             make(lm, documents, tmp_path / "broken", parts=12)
     again = make(lm, documents, tmp_path / "broken", parts=12)
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
-class Waits:
-    """A part that is told that the harvest has been stopped, once another one has failed."""
-
-    def write(self, batch, pools):
-        assert pools.stopped.wait(30)
-        raise RunError("the harvest has been stopped")
-
-
-class Fails:
-    def seal(self, pools):
-        raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize("how", ["finish", "put"])
-def test_what_is_raised_is_what_failed_first(how):
-    its = writer.Writer(1, 1)
-    its.put(Waits(), None)
-    its.seal(Fails())
-    told = its._under_way[0].exception(30)
-    assert "stopped" in str(told)
-    with pytest.raises(OSError, match="the disk is gone"):
-        its.finish() if how == "finish" else its.put(Waits(), None)
-    its.stop()
-
-
 def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, monkeypatch):
     """The system tells of pages that it lost once: the next sync of the same file succeeds."""
-    calls, listed, sync, append = itertools.count(), [], ShardFile.sync, Journal.append
-
-    def once(file):
-        if next(calls) == 0:
-            raise OSError("a page is lost")
-        sync(file)
-
-    monkeypatch.setattr(ShardFile, "sync", once)
-    monkeypatch.setattr(Journal, "append", lambda ledger, new: listed.extend(new) or append(ledger, new))
-    with pytest.raises(OSError, match="a page is lost"):
+    monkeypatch.setattr(shards, "sync", syncs_rows(fails_at(shards.sync, 0)))
+    with pytest.raises(OSError, match="the disk is gone"):
         make(lm, documents, tmp_path, checkpoint_bytes=1)
-    assert listed == []
+    assert listed_in(tmp_path) == []
 
 
 def test_what_a_ledger_lists_of_files_that_are_gone_is_run_again(lm, documents, tmp_path, monkeypatch):
@@ -251,10 +211,25 @@ def test_what_a_ledger_lists_of_files_that_are_gone_is_run_again(lm, documents, 
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
+def test_a_part_is_sealed_while_the_one_before_it_is_filled(lm, documents, tmp_path, monkeypatch):
+    """The second part was stopped before its shards were sealed, and the first one has documents left."""
+    whole = make(lm, documents, tmp_path / "whole", parts=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(PartWriter, "seal", broken)
+        for machine in (1, 0):
+            patch.setattr(shards, "CHECKPOINT_S", 0.0)
+            patch.setattr(PartWriter, "write", fails_at(PartWriter.write, 5 if machine == 0 else 10**9))
+            with pytest.raises(OSError, match="the disk is gone"):
+                make(lm, documents, tmp_path / "stopped", parts=2, shard=(machine, 2))
+    again = make(lm, documents, tmp_path / "stopped", parts=2)
+    assert 0 < again.ran < whole.ran / 2
+    assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
+
+
 def test_a_row_too_few_is_an_error(lm, documents, tmp_path, monkeypatch):
-    reduced = study._Job._reduced
-    monkeypatch.setattr(study._Job, "_reduced", lambda *args: reduced(*args)[:1])
-    with pytest.raises(RunError, match=r"resid_post\[1\] should have \[\d+, \d+\] rows of a prompt, and has \[1, "):
+    reduced = _HarvestJob._reduced
+    monkeypatch.setattr(_HarvestJob, "_reduced", lambda *args: reduced(*args)[:1])
+    with pytest.raises(RunError, match=r"resid_post\[1\]"):
         make(lm, documents, tmp_path)
 
 
@@ -267,16 +242,21 @@ def test_a_part_whose_shards_are_all_sealed_is_not_made_again(lm, documents, tmp
     assert not (Path(made.folder) / "part-0000.open").exists()
 
 
-def test_files_are_allowed_as_often_as_the_system_does(monkeypatch):
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch):
     resource, limits = pytest.importorskip("resource"), []
+
+    def setrlimit(kind, limit):
+        if limit[0] > limit[1]:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(limit)
+
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 1000))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
-    assert [writer.allow_files(count, 4) for count in (10, 100, 300, 744)] == [4, 4, 2, 1]
-    assert limits == [(656, 1000), (856, 1000), (1000, 1000)]
-    assert writer.allow_files(100, 4, 500) == 2
-    assert limits.pop() == (956, 1000)
-    with pytest.raises(CapacityError, match=r"745 files are open at a time, and this process may have 1000 open"):
-        writer.allow_files(745, 4)
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    for count in (10, 100, 744):
+        allow_files(count, "")
+    assert limits == [(356, 1000), (1000, 1000)]
+    with pytest.raises(CapacityError, match=r"745 files.* 1000 open.*take fewer"):
+        allow_files(745, "take fewer")
 
 
 def test_many_parts_are_read_within_the_files_that_may_be_open(lm, documents, tmp_path):
@@ -296,29 +276,30 @@ def test_many_parts_are_read_within_the_files_that_may_be_open(lm, documents, tm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_that_are_read_are_those_that_are_mapped(tmp_path, dtype):
     path, draw = tmp_path / "rows.safetensors", np.random.default_rng(0)
-    file = ShardFile(path, header("z[1]", dtype, 37, 5, {}), dtype, 37, 5)
-    file.rows[draw.permutation(37)] = draw.integers(0, 200, (37, 5))
-    file.close()
-    _, _, mapped = open_rows(path)
-    read = ReadRows(path)
-    assert (read.dtype, read.shape) == (dtype, mapped.shape)
-    for part in (slice(0, 10), slice(10, 37), slice(30, 99), slice(3, 3), slice(None)):
-        np.testing.assert_array_equal(read[part], mapped[part])
+    header = write_header({"z[1]": (dtype, (37, 5))}, size=4096)
+    create_rows(path, header, dtype, 37, 5)[draw.permutation(37)] = draw.integers(0, 200, (37, 5))
+    file = RowsFile.open(path)
+    assert (file.dtype, file.shape) == (dtype, (37, 5))
+    np.testing.assert_array_equal(np.concatenate(list(file.blocks(10))), file.mapped())
+    with safe_open(path, "pt") as opened:
+        np.testing.assert_array_equal(to_dtype(opened.get_tensor("z[1]"), dtype), file.mapped())
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ProgramError, match="ends before its rows do"):
-        read[30:]
-    read.close()
+    with pytest.raises(ProgramError, match="ends before"):
+        list(file.blocks(10))
+    path.write_bytes(b"another file")
+    with pytest.raises(ProgramError, match=r"rows\.safetensors"):
+        RowsFile.open(path)
 
 
 def test_what_a_killed_process_left_of_the_same_file_goes(tmp_path, monkeypatch):
     path = tmp_path / "statistics.json"
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: 1 / 0)
-        patch.setattr("os.getpid", lambda: 1)
-        for content in (b"same", b"other"):
+        for other in (path, tmp_path / "other.json"):
             with pytest.raises(ZeroDivisionError):
-                write_sealed(path, content)
-    write_sealed(path, b"same")
-    assert path.read_bytes() == b"same"
+                write_whole(other, b"old")
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
     (left,) = tmp_path.glob("*.new")
-    assert left.read_bytes() == b"other"
+    assert left.read_bytes() == b"old"
+    assert left.name.startswith("other.json")

@@ -406,6 +406,22 @@ def test_a_full_disk_is_told_and_loses_nothing(path):
     assert known(path) == [*WHOLE, 8.0]
 
 
+def test_records_of_another_kind_are_refused(path):
+    """As of a journal with the same key that another program wrote."""
+    with contextlib.closing(written(path)):
+        pass
+    with contextlib.closing(Journal(path).open(MADE)) as journal, pytest.raises(ProgramError, match="journal"):
+        journal.take(list[str])
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_PROTOCOL])
+def test_a_file_system_without_locks_is_named_as_the_cause(path, code):
+    error = sqlite3.OperationalError("locking protocol")
+    error.sqlite_errorcode = code
+    with pytest.raises(ProgramError, match="cannot be written"), Journal(path)._errors():
+        raise error
+
+
 def test_a_studys_error_names_the_argument(path):
     asked = dict(clean="The Eiffel is in the", corrupt="The Colosseum is in the", answer=7, foil=9, show_progress=False)
     path.parent.mkdir()

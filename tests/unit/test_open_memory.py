@@ -68,7 +68,7 @@ def test_what_was_lent_is_mapped_once_and_forgotten_when_it_is_closed():
 def test_where_memory_cannot_be_mapped_rows_are_copied(monkeypatch, where):
     line, rows = Line(), lendable(70_000)
 
-    def fail(place: host_memory.Place) -> bool:
+    def fail(place: host_memory.MemoryLocation) -> bool:
         if where == "is_open":
             return False
         raise OSError("no file may be opened")
@@ -126,8 +126,8 @@ def test_another_process_maps_open_memory():
     assert place is not None
     code = (
         "import sys, hashlib\n"
-        "from patchclamp.store.host_memory import Place, map_place\n"
-        "place = Place(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))\n"
+        "from patchclamp.store.host_memory import MemoryLocation, map_place\n"
+        "place = MemoryLocation(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))\n"
         "print(hashlib.sha256(map_place(place)[place.offset :]).hexdigest())\n"
     )
     done = subprocess.run([sys.executable, "-c", code, *map(str, place)], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.plan import bound
-from patchclamp.store import free_memory
+from patchclamp.store import system
 
 LM = pc.LM("fake", prove=False)
 ONES = np.ones(16)
@@ -142,11 +142,11 @@ def test_the_file_cache_counts_as_memory_that_is_left(tmp_path, monkeypatch):
     files = {"max": "1000", "current": "990", "stat": "anon 90\ninactive_file 500\nactive_file 400\n"}
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    (_, *names), *_ = free_memory.CGROUPS
-    monkeypatch.setattr(free_memory, "CGROUPS", [(str(tmp_path), *names)])
-    assert free_memory.available_bytes() == 910
+    (_, *names), *_ = system.CGROUPS
+    monkeypatch.setattr(system, "CGROUPS", [(str(tmp_path), *names)])
+    assert system.available_bytes() == 910
     (tmp_path / "memory.max").write_text("max")
-    assert free_memory.available_bytes() > 1 << 20
+    assert system.available_bytes() > 1 << 20
 
 
 def test_views_are_copied_only_where_there_is_memory(monkeypatch):

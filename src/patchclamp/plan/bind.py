@@ -42,7 +42,7 @@ from patchclamp.plan.bound import (
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import record_count
 from patchclamp.sites import Point, SiteMap, SiteRef
-from patchclamp.store.named import Means, NamedBank, Source, is_run
+from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
 class Context(Protocol):
@@ -203,7 +203,7 @@ _code_numbers = itertools.count(1)
 
 
 def bind(
-    program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source],
+    program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], SourceRun],
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
     code: dict[int, Code] | None = None, known: Known | None = None,
 ) -> BoundProgram:  # fmt: skip
@@ -273,7 +273,7 @@ class _Binder:
     """Binds the ops of one program to one prompt, at positions below `limit`."""
 
     def __init__(
-        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
+        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any],
         vectors: dict[str, np.ndarray], code: dict[int, Code] | None, known: Known,
     ) -> None:  # fmt: skip
         self.prompt, self.limit, self.sites, self._source, self.known = prompt, limit, sites, source, known
@@ -378,7 +378,7 @@ class _Binder:
         except PatchclampError as error:
             raise error.under(field) from None
 
-    def run(self, name: str) -> tuple[str, Source]:
+    def run(self, name: str) -> tuple[str, SourceRun]:
         """The key and the captures of a run, given by its key or its name in the bank."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
@@ -566,7 +566,7 @@ class _OpBinder:
             raise ShapeError(f"which tokens {tokens} selects is known when they are there: name positions", "position")
         return cases[0].positions
 
-    def _source_positions(self, tokens: Tokens, run: str, source: Source) -> np.ndarray:
+    def _source_positions(self, tokens: Tokens, run: str, source: SourceRun) -> np.ndarray:
         selected = self._binder.known.selected
         if (tokens, run) not in selected:
             positions = source.select(tokens)
@@ -660,7 +660,7 @@ class Binding(msgspec.Struct, frozen=True):
     bound: BoundProgram | None = None
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceRun, ...] = ()
 
 
 class Bindings:
@@ -668,7 +668,7 @@ class Bindings:
     alive: they are cached by identity. `source` returns the captures of a run; `count` is passed to `Known`."""
 
     def __init__(
-        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool,
+        self, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any], allow_code: bool,
         count: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
@@ -683,10 +683,10 @@ class Bindings:
         if known is not None and known.bound is not None:
             return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
         vectors: dict[str, np.ndarray] = {}
-        sources: dict[str, Source] = {}
+        sources: dict[str, SourceRun] = {}
         code: dict[int, Code] | None = {} if self._allow_code else None
 
-        def source(key: str) -> Source:
+        def source(key: str) -> SourceRun:
             return sources.setdefault(key, self._source(key))
 
         bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code, self._known)

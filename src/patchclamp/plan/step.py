@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.plan.table import CaptureLayout, ProgramTable
-from patchclamp.store.captured import CAPTURED
+from patchclamp.store.tensors import CAPTURED
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
 class PlannedCaptures(msgspec.Struct):
     """The captures of the step `steps` after the planned one; `run` [C] is the number of each capture range's run. The
-    store builds the table only when captures are fetched (`store.captured.CaptureSource`)."""
+    store builds the table only when captures are fetched (`store.tensors.CaptureSource`)."""
 
     plan: StepPlan
     run: np.ndarray

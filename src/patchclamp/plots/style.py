@@ -345,7 +345,7 @@ def _as_text(figure: Figure) -> None:
     from matplotlib.text import Text
 
     for axes in figure.axes:
-        axes.get_xticklabels(), axes.get_yticklabels()  # creates them
+        _ = axes.get_xticklabels(), axes.get_yticklabels()  # creates them
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # pyright: ignore[reportAttributeAccessIssue]
         text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]

@@ -36,7 +36,7 @@ from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
-from patchclamp.store.bank import Bank
+from patchclamp.runtime.host_step import Bank
 from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +13,27 @@ from patchclamp.kernels import fused
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
-from patchclamp.store.bank import Bank
 from patchclamp.store.captures import BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock
+
+
+class Bank:
+    """Rows of fp32 numbers on the device, at fixed addresses. The process that admits programs allocates them, and
+    decides when they may be overwritten (`plan.room`).
+
+    data: a flat tensor of `numbers` numbers on `device`
+    """
+
+    def __init__(self, numbers: int, device: str | torch.device = "cpu") -> None:
+        self.data = torch.empty(numbers, dtype=torch.float32, device=device)
+
+    def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
+        """Write tensors of rows [n, W] consecutively from offset `begin` on, asynchronously on the current stream."""
+        flat = [rows.reshape(-1) for rows in neighbours]
+        numbers = flat[0] if len(flat) == 1 else torch.cat([rows.float() for rows in flat])
+        if self.data.is_cuda and not numbers.is_cuda:
+            numbers = numbers.pin_memory()
+        self.data[begin : begin + numbers.numel()].copy_(numbers, non_blocking=True)
 
 
 class Step(Protocol):

@@ -33,9 +33,8 @@ from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_co
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.host_step import HostStep, Step
+from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.sites import Shard, SiteMap, View
-from patchclamp.store.bank import Bank
 from patchclamp.store.captures import (
     ALIGNED,
     ITEM_BYTES,

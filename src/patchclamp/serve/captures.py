@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.errors import PatchclampError
 from patchclamp.language import Capture
 from patchclamp.run import Layout, Run
+from patchclamp.store.tensors import ARRAYS, bytes_in, write_header
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 21  # of rows read at once, but at least one row
 MAX_LINE = 1 << 18  # characters per line of an event stream, because readers limit them
 SENT_BYTES = 1 << 18  # passed to the connection at once, which copies them
-CODES = {"int64": "I64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the dtypes' names in safetensors
-SIZES = {"int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
@@ -57,7 +55,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return SIZES[self.dtype] * math.prod(self.shape)
+        return bytes_in(self.dtype, self.shape)
 
 
 class File(NamedTuple):
@@ -69,17 +67,9 @@ class File(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], metadata: dict[str, str] | None = None) -> File:
-        ordered = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])  # aligns each tensor to its item size
-        ends = list(itertools.accumulate((tensor.nbytes for tensor in ordered), initial=0))
-        described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-        for tensor, begin, end in zip(ordered, ends, ends[1:], strict=False):
-            described[tensor.name] = {
-                "dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]
-            }  # fmt: skip
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        return cls(header, len(header) + ends[-1], ordered)
+        ordered = sorted(tensors, key=lambda tensor: -ARRAYS[tensor.dtype].itemsize)  # aligns each to its item size
+        header = write_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in ordered}, metadata)
+        return cls(header, len(header) + sum(tensor.nbytes for tensor in ordered), ordered)
 
     async def parts(self, fetch: Fetch) -> AsyncIterator[bytes | memoryview]:
         """Yields the file's bytes. The header is yielded after the first rows are fetched, so that their errors are

@@ -17,8 +17,8 @@ import torch
 
 from patchclamp.errors import MissingSource
 from patchclamp.language.values import DTYPES
-from patchclamp.store.captured import CapturedEntry, CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
+from patchclamp.store.tensors import CapturedEntry, CaptureSource
 
 ALIGNED = 16  # byte alignment of regions
 MIN_VIEW_BYTES = 1 << 16  # less is copied, since a view keeps the memory of a whole chunk
@@ -150,12 +150,12 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
                 _gather_rows(place, table[entries], self.stride, new[step : step + place.steps, first:])
             step += place.steps
         self.places = [BufferSlice(HostBlock(torch.from_numpy(new.reshape(-1))), 0, len(new))]
-        self.stride, self.source = stride, _Table(kept)
+        self.stride, self.source = stride, StoredTable(kept)
         cached: Any = self.__dict__
         cached.clear()
 
 
-class _Table(msgspec.Struct):
+class StoredTable(msgspec.Struct):
     """A chunk source whose table already exists."""
 
     rows: np.ndarray
@@ -185,7 +185,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
     np.take(from_rows, rows, 1, to[:, : len(rows) * size].reshape(place.steps, -1, size), "clip")
 
 
-class _Run(msgspec.Struct):
+class KeptRun(msgspec.Struct):
     """A run's number, and the turns `since` … `until` − 1 (None: now) in which it may have captured."""
 
     number: int
@@ -204,7 +204,7 @@ class CaptureStore:
     def __init__(self, widths: np.ndarray, flush: Callable[[], None] = lambda: None) -> None:
         self._widths, self._flush = widths.tolist(), flush
         self.keeps_last = False
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, KeptRun] = {}
         self._numbers: set[int] = set()  # of kept runs
         self._chunks: dict[int, CaptureChunk] = {}  # by turn: the number of chunks added before
         self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks without `live_bytes`
@@ -221,7 +221,7 @@ class CaptureStore:
     def open(self, run: str) -> int:
         """Start or reopen a run; returns its number."""
         if run not in self._runs:
-            self._runs[run] = _Run(self._next_number, self._turn)
+            self._runs[run] = KeptRun(self._next_number, self._turn)
             self._numbers.add(self._next_number)
             self._next_number += 1
         self._runs[run].until = None
@@ -289,7 +289,7 @@ class CaptureStore:
             if chunk.live_bytes == 0:
                 del self._chunks[turn]
 
-    def _chunks_of(self, run: _Run) -> list[tuple[int, CaptureChunk]]:
+    def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
         """A run's chunks with their turns, oldest first."""
         until = self._turn if run.until is None else run.until
         while self._uncounted and self._uncounted[0] < until:

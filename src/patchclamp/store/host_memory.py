@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from patchclamp.store.free_memory import available_bytes
+from patchclamp.store.system import available_bytes
 
 _NAME = "patchclamp-"
 _open: dict[int, tuple[str, int, int]] = {}  # this process's open memory, by first address: name, file, size
 _addresses: list[int] = []  # ascending
 
 
-class Place(NamedTuple):
+class MemoryLocation(NamedTuple):
     """The location of bytes for a process that maps them: the file's name, path and size, and their offset."""
 
     name: str
@@ -91,7 +91,7 @@ def address_of(data: np.ndarray) -> int:
     return data.__array_interface__["data"][0]
 
 
-def place_of(data: np.ndarray) -> Place | None:
+def place_of(data: np.ndarray) -> MemoryLocation | None:
     """The place of contiguous bytes in open memory; None for other memory."""
     first = address_of(data)
     addresses = _addresses.copy()  # other threads may change it
@@ -100,10 +100,10 @@ def place_of(data: np.ndarray) -> Place | None:
     if memory is None or first + data.nbytes > addresses[number] + memory[2]:
         return None
     name, file, size = memory
-    return Place(name, f"/proc/{os.getpid()}/fd/{file}", size, first - addresses[number])
+    return MemoryLocation(name, f"/proc/{os.getpid()}/fd/{file}", size, first - addresses[number])
 
 
-def is_open(place: Place) -> bool:
+def is_open(place: MemoryLocation) -> bool:
     """True if the owner of a place still has it open. Raises nothing."""
     try:
         return f"/memfd:{place.name}" in os.readlink(place.path)
@@ -111,7 +111,7 @@ def is_open(place: Place) -> bool:
         return False
 
 
-def map_place(place: Place) -> mmap.mmap:
+def map_place(place: MemoryLocation) -> mmap.mmap:
     """Map the file of a place. Raises `OSError` if the path is another file, as on another machine."""
     if not is_open(place):
         raise FileNotFoundError(f"{place.path} is another file")

@@ -22,7 +22,10 @@ from patchclamp.errors import CapacityError, NameTaken, PatchclampError, Program
 APPLICATION, FORMAT = 0x70636A6C, 2  # "pcjl"; format 1 was not an SQLite file
 SYNCHRONOUS = "FULL"  # commits survive a power loss; with "NORMAL" the last ones would be lost
 BUSY_S = 0.2  # timeout if two processes open a file at the same moment
-UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY}
+UNWRITABLE = {  # file systems without locks among them
+    sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}  # fmt: skip
 
 Record = TypeVar("Record")
 
@@ -61,8 +64,12 @@ class Journal:
         return self
 
     def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
-        """Read the next records that existed when it was opened: at most `count`, or all."""
-        return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
+        """Read the next records that existed when it was opened: at most `count`, or all. Raises `ProgramError` for
+        records of another kind."""
+        try:
+            return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
+        except msgspec.MsgspecError as error:
+            raise self._no_journal(str(error)) from None
 
     def append(self, records: Sequence[Any]) -> None:
         """Append records in one transaction, which is on disk when this returns."""

@@ -24,6 +24,7 @@ from patchclamp.errors import MissingSource, PatchclampError, ProgramError, Shap
 from patchclamp.language import Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
+from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, to_float32
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class Means(msgspec.Struct, frozen=True):
         return f"Means({', '.join(self.rows)})"
 
 
-class Source(Protocol):
+class SourceRun(Protocol):
     """A run that `From` reads. Its captures exist as long as this object."""
 
     key: str
@@ -56,7 +57,7 @@ class Source(Protocol):
         ...
 
 
-class CapturedRun(Source, Protocol):
+class CapturedRun(SourceRun, Protocol):
     """The part of a `Run` that means are computed from."""
 
     def __getitem__(self, site: str) -> Any:  # a torch tensor, or a NumPy array from the fake engine
@@ -73,7 +74,7 @@ class Edits(Protocol):
     def edits(self, scale: float = 1.0) -> Sequence[Op]: ...
 
 
-Entry = Vector | Means | Program | Source
+Entry = Vector | Means | Program | SourceRun
 EntryLike = Entry | ValueLike | Op | Sequence[Op] | Edits
 
 
@@ -233,7 +234,7 @@ def runs_of(runs: Any) -> list[Any]:
     return runs
 
 
-def is_run(entry: object) -> TypeGuard[Source]:
+def is_run(entry: object) -> TypeGuard[SourceRun]:
     return isinstance(getattr(entry, "key", None), str) and hasattr(entry, "positions_of")
 
 
@@ -272,13 +273,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 MAX_HEADER_BYTES = 1 << 20  # enough for a name, a shape, and a ref per row of means
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-
-
-class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+FLOATS = [code for code, dtype in DTYPES.items() if "float" in dtype]
 
 
 def to_bytes(name: str, entry: Vector | Means) -> bytes:
@@ -293,50 +288,27 @@ def to_bytes(name: str, entry: Vector | Means) -> bytes:
 
 def from_bytes(data: bytes) -> Vector | Means:
     """Parse a file with a vector or means. Raises `ProgramError`, and `ShapeError` for other shapes and dtypes."""
-    name, tensor, metadata = _header(data)
-    if len(tensor.shape) not in (1, 2) or min(tensor.shape) < 1:
-        raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {tensor.shape}"[:400])
-    if tensor.dtype not in DTYPES:
-        raise ShapeError(f"a vector is of {', '.join(DTYPES)}, not {tensor.dtype}"[:400])
-    try:
-        means = msgspec.json.decode(metadata.get("means", "{}"), type=dict[str, list[str]])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProgramError(f"its metadata: {error}") from None
-    if means.keys() - {name} or "programs" in metadata:
-        raise ProgramError("its metadata speaks of more than the one tensor: a body has one vector, or means")
-    return entry_of_tensor(_numbers(data, tensor), means.get(name))
-
-
-def _header(data: bytes) -> tuple[str, _Tensor, dict[str, str]]:
-    """The name and the header entry of the only tensor, and the file's metadata."""
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
-        raise ProgramError("this is no safetensors file: it ends before its header does")
-    if size > MAX_HEADER_BYTES:
-        raise ProgramError(f"a header of {size} bytes, and one of at most {MAX_HEADER_BYTES} is read")
-    try:
-        header = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        if len(header) != 1:
-            raise ProgramError(f"a body has one vector, or means: one tensor, not {len(header)}")
-        [(name, described)] = header.items()
-        return name, msgspec.json.decode(described, type=_Tensor), metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProgramError(f"this is no safetensors file: {error}"[:400]) from None
-
-
-def _numbers(data: bytes, tensor: _Tensor) -> np.ndarray:
-    """The numbers of the only tensor; safetensors checks that its shape and its bytes agree."""
     from safetensors import SafetensorError, deserialize
 
+    if (size := header_size(data)) > MAX_HEADER_BYTES:
+        raise ProgramError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {size}")
     try:
-        [(_, checked)] = deserialize(data)
-    except (SafetensorError, ValueError) as error:
-        raise ProgramError(f"this is no safetensors file: {error}"[:400]) from None
-    numbers: Any = np.frombuffer(checked["data"], DTYPES[tensor.dtype])
-    if tensor.dtype == "BF16":
-        numbers = (numbers.astype("<u4") << 16).view("<f4")
-    return numbers.reshape(tensor.shape)
+        header = parse_header(data)
+        if len(header.tensors) != 1:
+            raise ProgramError(f"expected one tensor, a vector or means, got {len(header.tensors)}")
+        [(name, entry)] = header.tensors.items()
+        if len(entry.shape) not in (1, 2) or min(entry.shape) < 1:
+            raise ShapeError(f"expected a vector [D] or [n, D], not empty, got {list(entry.shape)}"[:400])
+        if entry.dtype not in FLOATS:
+            raise ShapeError(f"expected a vector of {', '.join(FLOATS)}, got {entry.dtype}"[:400])
+        means = msgspec.json.decode(header.metadata.get("means", "{}"), type=dict[str, list[str]])
+        if means.keys() - {name} or "programs" in header.metadata:
+            raise ProgramError("expected metadata of one vector or means, got that of other entries too")
+        [(_, checked)] = deserialize(data)  # checks that shape and bytes agree
+    except (SafetensorError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProgramError(f"expected a safetensors file: {error}"[:400]) from None
+    numbers = np.frombuffer(checked["data"], ARRAYS[DTYPES[entry.dtype]]).reshape(entry.shape)
+    return entry_of_tensor(to_float32(numbers, "bfloat16") if entry.dtype == "BF16" else numbers, means.get(name))
 
 
 def numbers_of_json(data: bytes) -> Vector:

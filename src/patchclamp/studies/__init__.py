@@ -17,7 +17,7 @@ from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
-from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest
+from patchclamp.studies.harvest import Filters, Harvest, Harvested, HarvestResult, Project, harvest
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.parity import Parity, parity
@@ -45,8 +45,8 @@ from patchclamp.studies.sweep_result import (
 __all__ = [
     "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
     "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult", "EdgeAttribution",
-    "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "Harvested",
-    "LogitLens", "LogitLensResult", "MeanOf", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
+    "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult",
+    "Harvested", "LogitLens", "LogitLensResult", "MeanOf", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
     "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
     "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros", "ablation_sweep", "attribution_patching",
     "causal_trace", "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",

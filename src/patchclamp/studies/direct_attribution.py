@@ -201,7 +201,7 @@ class DirectAttribution(Study):
             if one not in BY:
                 raise unknown("part", str(one), BY, f"by[{i}]")
         checkpoint = Checkpoint(str(self.weights or lm.model.name))
-        prompts: list[Any] = (
+        prompts: list[str | list[int]] = (
             [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(self.prompt)]
             if listed(self.prompt) else [as_prompt(self.prompt, "prompt")]
         )  # fmt: skip

@@ -215,7 +215,12 @@ class _Seen(NamedTuple):
 
 
 def _observe(
-    model: str, engine: str, options: dict[str, Any], prompts: list[Any], max_tokens: int, edits: Edits | None
+    model: str,
+    engine: str,
+    options: dict[str, Any],
+    prompts: list[str | list[int]],
+    max_tokens: int,
+    edits: Edits | None,
 ) -> _Seen:
     """Observe one engine, and close it."""
     if engine == "fake":

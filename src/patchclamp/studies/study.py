@@ -41,6 +41,7 @@ from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
+from patchclamp.store.tensors import parse_header, with_sorted_header
 from patchclamp.trace.hints import check_options, hints_for
 
 
@@ -185,7 +186,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             return {"tensor": name}
 
         fields = msgspec.json.encode(msgspec.to_builtins(self, enc_hook=store)).decode()
-        return _sorted_header(save(tensors, {"study": type(self).__name__, "format": FORMAT, "result": fields}))
+        return with_sorted_header(save(tensors, {"study": type(self).__name__, "format": FORMAT, "result": fields}))
 
     def save(self, path: str | Path) -> Path:
         """Write the result into one file, and create its folder.
@@ -248,21 +249,10 @@ def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], d
 
     try:
         data = path if isinstance(path, bytes) else Path(as_file(path, "path")).read_bytes()
-        tensors = load(data)
-        header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        return parse_header(data).metadata, load(data)
+    except (OSError, SafetensorError, ValueError) as error:
         of = "the bytes" if isinstance(path, bytes) else path
         raise ProgramError(f"{of} cannot be read as a saved {what}: {error}", "path") from None
-    return header.get("__metadata__") or {}, tensors
-
-
-def _sorted_header(data: bytes) -> bytes:
-    """A safetensors file with its header sorted, so that equal results are equal byte for byte. The library orders
-    metadata differently from process to process."""
-    length = int.from_bytes(data[:8], "little")
-    header = msgspec.json.encode(msgspec.json.decode(data[8 : 8 + length]), order="sorted").ljust(length)
-    assert len(header) == length
-    return data[:8] + header + data[8 + length :]
 
 
 class Arg(NamedTuple):

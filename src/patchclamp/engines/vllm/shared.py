@@ -27,7 +27,7 @@ import torch
 from patchclamp.engines.base import Captured
 from patchclamp.store import host_memory
 from patchclamp.store.captures import MIN_VIEW_BYTES, StoredRows, side_by_side
-from patchclamp.store.host_memory import Place
+from patchclamp.store.host_memory import MemoryLocation
 
 MAX_INLINE_BYTES = 1 << 20  # bytes sent in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
@@ -97,7 +97,7 @@ class CaptureSender:
             self._buffers[to] = _Buffer(next(self._numbers), *shared)
         return self._buffers.get(to)
 
-    def _lend(self, loan: str, to: str, rows: dict[int, tuple[Place, np.ndarray]]) -> None:
+    def _lend(self, loan: str, to: str, rows: dict[int, tuple[MemoryLocation, np.ndarray]]) -> None:
         """Keep rows for a receiver until it returns them, file by file; drop the loans of dead receivers."""
         for other in [other for other, (name, _) in self._lent.items() if not _alive(name)]:
             del self._lent[other]
@@ -138,7 +138,7 @@ class CaptureReceiver:
     def __init__(self, release: Callable[[list[str]], None]) -> None:
         self.name, self._release = f"{os.getpid()}-{uuid.uuid4().hex}", release
         self.has_views = False
-        self._mapped: dict[str, tuple[Place, mmap.mmap]] = {}  # open memory, by name
+        self._mapped: dict[str, tuple[MemoryLocation, mmap.mmap]] = {}  # open memory, by name
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._memory = host_memory.ReusedMemory()
         self._lock = threading.Lock()  # held from the request until the buffers are copied out
@@ -200,7 +200,7 @@ class CaptureReceiver:
         """Return each lent row's open memory, from its first byte on; a file is returned when no view of it is left."""
         if "lent" not in answer:
             return {}
-        places = {number: Place(*place) for number, *place in answer["lent"]}
+        places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}
         roots: dict[str, np.ndarray] = {}
         for place in places.values():
             if place.name not in roots:
@@ -253,7 +253,7 @@ def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray
     return {number: (rows.positions, rows.tensor(data[number][: rows.nbytes])) for number, rows in stored.items()}
 
 
-def _lendable(rows: StoredRows) -> Place | None:
+def _lendable(rows: StoredRows) -> MemoryLocation | None:
     """Return the place of rows that a receiver can map; None for others."""
     return host_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
 

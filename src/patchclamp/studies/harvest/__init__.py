@@ -1,7 +1,513 @@
-"""Activations of a data set on disk: `harvest` writes them, `Harvested` reads them. docs/harvest.md has the format."""
+"""Activations of a data set on disk: `harvest` writes them, `Harvested` reads them. docs/harvest.md has the format.
 
-from patchclamp.studies.harvest.plan import Filters
-from patchclamp.studies.harvest.reader import Harvested
-from patchclamp.studies.harvest.study import Harvest, Project, harvest
+`Harvest` writes the activations of documents, shuffled, from any engine. Linear reductions of rows save disk space:
+projections (`Project`) and sums over documents. A projection is done by a projected capture where possible, so that
+less data leaves the device. All other reductions are done on the host, in fp32, document by document, before rows are
+rounded to the stored dtype.
+"""
 
-__all__ = ["Filters", "Harvest", "Harvested", "Project", "harvest"]
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.call import is_token_id
+from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.language import Capture, Vector
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Positions, Range, Tokens, every
+from patchclamp.language.values import MAX_PROJECTED, as_array, as_dtype, as_file, as_flag, as_seed
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.sites import SiteRef
+from patchclamp.store.system import write_whole
+from patchclamp.store.tensors import ARRAYS, overflowed, to_dtype
+from patchclamp.studies.harvest.harvested import DOCUMENTS, MANIFEST, Harvested
+from patchclamp.studies.harvest.recipe import (
+    Filters,
+    HarvestPlan,
+    Manifest,
+    Recipe,
+    StoredSite,
+    documents_of,
+    make_plan,
+    needed,
+    parts_for,
+)
+from patchclamp.studies.harvest.shards import (
+    CHECKPOINT_BYTES,
+    OPEN_PARTS,
+    WRITING,
+    HarvestBatch,
+    HarvestWriter,
+    PartWriter,
+    allow_files,
+    open_folder,
+)
+from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, check_whole
+from patchclamp.studies.study import Arg, Pace, Study, StudyResult, model_identity, progress, provenance, run_batches
+
+__all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
+
+SHARD_ROWS = 131_072
+BATCH_BYTES = 1 << 29  # captured per batch, if that is between these numbers of tokens:
+LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
+FIRST_TOKENS = 256  # of the first batch; later ones grow according to speed
+UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step in progress
+
+
+class Project:
+    """Store W h instead of h: probes, directions, the first components of a PCA.
+
+    matrix: W [K, D] for all sites, or one for each site by its name, as in {"resid_post[3]": W}
+    on_device: project rows before they leave the device, if possible (`_projectable`)
+    """
+
+    def __init__(self, matrix: Any, on_device: bool = True) -> None:
+        self.on_device = as_flag(on_device, "on_device")
+        by_site = matrix if isinstance(matrix, Mapping) else {None: matrix}  # None: for all sites
+        self._by_site = {None if site is None else str(site): _matrix(value) for site, value in by_site.items()}
+
+    def of(self, site: str, width: int) -> np.ndarray:
+        """W [K, D] of a site of this width.
+
+        Raises: `ProgramError` if there is none, `ShapeError` if it does not fit.
+        """
+        matrix = self._by_site.get(site, self._by_site.get(None))
+        if matrix is None:
+            raise ProgramError(f"no matrix for {site}; there are some for {', '.join(self.sites)}", "project")
+        if matrix.shape[1] != width:
+            raise ShapeError(f"{site} is {width} wide; its matrix is {list(matrix.shape)}", "project")
+        return matrix
+
+    @property
+    def sites(self) -> list[str]:
+        """The sites with a matrix of their own."""
+        return [site for site in self._by_site if site is not None]
+
+    def __repr__(self) -> str:
+        shapes = (f"{'' if site is None else site + ' '}{list(of.shape)}" for site, of in self._by_site.items())
+        return f"Project({', '.join(shapes)})"
+
+
+def _matrix(value: Any) -> np.ndarray:
+    matrix = as_array(value, "project")
+    if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
+        raise ShapeError(f"expected a finite matrix [K, D], got {list(matrix.shape)}", "project")
+    return matrix
+
+
+class SiteReduction(NamedTuple):
+    """A site, and the reduction of a document's rows there, [n, D]: the same rows, their projections [n, K], or one
+    row, the sum of either.
+
+    site: as it is stored
+    matrix: W [K, D], or None
+    on_device: True if rows arrive projected
+    sums: True if rows are summed
+    """
+
+    site: StoredSite
+    matrix: np.ndarray | None
+    on_device: bool
+    sums: bool
+
+    @property
+    def changes(self) -> bool:
+        """True if there is work left for the host, which is done in fp32."""
+        return self.sums or (self.matrix is not None and not self.on_device)
+
+    def capture(self, tokens: Tokens, dtype: str) -> Capture:
+        projected = Vector.of(self.matrix) if self.on_device else None
+        return Capture(parse_site(self.site.name), tokens, "float32" if self.changes else dtype, projected)
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        rows = rows if self.matrix is None or self.on_device else rows @ self.matrix.T
+        return rows.sum(axis=0, dtype=np.float64, keepdims=True).astype(np.float32) if self.sums else rows
+
+
+class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
+    """The result of a harvest.
+
+    folder: of the data set, named by the hash of its recipe
+    sites, dtype: of the stored rows
+    documents, tokens: of the whole data set; cut_tokens: those that were cut off
+    rows: of the whole data set, before caps on norms; ran: tokens that this call ran
+    complete: True if all parts exist
+    """
+
+    folder: str
+    sites: tuple[str, ...]
+    dtype: str
+    documents: int
+    tokens: int
+    cut_tokens: int
+    rows: int
+    ran: int
+    complete: bool
+
+    def open(self) -> Harvested:
+        """Open the data set for reading."""
+        return Harvested(self.folder)
+
+
+def _filters(filters: Any, path: str) -> Filters:
+    if not isinstance(filters, Filters):
+        raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", path)
+    return filters
+
+
+def _project(project: Any, path: str) -> Project:
+    return project if isinstance(project, Project) else Project(project)
+
+
+def _seed(seed: Any, path: str) -> int:
+    try:
+        return as_seed(seed)
+    except PatchclampError as error:
+        raise error.under(path) from None
+
+
+def _shard(shard: Any, path: str) -> tuple[int, int]:
+    whole = isinstance(shard, tuple) and len(shard) == 2 and all(map(is_token_id, shard))
+    if not (whole and 0 <= shard[0] < shard[1]):
+        raise ProgramError(f"expected (i, n) with 0 <= i < n, got {shard!r}", path)
+    return int(shard[0]), int(shard[1])
+
+
+def _from_one(value: Any, path: str) -> int:
+    return check_whole(value, path, 1)
+
+
+PythonArg = Arg(parse=None, served=False)
+Count = Annotated[int, Arg(_from_one, int)]
+OptionalCount = Annotated[int | None, Arg(_from_one, int)]
+
+
+class Harvest(Study):
+    """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed.
+
+    Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
+    small, and the error of any run.
+    """
+
+    positional = 2
+    not_served = "it writes files; run it with pc.LM of the server's URL"
+
+    documents: Annotated[Any, PythonArg]
+    """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
+    folder: Annotated[Any, Arg(as_file, served=False)]
+    """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on."""
+    sites: Sites
+    """Sites to keep, as `capture=` takes them; each layer is a site of its own."""
+    column: OptionalText = None
+    """Field or column with the documents; text by default."""
+    dtype: Annotated[str, Arg(as_dtype)] = "bfloat16"
+    """Dtype of the stored rows: bfloat16, float16 or float32."""
+    filters: Annotated[Filters | None, Arg(_filters, None)] = None
+    """Rows to keep."""
+    project: Annotated[Any, Arg(_project, None)] = None
+    """W [K, D], one by site, or a `Project`: store W h instead of h."""
+    sums: Flag = False
+    """Store the sum over each document's rows."""
+    context: OptionalCount = None
+    """Tokens of the longest prompt; the model's by default."""
+    overlong: Text = "refuse"
+    """Treatment of longer documents: refuse, cut or split."""
+    seed: Annotated[int, Arg(_seed, int)] = 0
+    """Seed of the shuffle."""
+    parts: OptionalCount = None
+    """Number of parts. Documents are assigned to parts at random; each part is shuffled separately, and written after
+    the one before. By default 8, but of at least 256 MiB and at most 2 GiB, and equally many for each machine. Readers
+    interleave them (`Harvested.order`)."""
+    shard_rows: Count = SHARD_ROWS
+    """Rows in a file."""
+
+    def _run(
+        self,
+        lm: LM,
+        *,
+        shard: Annotated[tuple[int, int], Arg(_shard)] = (0, 1),
+        batch_tokens: OptionalCount = None,
+        checkpoint_bytes: Annotated[int, Arg(check_whole)] = CHECKPOINT_BYTES,
+        show_progress: Progress = None,
+    ) -> HarvestResult:
+        """
+        shard: (i, n) for machine i of n: it makes parts i, i + n, …
+        batch_tokens: largest number of tokens run at a time, by default chosen by the width of the rows. Batches that
+            would take longer than about 2 s are smaller. Three are in flight, and a few more are being written
+        checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
+        """
+        needed("pyarrow.parquet")
+        filters, (machine, machines) = self.filters or Filters(), shard
+        reductions = _reductions(lm, self.sites, self.project, self.sums, filters.caps_norms)
+        if self.parts is not None and self.parts < machines:
+            raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
+        row_bytes = sum(one.site.width for one in reductions) * ARRAYS[self.dtype].itemsize
+        plan = make_plan(
+            lm, documents_of(self.documents, self.column), filters, self.context, self.overlong, self.sums, self.seed,
+            lambda rows: parts_for(rows, row_bytes, machines) if self.parts is None else self.parts,
+        )  # fmt: skip
+        manifest = self._manifest(lm, plan, reductions, filters)
+        place = _write_plan(Path(self.folder), manifest, plan)
+        if batch_tokens is None:
+            captured = [one.site.captured * (4 if one.changes else ARRAYS[self.dtype].itemsize) for one in reductions]
+            batch_tokens = min(max(BATCH_BYTES // sum(captured), LEAST_TOKENS), MOST_TOKENS)
+        job = _HarvestJob(lm, plan, manifest, place, reductions, batch_tokens)
+        ran = job.run(range(machine, plan.parts, machines), checkpoint_bytes, show_progress)
+        data = Harvested(place)
+        data.write_statistics()
+        return HarvestResult(
+            provenance=provenance(lm, (self.seed,)), folder=str(place), sites=tuple(data.sites), dtype=self.dtype,
+            documents=manifest.documents, tokens=manifest.tokens, cut_tokens=manifest.cut_tokens,
+            rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
+        )  # fmt: skip
+
+    def _manifest(self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], filters: Filters) -> Manifest:
+        model, weights = model_identity(lm)
+        tokens = plan.tokens
+        recipe = Recipe(
+            model=model, weights=weights, engine=f"{lm.model.engine} {lm.model.version}", settings=lm.model.settings,
+            weights_dtype=lm.model.dtype, documents=tokens.digest, sites=tuple(one.site for one in reductions),
+            dtype=self.dtype, sums=self.sums, filters=filters, seed=self.seed, parts=plan.parts,
+            shard_rows=self.shard_rows,
+        )  # fmt: skip
+        return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain data; of documents that are not in a file, only their type."""
+        file = isinstance(self.documents, (str, Path))
+        return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
+
+
+harvest = Harvest.short_form("harvest")
+
+
+def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:
+    """Every site of every layer, once. Norm caps need whole rows on the host, which rules out projected captures."""
+    matrices: dict[SiteRef, np.ndarray | None] = {}
+    for number, text in enumerate(sites):
+        try:
+            refs = lm.sites.resolve(parse_site(text))
+        except PatchclampError as error:
+            raise error.under(f"sites[{number}]") from None
+        for ref in refs:
+            if lm.sites.points[ref.point].rows == "sampled":
+                raise UnsupportedSite(f"{ref} has rows of generated tokens alone, and a harvest keeps none: take "
+                                      "final_norm", f"sites[{number}]")  # fmt: skip
+            matrices[ref] = None if project is None else project.of(str(ref), _width(lm, ref))
+    unused = [site for site in (project.sites if project else ()) if site not in map(str, matrices)]
+    if unused:
+        raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
+    device = _projectable(lm, matrices) if project is not None and project.on_device and not capped else set[SiteRef]()
+    reductions = []
+    for ref, matrix in matrices.items():
+        width = _width(lm, ref)
+        stored = width if matrix is None else len(matrix)
+        site = StoredSite(str(ref), stored, stored if ref in device else width, _digest(matrix))
+        reductions.append(SiteReduction(site, matrix, ref in device, sums))
+    return reductions
+
+
+def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[SiteRef]:
+    """The sites that can be captured projected. Their rows are not sharded across GPUs, they have fewer products than
+    numbers in a row and not more than a capture allows, and the same tensor has no other projection."""
+    ways: dict[int, set[tuple[str, tuple[int, int] | None]]] = {}
+    for ref, matrix in matrices.items():
+        ways.setdefault(ref.point, set()).add((_digest(matrix), ref.columns))
+    return {
+        ref for ref, matrix in matrices.items()
+        if matrix is not None and len(matrix) <= min(MAX_PROJECTED, matrix.shape[1] - 1)
+        and lm.sites.whole(ref) and len(ways[ref.point]) == 1
+    }  # fmt: skip
+
+
+def _digest(matrix: np.ndarray | None) -> str:
+    """A hash of a matrix, "" without one."""
+    return "" if matrix is None else hashlib.sha256(repr(matrix.shape).encode() + matrix.tobytes()).hexdigest()
+
+
+def _width(lm: LM, ref: SiteRef) -> int:
+    """The width of a row at a site."""
+    first, end = ref.columns or (0, lm.sites.points[ref.point].width)
+    return end - first
+
+
+def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan) -> Path:
+    """Create the data set's folder with the manifest and the documents' tokens, and return it."""
+    import safetensors.numpy
+
+    place, tokens = folder / manifest.recipe.name, plan.tokens
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"{place} cannot be written: {error.strerror}", "folder") from None
+    if not (place / DOCUMENTS).exists():
+        arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
+        write_whole(place / DOCUMENTS, safetensors.numpy.save(arrays))
+    if not (place / MANIFEST).exists():
+        write_whole(place / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    return place
+
+
+class _HarvestJob:
+    """Runs the prompts of some parts and passes their rows to the writer."""
+
+    def __init__(
+        self, lm: LM, plan: HarvestPlan, manifest: Manifest, place: Path, reductions: list[SiteReduction],
+        batch_tokens: int,
+    ) -> None:  # fmt: skip
+        self._lm, self._plan, self._manifest, self._place = lm, plan, manifest, place
+        self._recipe, self._reductions = manifest.recipe, reductions
+        self._first, self._tokens = _window(self._recipe.filters, plan)
+        self._lengths = np.diff(plan.tokens.prompts)
+        self._parts: list[PartWriter] = []  # those that are open: their places take much memory
+        self._asked: list[tuple[PartWriter, list[int]]] = []
+        self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
+
+    def run(self, numbers: range, checkpoint_bytes: int, show: Any) -> int:
+        """Make some parts. Returns the number of tokens run."""
+        unsealed = [number for number in numbers if not self._is_sealed(number)]
+        self._check_room(unsealed)
+        self._writer = HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
+        total = self._plan.tokens_to_run(unsealed)
+        try:
+            with progress("harvesting", total, show, "tokens") as self._advance:
+                run_batches(self._lm, self._calls(unsealed), self._read, UNDER_WAY, self._pace)
+                self._writer.finish()
+        finally:
+            self._writer.stop()
+            for part in self._parts:
+                part.close()
+        return self._ran
+
+    def _is_sealed(self, number: int) -> bool:
+        """True if all shards of a part exist, and its open folder is gone."""
+        shards = self._manifest.shards_of(number)
+        return all((self._place / name).exists() for name in shards) and not open_folder(self._place, number).exists()
+
+    def _check_room(self, unsealed: list[int]) -> None:
+        """Raise `CapacityError` if the disk is too small, or too few files may be open."""
+        needs, size = 0, self._recipe.shard_rows
+        for number in unsealed:
+            for shard, name in enumerate(self._manifest.shards_of(number)):
+                if not (self._place / name).exists():
+                    rows = min(size, self._manifest.part_rows[number] - shard * size)
+                    needs += rows * self._recipe.row_bytes
+            files = open_folder(self._place, number).rglob("*.safetensors")
+            needs -= sum(path.stat().st_blocks * 512 for path in files)
+        free = shutil.disk_usage(self._place).free
+        if needs > free:
+            raise CapacityError(
+                f"{needs / 1e9:.1f} GB are to be written to {self._place}, where {free / 1e9:.1f} GB are free: choose "
+                "fewer sites, a narrower dtype, a projection, or another disk"
+            )
+        shards = max((len(self._manifest.shards_of(number)) for number in unsealed), default=0)
+        allow_files(OPEN_PARTS * shards * len(self._recipe.written), WRITING)
+
+    def _calls(self, unsealed: list[int]) -> Iterator[dict[str, Any]]:
+        """The calls that run every batch, part by part."""
+        captures = [one.capture(self._tokens, self._recipe.dtype) for one in self._reductions]
+        for number in unsealed:
+            part = PartWriter(self._place, self._recipe, self._plan.tokens, self._plan.part(number))
+            self._parts = [*(one for one in self._parts if one.is_open), part]
+            lengths = self._lengths[part.part.prompts]
+            self._advance(int(lengths.sum() - lengths[part.left].sum()))
+            if not len(part.left):
+                self._writer.seal(part)
+            for prompts in self._pace.parts(part.left.tolist(), lengths.tolist().__getitem__):
+                self._asked.append((part, prompts))
+                ids = [self._plan.tokens.prompt(int(part.part.prompts[i])) for i in prompts]
+                yield {"prompt": ids, "max_tokens": 1, "capture": captures}
+
+    def _read(self, runs: list[Run]) -> None:
+        part, prompts = self._asked.pop(0)
+        for run, i in zip(runs, prompts, strict=True):
+            if run.error is not None:
+                raise run.error.under(self._document(part, i))
+        captured = self._fetch(part, runs, prompts)
+        self._writer.put(part, HarvestBatch(prompts, self._rows(part, prompts, runs, captured)))
+        tokens = sum(len(run.prompt_token_ids) for run in runs)
+        self._ran += tokens
+        self._advance(tokens)
+
+    def _rows(
+        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
+    ) -> Iterator[list[np.ndarray]]:
+        """The rows of some prompts, site by site. Runs are closed at the end."""
+        kept = [self._kept(part.part.prompts[i]) for i in prompts]
+        norms = []
+        if self._recipe.norms is not None:
+            norms = [self._norms(by_site, which) for by_site, which in zip(captured, kept, strict=True)]
+            if self._recipe.sums:
+                passing = [np.logical_and.reduce([self._recipe.filters.passing(of) for of in each.T]) for each in norms]
+                kept = [which[of] for which, of in zip(kept, passing, strict=True)]
+                norms = [np.full((1, each.shape[1]), 0 if of.any() else np.nan, np.float32)
+                         for each, of in zip(norms, passing, strict=True)]  # fmt: skip
+        for one in self._reductions:
+            blocks = []
+            for by_site, which, i in zip(captured, kept, prompts, strict=True):
+                blocks.append(block := self._reduced(one, by_site.pop(one.site.name), which))
+                if overflowed(block) is not None:
+                    raise NotFinite(f"{one.site.name} has numbers above 65,504, the largest of float16: store bfloat16 "
+                                    "or float32", "dtype").under(self._document(part, i))  # fmt: skip
+            yield blocks
+        if norms:
+            yield norms
+        for run in runs:
+            run.close()
+
+    def _document(self, part: PartWriter, prompt: int) -> str:
+        """The path of one of a part's prompts in errors."""
+        first = self._plan.tokens.prompts[part.part.prompts[prompt]]
+        return f"document {int(self._plan.tokens.document_of(first))}"
+
+    def _fetch(self, part: PartWriter, runs: list[Run], prompts: list[int]) -> Sequence[Mapping[str, Any]]:
+        """The rows of every run by site. Raises the error of the document whose rows overflow."""
+        sites = [one.site.name for one in self._reductions]
+        try:
+            return self._lm.fetch(runs, sites, copy=False)
+        except NotFinite:
+            for run, i in zip(runs, prompts, strict=True):
+                try:
+                    self._lm.fetch([run], sites, copy=False)
+                except NotFinite as error:
+                    raise error.under(self._document(part, i)) from None
+            raise
+
+    def _norms(self, by_site: dict[str, Any], which: np.ndarray) -> np.ndarray:
+        """The norms of a prompt's kept rows at every site, before any reduction, [n, sites]."""
+        rows = [np.asarray(to_dtype(by_site[one.site.name], "float32")) for one in self._reductions]
+        whole = [of_site.reshape(len(of_site), -1)[which] for of_site in rows]
+        return np.stack([np.linalg.norm(of_site, axis=1) for of_site in whole], axis=1)
+
+    def _kept(self, prompt: int) -> np.ndarray:
+        """The indices of a prompt's captured rows that are kept."""
+        first, end = self._plan.tokens.prompts[prompt : prompt + 2]
+        return np.flatnonzero(self._plan.kept[first + self._first : end])
+
+    def _reduced(self, one: SiteReduction, rows: Any, which: np.ndarray) -> np.ndarray:
+        """The stored rows of a prompt at a site, [n, width]."""
+        rows = to_dtype(rows, "float32" if one.changes else self._recipe.dtype)
+        rows = rows.reshape(len(rows), -1)
+        consecutive = len(which) and which[-1] - which[0] + 1 == len(which)
+        rows = rows[which[0] : which[-1] + 1] if consecutive else rows[which]  # a slice avoids a copy
+        return to_dtype(one(rows), self._recipe.dtype) if one.changes else rows
+
+
+def _window(filters: Filters, plan: HarvestPlan) -> tuple[int, Tokens]:
+    """The first captured position, and the selection to capture: the window of positions if it is the same for all
+    prompts, otherwise every position."""
+    whole_documents = len(plan.tokens.prompts) == len(np.unique(plan.tokens.documents))
+    if len(filters.positions) != 1 or not whole_documents:
+        return 0, every
+    first, end = filters.positions[0]
+    if (first or 0) < 0 or (end is not None and end < 0):
+        return 0, every
+    return first or 0, Positions("prompt", Range(first, end))

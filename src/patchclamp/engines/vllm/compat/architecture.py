@@ -50,7 +50,7 @@ from patchclamp.sites.untabled import (
     transformers_places,
     untabled,
 )
-from patchclamp.store.whole_file import write_whole
+from patchclamp.store.system import write_whole
 from patchclamp.version import __version__
 
 if TYPE_CHECKING:
@@ -219,7 +219,8 @@ def _kept(vllm_config: VllmConfig) -> Places:
         return msgspec.json.decode(path.read_bytes(), type=Places)
     except (OSError, msgspec.DecodeError):
         traced = _traced_places(vllm_config)
-        write_whole(path, msgspec.json.encode(traced))
+        with contextlib.suppress(OSError):  # a cache
+            write_whole(path, msgspec.json.encode(traced))
         return traced
 
 

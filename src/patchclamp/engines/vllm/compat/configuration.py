@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.errors import EngineError
-from patchclamp.store.free_memory import available_bytes
+from patchclamp.store.system import available_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

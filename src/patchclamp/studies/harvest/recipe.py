@@ -3,10 +3,8 @@
 The plan depends only on the documents, the tokenizer and the filters, so the number and the places of rows are known
 before anything runs. Filters depend on the tokens alone, except for the caps on norms.
 
-`Permutation` shuffles the rows of a part with a keyed permutation, computed for each row alone. No table of places is
-stored, so a resumed harvest, or one on another machine, puts every row at the same place.
-Source: the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-CT-RSA 2002, section 5; its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+Rows are shuffled within a part, by sorting numbers that are drawn from the seed and the part. A resumed harvest, or one
+on another machine, puts every row at the same place.
 
 `ReadingOrder` is an exact shuffle of all rows that reads every part sequentially. Each part is shuffled when it is
 written and keeps its order here; parts are interleaved at random, in proportion to their rows, with every interleaving
@@ -23,8 +21,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,9 @@ from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language.tokens import as_integer
-from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number
+from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number, field, optional
 from patchclamp.lm import LM
+from patchclamp.store.tensors import ARRAYS
 from patchclamp.studies.inputs import check_whole
 
 Document = str | Sequence[int]
@@ -48,7 +47,7 @@ SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".p
 def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     """The documents of `data`, in order.
 
-    data: a list (or any iterable that can be read again) of texts or lists of token ids; a file of text (one document
+    data: a list (or any iterable) of texts or lists of token ids; a file of text (one document
         per line, blank lines are skipped), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
         `datasets.Dataset`
     column: the field or column with the documents; "text" by default
@@ -63,65 +62,54 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
         raise ProgramError("only files and data sets have columns", "column")
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
         as_items(data, "documents")  # raises
-    if not isinstance(data, Iterable) or isinstance(data, Iterator):
-        raise ProgramError(f"expected a list, a file or a data set of documents, got {type(data).__name__}; an "
-                           "iterator cannot be read again", "documents")  # fmt: skip
+    if not isinstance(data, Iterable):
+        raise ProgramError(f"expected a list, a file or a data set of documents, got {type(data).__name__}",
+                           "documents")  # fmt: skip
     return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
 
 def _of_file(path: Path, column: str | None) -> Iterator[Document]:
     if path.is_dir():
-        return _of_folder(path, column)
+        datasets = needed("datasets")
+        try:
+            saved = datasets.load_from_disk(str(path))
+        except FileNotFoundError as error:
+            raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
+        if not isinstance(saved, datasets.Dataset):
+            raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
+        return _of_columns(saved, column, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
-        raise ProgramError(f"{path}: the suffix says what a file has, one of {kinds}; or a folder of datasets'",
+        raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
                            "documents")  # fmt: skip
     if not path.exists():
         raise ProgramError(f"there is no {path}", "documents")
-    if path.suffix == ".txt":
-        if column is not None:
-            raise ProgramError(f"{path}: a text file has no columns", "column")
-        return _of_text(path)
-    return _of_parquet(path, column) if path.suffix == ".parquet" else _of_json(path, column or "text")
+    if path.suffix == ".parquet":
+        return _of_parquet(path, column)
+    if path.suffix == ".txt" and column is not None:
+        raise ProgramError(f"{path}: a text file has no columns", "column")
+    return _of_lines(path, None if path.suffix == ".txt" else column or "text")
 
 
-def _of_text(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield line.rstrip("\n")
-
-
-def _of_json(path: Path, column: str) -> Iterator[Document]:
+def _of_lines(path: Path, column: str | None) -> Iterator[Document]:
+    """A document per line: its text, or a field of its JSON. Blank lines are skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)[column]
+                value = line.rstrip("\n") if column is None else json.loads(line)[column]
             except (ValueError, KeyError, TypeError) as error:
-                raise ProgramError(f"{path}, line {number}: no JSON object with {column!r} ({error})",
+                raise ProgramError(f"{path}, line {number}: expected a JSON object with {column!r} ({error})",
                                    "documents") from None  # fmt: skip
             yield _document(value)
 
 
 def _of_parquet(path: Path, column: str | None) -> Iterator[Document]:
-    parquet = needed("pyarrow.parquet")
-    with parquet.ParquetFile(path) as file:
+    with needed("pyarrow.parquet").ParquetFile(path) as file:
         name = _column(column, file.schema_arrow.names, str(path))
         for batch in file.iter_batches(columns=[name]):
             yield from map(_document, batch.column(0).to_pylist())
-
-
-def _of_folder(path: Path, column: str | None) -> Iterator[Document]:
-    datasets = needed("datasets")
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ProgramError(f"{path} is no folder that datasets saved: {error}", "documents") from None
-    if not isinstance(saved, datasets.Dataset):
-        raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
-    return _of_columns(saved, column, str(path), saved.column_names)
 
 
 def _of_columns(data: Any, column: str | None, where: str, names: list[str] | None) -> Iterator[Document]:
@@ -150,13 +138,30 @@ def _document(value: Any) -> Document:
 
 def needed(module: str) -> Any:
     """Import a module of the `harvest` extra."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
         raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
+
+
+def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
+    read, end = [], optional(as_integer)
+    for window in as_items(windows, ""):
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ProgramError(f"expected pairs of first and end, such as ((4, None),), got {windows!r}")
+        read.append((end(window[0]), end(window[1])))
+    return tuple(read)
+
+
+def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(as_integer, as_items(ids, "")))
+
+
+def _norm(value: Any) -> float:
+    if not (norm := as_number(value)) > 0:
+        raise ProgramError(f"expected a norm above 0, got {value!r}")
+    return norm
 
 
 class Filters(Converted, frozen=True, forbid_unknown_fields=True):
@@ -172,24 +177,19 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         median of the document's kept rows
     """
 
-    no_bos: bool = False
-    no_special: bool = False
-    positions: tuple[tuple[int | None, int | None], ...] = ()
-    only_tokens: tuple[int, ...] = ()
-    not_tokens: tuple[int, ...] = ()
-    norm_cap: float | None = None
-    norm_times_median: float | None = None
+    no_bos: bool = field(converter=as_flag, default=False)
+    no_special: bool = field(converter=as_flag, default=False)
+    positions: tuple[tuple[int | None, int | None], ...] = field(converter=_windows, default=())
+    only_tokens: tuple[int, ...] = field(converter=_numbers, default=())
+    not_tokens: tuple[int, ...] = field(converter=_numbers, default=())
+    norm_cap: float | None = field(converter=optional(_norm), default=None)
+    norm_times_median: float | None = field(converter=optional(_norm), default=None)
 
     def __post_init__(self) -> None:
-        for name in ("no_bos", "no_special"):
-            as_flag(getattr(self, name), f"filters.{name}")
-        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers),
-                           ("norm_cap", _norm), ("norm_times_median", _norm)):  # fmt: skip
-            try:
-                value = read(getattr(self, name))
-            except (TypeError, ValueError, ProgramError) as error:
-                raise ProgramError(f"{error}", f"filters.{name}") from None
-            msgspec.structs.force_setattr(self, name, value)
+        try:
+            super().__post_init__()
+        except PatchclampError as error:
+            raise error.under("filters") from None
 
     @property
     def caps_norms(self) -> bool:
@@ -230,30 +230,10 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         passing = np.ones(len(norms), bool)
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
-        if self.norm_times_median is not None and len(norms):
-            passing &= norms <= self.norm_times_median * np.median(norms)
+        if self.norm_times_median is not None:
+            known = norms[~np.isnan(norms)]  # rows that are not numbers pass no cap, and affect no other row
+            passing &= norms <= self.norm_times_median * (np.median(known) if len(known) else 0)
         return passing
-
-
-def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
-    windows = as_items(windows, "")
-    if not all(isinstance(window, (tuple, list)) and len(window) == 2 for window in windows):
-        raise ValueError(f"windows are pairs of first and end, such as ((4, None),), not {windows!r}")
-    return tuple((_end(first), _end(end)) for first, end in windows)
-
-
-def _end(value: Any) -> int | None:
-    return None if value is None else as_integer(value)
-
-
-def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(as_integer, as_items(ids, "")))
-
-
-def _norm(value: Any) -> float | None:
-    if value is not None and not as_number(value) > 0:
-        raise ValueError(f"expected a norm above 0, got {value!r}")
-    return None if value is None else float(value)
 
 
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
@@ -265,78 +245,29 @@ def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
     return [token for token, text in zip(ids.tolist(), texts, strict=True) if text and not tokenizer.decode([token])]
 
 
-ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+def drawn(count: int, *key: int) -> np.ndarray:
+    """Random 64-bit numbers [count] of a key. NumPy keeps the raw numbers of PCG64 the same in all versions, unlike
+    those of `Generator`."""
+    return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
-class Permutation:
-    """A permutation of 0 … size − 1, drawn by `seed`."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size = size
-        self._low = max(1, math.isqrt(max(size - 1, 0)) + 1)  # a number is low + self._low · high
-        self._high = max(1, -(-size // self._low))
-        numbers = np.array([(seed + (i + 1) * _GOLDEN) & _MASK for i in range(ROUNDS)], np.uint64)
-        self._keys = scrambled(numbers)
-
-    def places(self, rows: np.ndarray) -> np.ndarray:
-        """The place [n] of each of these rows [n]."""
-        return self._walk(rows, self._forward)
-
-    def rows(self, places: np.ndarray) -> np.ndarray:
-        """The row [n] at each of these places [n]."""
-        return self._walk(places, self._backward)
-
-    def _walk(self, numbers: np.ndarray, step) -> np.ndarray:
-        """One step for each number, and further steps for numbers outside 0 … size − 1."""
-        numbers = step(np.asarray(numbers).astype(np.uint64))
-        while len(outside := np.flatnonzero(numbers >= np.uint64(self.size))):
-            numbers[outside] = step(numbers[outside])
-        return numbers.astype(np.int64)
-
-    def _forward(self, numbers: np.ndarray) -> np.ndarray:
-        low, high = numbers % np.uint64(self._low), numbers // np.uint64(self._low)
-        for number, key in enumerate(self._keys):
-            if number % 2:
-                high = _added(high, _below(self._high, scrambled(low ^ key)), self._high)
-            else:
-                low = _added(low, _below(self._low, scrambled(high ^ key)), self._low)
-        return low + np.uint64(self._low) * high
-
-    def _backward(self, numbers: np.ndarray) -> np.ndarray:
-        low, high = numbers % np.uint64(self._low), numbers // np.uint64(self._low)
-        for number, key in reversed(list(enumerate(self._keys))):
-            if number % 2:
-                high = _added(high, np.uint64(self._high) - _below(self._high, scrambled(low ^ key)), self._high)
-            else:
-                low = _added(low, np.uint64(self._low) - _below(self._low, scrambled(high ^ key)), self._low)
-        return low + np.uint64(self._low) * high
+_PARTS, _SHUFFLE = 1, 2  # separate the random numbers of a seed
 
 
-def scrambled(numbers: np.ndarray) -> np.ndarray:
-    """A 64-bit hash of each number, uint64 [n]."""
-    x = numbers.astype(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
+    """The part of every document, [documents]."""
+    return (drawn(documents, _PARTS, seed) % np.uint64(parts)).astype(np.int64)
 
 
-def _below(size: int, hashes: np.ndarray) -> np.ndarray:
-    """A number from 0 to size − 1 for each hash, from its upper half; `size` is at most 2³²."""
-    return ((hashes >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
-
-
-def _added(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
-    """(a + b) mod size, for a + b < 2 · size."""
-    total = a + b
-    return np.where(total >= np.uint64(size), total - np.uint64(size), total)
+def shuffled(rows: int, seed: int, part: int) -> np.ndarray:
+    """The row at each place of a part, [R]."""
+    return np.argsort(drawn(rows, _SHUFFLE, seed, part), kind="stable")
 
 
 BLOCK = 4096
 MORE_SHARDS = 8
 MOST_ROWS = 10**9  # largest total that NumPy draws from
-_COUNTS, _LABELS = 1, 2  # separate the two random streams
+_COUNTS, _LABELS = 1, 2  # separate the two random streams of the order
 Columns = Callable[[int], Mapping[str, np.ndarray]]
 """A shard's columns, by its number: arrays [rows, …]."""
 
@@ -383,30 +314,26 @@ class ReadingOrder:
             before.append(before[-1] + counts)
         return np.array(before)
 
-    def _labels(self, block: int) -> np.ndarray:
-        """The part of each place of a block."""
-        counts = self._before[block + 1] - self._before[block]
-        labels = np.repeat(np.arange(len(counts)), counts)
-        return np.random.default_rng((_LABELS, self._seed, block)).permutation(labels)
-
     def block(self, number: int) -> np.ndarray:
         """The stored row at each place of a block, int64 [n]."""
-        labels = self._labels(number)
-        rows = np.empty(len(labels), np.int64)
+        if self.is_stored:
+            return np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
+        counts = self._before[number + 1] - self._before[number]
+        parts = np.repeat(np.arange(len(counts)), counts)
+        parts = np.random.default_rng((_LABELS, self._seed, number)).permutation(parts)
+        rows = np.empty(len(parts), np.int64)
         for part, (first, before) in enumerate(zip(self._first[:-1], self._before[number], strict=True)):
-            places = np.flatnonzero(labels == part)
+            places = np.flatnonzero(parts == part)
             rows[places] = first + before + np.arange(len(places))
         return rows
 
     def stored(self) -> np.ndarray:
         """The stored row at each place, int64 [N]."""
-        if self.is_stored:
-            return np.arange(len(self))
-        return np.concatenate([self.block(number) for number in range(len(self._before) - 1)])
+        return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
         """The shard of the row at a place, and its number there. `block`: `self.block`, with a cache."""
-        row = number if self.is_stored else int(block(number // BLOCK)[number % BLOCK])
+        row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
 
@@ -415,9 +342,6 @@ class ReadingOrder:
     ) -> Iterator[dict[str, np.ndarray]]:
         """Rows at places `begin` to `end` in order, at most `most` at a time, by column."""
         end = len(self) if end is None else end
-        if self.is_stored:
-            yield from self._slices(columns, begin, end, most)
-            return
         opened = functools.lru_cache(self.most_open)(columns)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
             first = number * BLOCK
@@ -425,33 +349,27 @@ class ReadingOrder:
             for at in range(0, len(rows), most):
                 yield self._gathered(opened, rows[at : at + most])
 
-    def _slices(self, columns: Columns, begin: int, end: int, most: int) -> Iterator[dict[str, np.ndarray]]:
-        """Rows in stored order, mapped and not copied."""
-        for shard, (first, last) in enumerate(zip(self._ends[:-1].tolist(), self._ends[1:].tolist(), strict=True)):
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                of_shard = columns(shard)
-                for at in range(low, high, most):
-                    part = slice(at - first, min(at + most, high) - first)
-                    yield {name: array[part] for name, array in of_shard.items()}
-
     def _gathered(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Stored rows, copied together. The rows of each shard are ascending and consecutive."""
+        """Stored rows together. The rows of each shard are ascending and consecutive."""
         shards = np.searchsorted(self._ends, rows, side="right") - 1
-        gathered: dict[str, np.ndarray] = {}
+        pieces = []
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
             first = int(rows[places[0]] - self._ends[shard])
-            for name, array in columns(shard).items():
-                if name not in gathered:
-                    gathered[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
-                gathered[name][places] = array[first : first + len(places)]
+            of_shard = columns(shard)
+            pieces.append((places, {name: of_shard[name][first : first + len(places)] for name in of_shard}))
+        if len(pieces) == 1:
+            return pieces[0][1]  # as mapped, not copied
+        gathered = {name: np.empty((len(rows), *a.shape[1:]), a.dtype) for name, a in pieces[0][1].items()}
+        for places, piece in pieces:
+            for name, array in piece.items():
+                gathered[name][places] = array
         return gathered
 
 
-FORMAT = 1
+FORMAT = 2  # format 1 had another shuffle; its finished shards are read
+READABLE = (1, 2)
 NAME_DIGITS = 16
-NORMS = "norms of whole rows"
 
 
 class StoredSite(msgspec.Struct, frozen=True):
@@ -501,27 +419,29 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norms(self) -> StoredSite | None:
-        """The norms of whole rows, one number per site, if caps need them and rows are stored reduced. With sums they
-        are 0 for a document with rows within the caps, otherwise NaN. Its files are not part of the data set."""
-        reduced = self.sums or any(site.projection for site in self.sites)
-        return StoredSite(NORMS, len(self.sites), 0) if reduced and self.filters.caps_norms else None
+        """The norms of whole rows, float32, one number per site, if they have caps. With sums they are 0 for a document
+        with rows within the caps, otherwise NaN. Their files are not part of the data set."""
+        return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
+
+    def dtype_of(self, site: StoredSite) -> str:
+        """The dtype of a site's file, or of the norms'."""
+        return "float32" if site == self.norms else self.dtype
 
     @property
     def written(self) -> tuple[StoredSite, ...]:
-        """The sites written while a part is being filled."""
+        """The sites written while a part is being filled, and the norms."""
         return self.sites if self.norms is None else (*self.sites, self.norms)
 
-    def place(self, folder: Path, site: StoredSite) -> Path:
-        """The file of a site in a shard that is being filled in `folder`; that of norms is next to the folder."""
-        return folder.with_name(f"{folder.name}.{site.file}") if site.name == NORMS else folder / site.file
+    @property
+    def row_bytes(self) -> int:
+        """The bytes written for a row at all sites."""
+        norms = 0 if self.norms is None else 4 * self.norms.width
+        return norms + sum(site.width for site in self.sites) * ARRAYS[self.dtype].itemsize
 
     @property
     def name(self) -> str:
         """The hash that names the folder."""
-        content = msgspec.json.encode(self, order="deterministic")
-        if self.norms is not None:  # 0.1.0 compared the caps with reduced rows: its folders must not be resumed
-            content += NORMS.encode()
-        return hashlib.sha256(content).hexdigest()[:NAME_DIGITS]
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:NAME_DIGITS]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -539,9 +459,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shards(self) -> list[str]:
         """The names of all shards, in order."""
-        size = self.recipe.shard_rows
-        counts = [-(-rows // size) for rows in self.part_rows]
-        return [shard_name(part, shard) for part, count in enumerate(counts) for shard in range(count)]
+        return [name for part in range(len(self.part_rows)) for name in self.shards_of(part)]
+
+    def shards_of(self, part: int) -> list[str]:
+        """The names of a part's shards, in order."""
+        return [shard_name(part, shard) for shard in range(-(-self.part_rows[part] // self.recipe.shard_rows))]
 
 
 def shard_name(part: int, shard: int) -> str:
@@ -558,7 +480,7 @@ PARTS = 8  # default number of parts of a data set, unless that makes them small
 LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 28, 1 << 31
 
 
-class Tokens(msgspec.Struct, frozen=True, eq=False):
+class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
     """The tokens to run.
 
     ids: token ids of all documents, concatenated, int32 [N]
@@ -589,7 +511,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         return self.ids[self.prompts[number] : self.prompts[number + 1]].tolist()
 
 
-def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, overlong: str) -> Tokens:
+def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, overlong: str) -> TokenizedDocuments:
     """Tokenise documents. `context` is the longest prompt, by default the model's longest; a longer document is
     refused, cut there, or split into prompts of that length.
 
@@ -618,7 +540,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
         starts.append(total)
     if not total:
         raise ProgramError("there are no documents, or all are empty", "documents")
-    return Tokens(np.concatenate(parts), np.array(starts, np.int64), np.array(prompts, np.int64), cut)
+    return TokenizedDocuments(np.concatenate(parts), np.array(starts, np.int64), np.array(prompts, np.int64), cut)
 
 
 def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
@@ -630,55 +552,37 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-class Part(msgspec.Struct, frozen=True, eq=False):
+class HarvestPart(msgspec.Struct, frozen=True, eq=False):
     """Documents that are shuffled together: all of them, unless a harvest has several parts.
 
     number: of the part
     prompts: the prompts with rows, ascending, int64 [prompts]
     first: the number of each one's first row, and the end, int64 [prompts + 1]
-    tokens: the token of each row, by its place in the documents' ids, int64 [R]; for a document's sum, its first
-    shuffle: the place of each row
-    shard_rows: rows of each shard but the last
+    places: the place of each row, int64 [R]
+    tokens: the token of the row at each place, by its place in the documents' ids, int64 [R]; for a document's sum, its
+        first
     """
 
     number: int
     prompts: np.ndarray
     first: np.ndarray
+    places: np.ndarray
     tokens: np.ndarray
-    shuffle: Permutation
-    shard_rows: int
-
-    @property
-    def rows(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def shards(self) -> int:
-        return -(-self.rows // self.shard_rows)
-
-    def rows_of_shard(self, shard: int) -> int:
-        return min(self.shard_rows, self.rows - shard * self.shard_rows)
-
-    def tokens_of_shard(self, shard: int) -> np.ndarray:
-        """The token of each of a shard's rows, as in `tokens`."""
-        first = shard * self.shard_rows
-        return self.tokens[self.shuffle.rows(np.arange(first, first + self.rows_of_shard(shard)))]
 
 
-class Plan(msgspec.Struct, frozen=True, eq=False):
+class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
     """The tokens to run, the rows to keep, and their places.
 
     kept: mask of the rows kept by the filters on tokens, bool [N]
-    parts: number of parts; a document's part comes from a hash of the seed and its number
+    parts: number of parts; a document's part is drawn from the seed
     sums: True if a row is the sum over a document's kept rows
     """
 
-    tokens: Tokens
+    tokens: TokenizedDocuments
     kept: np.ndarray
     parts: int
     sums: bool
     seed: int
-    shard_rows: int
 
     @property
     def part_rows(self) -> tuple[int, ...]:
@@ -689,25 +593,26 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         parts = parts_of(len(rows), self.seed, self.parts)
         return tuple(int(rows[parts == part].sum()) for part in range(self.parts))
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> HarvestPart:
         """The documents of one part and their rows."""
-        kept = self.kept
-        if self.parts > 1:
-            lengths = np.diff(self.tokens.documents)
-            kept = kept & np.repeat(parts_of(len(lengths), self.seed, self.parts) == number, lengths)
-        rows = np.flatnonzero(kept)
+        documents = len(self.tokens.documents) - 1
+        here = np.repeat(parts_of(documents, self.seed, self.parts) == number, np.diff(self.tokens.documents))
+        rows = np.flatnonzero(self.kept & here)
         if self.sums:
             rows = rows[np.unique(self.tokens.document_of(rows), return_index=True)[1]]
         first = np.searchsorted(rows, self.tokens.prompts)
         prompts = np.flatnonzero(np.diff(first))
-        shuffle = Permutation(len(rows), int(scrambled(np.array([self.seed * 2 + 1, number], np.uint64)).sum()))
-        return Part(number, prompts, np.append(first[prompts], len(rows)), rows, shuffle, self.shard_rows)
+        row_at = shuffled(len(rows), self.seed, number)
+        places = np.empty_like(row_at)
+        places[row_at] = np.arange(len(rows))
+        return HarvestPart(number, prompts, np.append(first[prompts], len(rows)), places, rows[row_at])
 
-
-def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
-    """The part of every document, [documents]."""
-    salt = scrambled(np.array([2 * seed], np.uint64))[0]
-    return (scrambled(np.arange(documents, dtype=np.uint64) ^ salt) % np.uint64(parts)).astype(np.int64)
+    def tokens_to_run(self, parts: Sequence[int]) -> int:
+        """The number of tokens in the prompts of these parts that have rows."""
+        rows = np.diff(np.append(0, np.cumsum(self.kept))[self.tokens.prompts])
+        of_document = parts_of(len(self.tokens.documents) - 1, self.seed, self.parts)
+        of_prompt = of_document[self.tokens.document_of(self.tokens.prompts[:-1])]
+        return int(np.diff(self.tokens.prompts)[(rows > 0) & np.isin(of_prompt, parts)].sum())
 
 
 def parts_for(rows: int, row_bytes: int, machines: int) -> int:
@@ -722,15 +627,14 @@ def parts_for(rows: int, row_bytes: int, machines: int) -> int:
 
 def make_plan(
     lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str,
-    parts: int | Callable[[int], int], sums: bool, seed: int, shard_rows: int,
-) -> Plan:  # fmt: skip
-    """Tokenise the documents and apply the filters. `parts`: their number, or a function of the number of rows."""
+    sums: bool, seed: int, parts: Callable[[int], int],
+) -> HarvestPlan:  # fmt: skip
+    """Tokenise the documents and apply the filters. `parts`: their number, a function of the number of rows."""
     if sums and overlong == "split":
         raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)
     kept = filters.kept(tokens.ids, tokens.documents, lm.tokenizer)
     if not kept.any():
         raise ProgramError(f"no row of {len(kept)} passes the filters", "filters")
-    if not isinstance(parts, int):
-        parts = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
-    return Plan(tokens, kept, parts, sums, seed, shard_rows)
+    count = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
+    return HarvestPlan(tokens, kept, count, sums, seed)

@@ -1,0 +1,205 @@
+"""Formats of tensors: safetensors, the table of a capture chunk, and dtypes of rows.
+
+A safetensors file is 8 bytes, the length of the header, little-endian; the header, JSON that may end in spaces; and
+the tensors' bytes. The safetensors package reads and writes whole files. This module is for files that are written or
+read piece by piece, and for bfloat16, which NumPy lacks: an array of it holds its 16 bits as uint16.
+
+Torch is imported only when needed, since planners import this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+ARRAYS = {name: np.dtype(kind) for name, kind in (
+    ("int64", "<i8"), ("float64", "<f8"), ("float32", "<f4"), ("float16", "<f2"), ("bfloat16", "<u2"))}  # fmt: skip
+CODES = {"int64": "I64", "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPES = {code: name for name, code in CODES.items()}
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The entry of a tensor in a header. data_offsets: its first byte and its end, counted from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A parsed header. size: its length in bytes, with the 8 bytes before it."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    size: int
+
+
+def bytes_in(dtype: str, shape: Sequence[int]) -> int:
+    """The size of a tensor."""
+    return ARRAYS[dtype].itemsize * math.prod(shape)
+
+
+def write_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None, size: int = 0
+) -> bytes:
+    """The header of tensors, dtype and shape by name, in the order of their bytes. It is padded to `size` bytes, or to
+    a multiple of 8. Raises `ValueError` if it is longer than that."""
+    sizes = [bytes_in(dtype, shape) for dtype, shape in tensors.values()]
+    offsets = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for (name, (dtype, shape)), data_offsets in zip(tensors.items(), offsets, strict=True):
+        entries[name] = TensorEntry(CODES[dtype], tuple(shape), data_offsets)
+    text = msgspec.json.encode(entries)
+    length = size - 8 if size else -(-len(text) // 8) * 8
+    if len(text) > length:
+        raise ValueError(f"expected a header of at most {length} bytes, got {len(text)}")
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def parse_header(data: bytes | bytearray) -> Header:
+    """Parse the beginning of a file. Raises `ValueError` if it is not the beginning of a safetensors file."""
+    end = header_size(data)
+    if len(data) < max(end, 8):
+        raise ValueError("the file ends before its header does")
+    try:
+        entries = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(entries.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        tensors = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return Header(tensors, metadata, end)
+
+
+def header_size(data: bytes | bytearray) -> int:
+    """The size of a header from its first 8 bytes, which count."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a file. Raises `ValueError` and `OSError`."""
+    with path.open("rb") as file:
+        first = file.read(8)
+        return parse_header(first + file.read(min(header_size(first) - 8, path.stat().st_size)))
+
+
+def with_sorted_header(data: bytes) -> bytes:
+    """The same file with its header sorted, so that equal content is equal byte for byte. The safetensors package
+    orders metadata differently from process to process."""
+    end = header_size(data)
+    header = msgspec.json.encode(msgspec.json.decode(data[8:end]), order="sorted").ljust(end - 8)
+    assert len(header) == end - 8
+    return data[:8] + header + data[end:]
+
+
+def to_dtype(rows: Any, dtype: str) -> np.ndarray:
+    """Rows as an array of `dtype`: a tensor or an array of `dtype`, or of another floating-point type, which is
+    rounded."""
+    if not isinstance(rows, np.ndarray):
+        name = str(rows.dtype).removeprefix("torch.")
+        if name == "bfloat16":
+            import torch
+
+            bits = rows.view(torch.int16).numpy().view(np.uint16)
+            return bits if dtype == name else to_dtype(to_float32(bits, name), dtype)
+        rows = rows.numpy()
+    if dtype == "bfloat16":
+        return to_bfloat16(rows.astype(np.float32, copy=False))
+    with np.errstate(over="ignore"):  # `overflowed` detects it
+        return rows.astype(ARRAYS[dtype], copy=False)
+
+
+def to_bfloat16(rows: np.ndarray) -> np.ndarray:
+    """float32 to the 16 bits of the nearest bfloat16, ties to even, as uint16; NaN stays NaN."""
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded)
+
+
+def to_float32(rows: np.ndarray, dtype: str, out: np.ndarray | None = None) -> np.ndarray:
+    """Rows of `dtype` copied to float32, into `out` if it is given."""
+    out = np.empty(rows.shape, np.float32) if out is None else out
+    if dtype == "bfloat16":
+        np.left_shift(rows, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = rows
+    return out
+
+
+def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[np.ndarray, torch.Tensor]:
+    """Merge the positions and rows of several ops; if two have the same position, the later op wins."""
+    import torch
+
+    last: dict[int, tuple[int, int]] = {}
+    for part, (positions, _) in enumerate(parts):
+        last |= {int(position): (part, row) for row, position in enumerate(positions)}
+    dtypes = {str(rows.dtype) for _, rows in parts}
+    tensors = [torch.as_tensor(rows) if len(dtypes) == 1 else torch.as_tensor(rows).float() for _, rows in parts]
+    rows = [tensors[part][row] for _, (part, row) in sorted(last.items())]
+    return np.array(sorted(last), np.int64), torch.stack(rows) if rows else tensors[0][:0]
+
+
+def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
+    """Convert rows to a dtype, named without "torch."."""
+    import torch
+
+    return torch.as_tensor(rows).to(getattr(torch, dtype))
+
+
+def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
+    """The index of the first float16 row on the host with an infinity; None for finite rows and other dtypes."""
+    if str(rows.dtype).removeprefix("torch.") != "float16":
+        return None
+    bits = np.ascontiguousarray(rows).view(np.uint16)
+    infinite = np.flatnonzero((bits & 0x7FFF) == 0x7C00)
+    return int(infinite[0]) // (bits.size // len(bits)) if len(infinite) else None
+
+
+# -- the table of a capture chunk
+
+
+CAPTURED = np.dtype(
+    [
+        ("run", "<i8"),        # the run's number
+        ("point", "<i4"),
+        ("op", "<i4"),         # the op's ordinal in its program
+        ("position", "<i4"),   # the first position in the first step; it grows by one per step
+        ("count", "<i4"),      # consecutive positions, the same in every step
+        ("offset", "<i8"),     # of the rows, in the bytes of a step
+        ("row_bytes", "<i4"),
+        ("dtype", "<i4"),      # index into `language.values.DTYPES`
+    ]
+)  # fmt: skip
+
+
+class CapturedEntry(NamedTuple):
+    """An entry of the table, as Python integers."""
+
+    run: int
+    point: int
+    op: int
+    position: int
+    count: int
+    offset: int
+    row_bytes: int
+    dtype: int
+
+
+class CaptureSource(Protocol):
+    """The source of a chunk's table, built lazily: for a wide batch this would take too long within a step."""
+
+    def bytes_of_runs(self) -> dict[int, int]:
+        """The bytes of each run in a step, by run number."""
+        ...
+
+    def table(self) -> np.ndarray:
+        """The captures of a step as `CAPTURED`, in order of run numbers."""
+        ...

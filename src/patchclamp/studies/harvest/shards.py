@@ -1,0 +1,495 @@
+"""Writing a harvest: rows go to their places in the shards of their part while the engine computes the next ones.
+
+A site's rows in a shard are a safetensors file of full size from the beginning, filled in any order through a memory
+map. The data begin at 4,096 bytes, so that rows of whole pages are aligned with the pages of the file. Statistics are
+summed in a fixed order, so that the same rows give the same bytes.
+
+An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record has the
+numbers of the prompts of one checkpoint, and is appended after their rows are synced. Sealing a complete shard adds its
+index and statistics, and gives it its final name.
+
+`HarvestWriter` runs the threads. One thread calls it, part after part, and is the only one that waits for room: so a
+slow disk throttles the engine, and an error on any thread is raised there.
+
+n rows · D width
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import io
+import math
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import CapacityError, PatchclampError, ProgramError, RunError
+from patchclamp.store.journal import Journal
+from patchclamp.store.system import sync, write_whole
+from patchclamp.store.tensors import ARRAYS, DTYPES, read_header, to_float32, write_header
+from patchclamp.studies.harvest.recipe import HarvestPart, Recipe, StoredSite, TokenizedDocuments, needed, shard_name
+
+DATA_OFFSET = 4096
+INDEX, STATISTICS = "index.parquet", "statistics.json"
+INDEX_COLUMNS = ("document", "position", "token")
+BLOCK_BYTES = 1 << 20  # fp32 rows summed at a time; they stay in the processor's cache
+COPIED_BYTES = 1 << 24
+
+
+def shard_header(recipe: Recipe, part: int, shard: int, site: StoredSite, rows: int) -> bytes:
+    """The first `DATA_OFFSET` bytes of a site's file in a shard."""
+    metadata = {"harvest": recipe.name, "format": str(recipe.format), "shard": shard_name(part, shard)}
+    try:
+        return write_header({site.name: (recipe.dtype_of(site), (rows, site.width))}, metadata, DATA_OFFSET)
+    except ValueError as error:
+        raise ProgramError(f"{site.name}: {error}") from None
+
+
+def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) -> np.ndarray:
+    """Create or open a file to be filled. Returns its memory-mapped rows, [rows, width] in the stored dtype.
+
+    Raises: `CapacityError` if the disk has no room. It is reserved here, because a write through a map cannot report a
+    full disk.
+    """
+    size = len(header) + rows * width * ARRAYS[dtype].itemsize
+    with open(path, "r+b" if path.exists() else "w+b") as file:
+        try:
+            if hasattr(os, "posix_fallocate") and os.fstat(file.fileno()).st_size != size:
+                os.posix_fallocate(file.fileno(), 0, size)
+            os.ftruncate(file.fileno(), size)
+        except OSError as error:
+            raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None
+        os.pwrite(file.fileno(), header, 0)
+        mapped = mmap.mmap(file.fileno(), size)
+    if hasattr(mmap, "MADV_RANDOM"):
+        # otherwise the first access to a page also reads the pages around it, which takes seven times as long
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, ARRAYS[dtype], rows * width, len(header)).reshape(rows, width)
+
+
+class RowsFile(NamedTuple):
+    """A finished or unfinished file: the dtype and shape [rows, width] of its rows, and the offset of the first."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, int]
+    offset: int
+
+    @classmethod
+    def open(cls, path: Path) -> RowsFile:
+        """Raises: `ProgramError` for another file, `CapacityError` if too many files are open."""
+        try:
+            header = read_header(path)
+            (tensor,) = header.tensors.values()
+            rows, width = tensor.shape
+            return cls(path, DTYPES[tensor.dtype], (rows, width), header.size)
+        except (OSError, ValueError, KeyError) as error:
+            raise _unreadable(path, error) from None
+
+    def mapped(self) -> np.ndarray:
+        """Its rows, as a memory map."""
+        try:
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return np.frombuffer(mapped, ARRAYS[self.dtype], math.prod(self.shape), self.offset).reshape(self.shape)
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.path, error) from None
+
+    def blocks(self, size: int) -> Iterator[np.ndarray]:
+        """Its rows, `size` at a time. A memory map would take several times as long, because the pages of a file that
+        was written in random order are mapped one by one."""
+        rows, width = self.shape
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for first in range(0, rows, size):
+                numbers = np.fromfile(file, ARRAYS[self.dtype], min(size, rows - first) * width)
+                if len(numbers) < min(size, rows - first) * width:
+                    raise ProgramError(f"{self.path} ends before its rows do")
+                yield numbers.reshape(-1, width)
+
+
+def _unreadable(path: Path, error: Exception) -> PatchclampError:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return CapacityError(f"{path} cannot be mapped: too many files are open; raise ulimit -n")
+    return ProgramError(f"expected a shard of a harvest, got {path}: {type(error).__name__}: {error}")
+
+
+# -- statistics
+
+
+class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
+    """Statistics of the rows of one site.
+
+    rows: their number
+    mean, variance: of each number of a row (population variance), float64 [D]
+    norm_mean, norm_rms, norm_min, norm_max: of the rows' L2 norms; NaN without rows
+    """
+
+    rows: int
+    mean: np.ndarray
+    variance: np.ndarray
+    norm_mean: float
+    norm_rms: float
+    norm_min: float
+    norm_max: float
+
+    @classmethod
+    def joined(cls, parts: Iterable[SiteStatistics]) -> SiteStatistics:
+        """The statistics of all rows, from those of parts; the order affects the last bits."""
+        parts = list(parts)
+        some = [part for part in parts if part.rows]
+        if not some:
+            return parts[0]
+        rows = sum(part.rows for part in some)
+        share = [part.rows / rows for part in some]
+        mean = sum(s * part.mean for s, part in zip(share, some, strict=True))
+        return cls(
+            rows, np.asarray(mean),
+            np.asarray(sum(s * (p.variance + (p.mean - mean) ** 2) for s, p in zip(share, some, strict=True))),
+            sum(s * part.norm_mean for s, part in zip(share, some, strict=True)),
+            math.sqrt(sum(s * part.norm_rms**2 for s, part in zip(share, some, strict=True))),
+            min(part.norm_min for part in some), max(part.norm_max for part in some),
+        )  # fmt: skip
+
+
+@np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
+def statistics_of(file: RowsFile) -> SiteStatistics:
+    """The statistics of a file's rows.
+
+    Sums are of the rows minus the mean of the first rows (Chan, Golub and LeVeque 1983, section 3), in fp32 over a
+    block and in float64 over blocks.
+    """
+    count, width = file.shape
+    if not count:
+        return SiteStatistics(0, np.zeros(width), np.zeros(width), math.nan, math.nan, math.nan, math.nan)
+    size = max(1, BLOCK_BYTES // (4 * max(width, 1)))
+    room = np.empty((min(size, count), width), np.float32)  # reused, because allocating and freeing memory is slow
+    norms, sums, squares, shift = [], np.zeros(width), np.zeros(width), np.zeros(width, np.float32)
+    for rows in file.blocks(size):
+        block = to_float32(rows, file.dtype, room[: len(rows)])
+        shift = shift if norms else block.mean(axis=0)
+        norms.append(np.sqrt(np.einsum("nd,nd->n", block, block)))
+        np.subtract(block, shift, out=block)
+        sums += block.sum(axis=0)
+        np.multiply(block, block, out=block)
+        squares += block.sum(axis=0)
+    mean, of = sums / count, np.concatenate(norms).astype(np.float64)
+    return SiteStatistics(
+        count, shift + mean, squares / count - mean**2, float(of.mean()), math.sqrt(float((of**2).mean())),
+        float(of.min()), float(of.max()),
+    )  # fmt: skip
+
+
+def encode_statistics(sites: dict[str, SiteStatistics]) -> bytes:
+    """`statistics.json`, by site; numbers that are not finite are null."""
+    return msgspec.json.encode(sites, enc_hook=lambda array: array.tolist())
+
+
+def decode_statistics(content: bytes) -> dict[str, SiteStatistics]:
+    """Parse `statistics.json`."""
+
+    def finite(value: list[float | None] | float | None) -> Any:
+        return np.array(value, np.float64) if isinstance(value, list) else math.nan if value is None else value
+
+    return {
+        site: SiteStatistics(**{name: finite(value) for name, value in values.items()})
+        for site, values in msgspec.json.decode(content).items()
+    }
+
+
+# -- a part
+
+
+class HarvestBatch(NamedTuple):
+    """The rows of some prompts.
+
+    prompts: their numbers in the part
+    rows: yields, for each site of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; consumed
+        on the writing thread
+    """
+
+    prompts: list[int]
+    rows: Iterator[list[np.ndarray]]
+
+
+class PartWriter:
+    """Fills and seals the shards of one part, in a folder of its own.
+
+    left: the prompts still to run, by their numbers in the part
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
+        self.part, self._recipe, self._documents = part, recipe, documents
+        self._folder = open_folder(folder, part.number)
+        self._folder.mkdir(exist_ok=True)
+        self._journal = Journal(self._folder / "ledger").open(f"{recipe.name}, part {part.number}")
+        self._shards = [shard for shard in range(-(-len(part.places) // recipe.shard_rows))
+                        if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
+        self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
+        if not all(path.exists() for path in self._paths.values()):
+            self._journal.clear()  # the rows that it lists are gone
+        finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
+        for prompts in self._journal.take(list[int]):
+            finished[prompts] = True
+        self.left = np.flatnonzero(~finished)
+        self._files: dict[tuple[str, int], np.ndarray] = {}
+
+    def _path(self, site: StoredSite, shard: int) -> Path:
+        """The file of a site in a shard that is being filled. Norms are outside the shard's folder."""
+        if site == self._recipe.norms:
+            return self._folder / f"norms-{shard:05d}.safetensors"
+        return self._folder / f"shard-{shard:05d}" / site.file
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is sealed."""
+        return self._journal.is_open
+
+    def rows_of(self, prompts: list[int]) -> int:
+        """The number of rows of some prompts."""
+        return int((self.part.first[np.array(prompts) + 1] - self.part.first[prompts]).sum())
+
+    def open(self) -> None:
+        """Create or open the files of its shards."""
+        for site in self._recipe.written:
+            for shard in self._shards:
+                path = self._paths[site.name, shard]
+                path.parent.mkdir(exist_ok=True)
+                rows = min(self._recipe.shard_rows, len(self.part.places) - shard * self._recipe.shard_rows)
+                header = shard_header(self._recipe, self.part.number, shard, site, rows)
+                dtype = self._recipe.dtype_of(site)
+                self._files[site.name, shard] = create_rows(path, header, dtype, rows, site.width)
+        for folder in {path.parent for path in self._paths.values()} | {self._folder, self._folder.parent}:
+            sync(folder)
+
+    def write(self, batch: HarvestBatch) -> None:
+        """Write a batch's rows to their places."""
+        pieces = [self._pieces(prompt) for prompt in batch.prompts]
+        for site, blocks in zip(self._recipe.written, batch.rows, strict=True):
+            for prompt, block, of_prompt in zip(batch.prompts, blocks, pieces, strict=True):
+                if block.shape != (shape := (self.rows_of([prompt]), site.width)):
+                    raise RunError(f"{site.name}: expected rows {list(shape)} of a prompt, got {list(block.shape)}")
+                for shard, rows, places in of_prompt:
+                    if (site.name, shard) in self._files:  # otherwise it is sealed
+                        self._files[site.name, shard][places] = block[rows]
+
+    def _pieces(self, prompt: int) -> list[tuple[int, np.ndarray | slice, np.ndarray]]:
+        """Each shard with rows of a prompt: its number, those rows, and their places in it."""
+        first, end = self.part.first[prompt : prompt + 2]
+        shards, places = np.divmod(self.part.places[first:end], self._recipe.shard_rows)
+        pieces = []
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            rows = slice(None) if here.all() else here  # a slice avoids a copy
+            pieces.append((shard, rows, places[rows]))
+        return pieces
+
+    def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
+        """Wait for some writes and sync them to disk, then add their prompts to the journal."""
+        for write, _ in writes:
+            write.result()
+        if writes:
+            list(pool.map(sync, self._paths.values()))
+            self._journal.append([[prompt for _, prompts in writes for prompt in prompts]])
+
+    def seal(self, pool: ThreadPoolExecutor) -> None:
+        """Give all shards, whose rows are on disk, their final names, and remove the folder."""
+        self._files.clear()
+        passing = {shard: self._within_caps(shard) for shard in self._shards}
+        sites = {(shard, site.name): pool.submit(self._finish, site, shard, passing[shard])
+                 for shard in self._shards for site in self._recipe.sites}  # fmt: skip
+        for shard in self._shards:
+            rows = slice(shard * self._recipe.shard_rows, (shard + 1) * self._recipe.shard_rows)
+            tokens = self.part.tokens[rows]
+            place, final = self._folder / f"shard-{shard:05d}", shard_name(self.part.number, shard)
+            write_whole(place / INDEX, index_of(self._documents, tokens[passing[shard]], self._recipe.sums))
+            statistics = {site.name: sites[shard, site.name].result() for site in self._recipe.sites}
+            write_whole(place / STATISTICS, encode_statistics(statistics))
+            place.replace(self._folder.parent / final)
+            sync(self._folder.parent)
+        self._journal.close()
+        shutil.rmtree(self._folder)
+        sync(self._folder.parent)
+
+    def _within_caps(self, shard: int) -> np.ndarray | slice:
+        """A mask of a shard's rows within the caps on norms at every site, bool [n]."""
+        if self._recipe.norms is None:
+            return slice(None)
+        norms = RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped()
+        if self._recipe.sums:
+            return np.asarray(np.isfinite(norms).all(axis=1))
+        return np.asarray(np.stack([self._recipe.filters.passing(of_site) for of_site in norms.T]).all(axis=0))
+
+    def _finish(self, site: StoredSite, shard: int, passing: np.ndarray | slice) -> SiteStatistics:
+        """Remove the rows above the caps from a site's file. Returns the statistics of the others. It may be
+        interrupted and repeated: the file has all rows or only those within the caps."""
+        file = RowsFile.open(self._paths[site.name, shard])
+        if isinstance(passing, np.ndarray) and not passing.all() and file.shape[0] == len(passing):
+            beside = file.path.with_suffix(".new")
+            step = max(1, COPIED_BYTES // max(1, site.width * ARRAYS[file.dtype].itemsize))
+            with beside.open("wb") as new:
+                new.write(shard_header(self._recipe, self.part.number, shard, site, int(passing.sum())))
+                for number, rows in enumerate(file.blocks(step)):
+                    new.write(rows[passing[number * step : (number + 1) * step]].tobytes())
+            sync(beside)
+            beside.replace(file.path)
+            sync(file.path.parent)
+            file = RowsFile.open(file.path)
+        return statistics_of(file)
+
+    def close(self) -> None:
+        """Close its files; the next harvest repeats what is not in the journal."""
+        self._files.clear()
+        self._journal.close()
+
+
+Writes = list[tuple["Future[None]", list[int]]]
+"""Batches that have been written or are being written, with their prompts."""
+
+
+def open_folder(folder: Path, part: int) -> Path:
+    """The folder of a part that is being filled."""
+    return folder / f"part-{part:04d}.open"
+
+
+def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> bytes:
+    """A Parquet file with each row's document, position in it and token id; a sum has only the document."""
+    arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+    document = documents.document_of(rows)
+    nowhere = np.full(len(rows), sums)
+    table = arrow.table({
+        "document": arrow.array(document, arrow.int64()),
+        "position": arrow.array((rows - documents.documents[document]).astype(np.int32), arrow.int32(), mask=nowhere),
+        "token": arrow.array(documents.ids[rows], arrow.int32(), mask=nowhere),
+    })  # fmt: skip
+    file = io.BytesIO()
+    parquet.write_table(table, file, compression="zstd")
+    return file.getvalue()
+
+
+SPARE_FILES = 256
+WRITING = "take fewer sites, fewer and larger shards (shard_rows), or another number of parts"
+READING = "read fewer sites at a time, or part after part (interleave=False)"
+
+
+def allow_files(count: int, advice: str) -> None:
+    """Raise this process's limit of open files for `count` files and some spare ones. A memory map keeps its file open.
+
+    Raises: `CapacityError` if the system does not allow it.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count + SPARE_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
+    except (ValueError, OSError):
+        raise CapacityError(f"{count} files are open at a time, and this process may have {hard} open: raise that "
+                            f"limit (ulimit -Hn), or {advice}") from None  # fmt: skip
+
+
+# -- threads
+
+
+WRITERS = 4
+SYNCERS = min(8, os.cpu_count() or 1)  # files that are synced or summed at a time
+CHECKPOINT_BYTES = 1 << 32  # usually more than a part: in the middle of a part, the pages to write are scattered
+CHECKPOINT_S = 2.0  # after a kill, rows since the last checkpoint are computed again
+OPEN_PARTS = 3  # one is being filled, the others are being synced and sealed
+
+
+class HarvestWriter:
+    """Writes batches of one part after another. Its methods are called by one thread."""
+
+    def __init__(self, row_bytes: int, checkpoint_bytes: int) -> None:
+        self._row_bytes, self._checkpoint_bytes = row_bytes, checkpoint_bytes
+        self._writers, self._files = _threads("write", WRITERS), _threads("files", SYNCERS)
+        self._checkpoints, self._sealers = _threads("checkpoint", 1), _threads("seal", OPEN_PARTS - 1)
+        self._part: PartWriter | None = None  # which is being filled
+        self._left = 0  # its prompts that have not been put
+        self._writing: collections.deque[Future[None]] = collections.deque()
+        self._unlisted: Writes = []  # of the part, since its last checkpoint
+        self._unlisted_bytes, self._listed_at = 0, 0.0
+        self._checkpoint = _done()  # the last one of the part
+        self._sealing: collections.deque[Future[None]] = collections.deque()
+
+    def put(self, part: PartWriter, batch: HarvestBatch) -> None:
+        """Queue a batch. Blocks while there are too many; raises the error of an earlier one."""
+        if part is not self._part:
+            self._begin(part)
+        while len(self._writing) >= WRITERS or (self._writing and self._writing[0].done()):
+            self._writing.popleft().result()
+        write = self._writers.submit(part.write, batch)
+        self._writing.append(write)
+        self._unlisted.append((write, batch.prompts))
+        self._unlisted_bytes += part.rows_of(batch.prompts) * self._row_bytes
+        self._left -= len(batch.prompts)
+        many = self._unlisted_bytes >= self._checkpoint_bytes
+        if not self._left:
+            self.seal(part)
+        elif many or (self._checkpoint.done() and time.monotonic() - self._listed_at > CHECKPOINT_S):
+            self._checkpoint.result()
+            self._checkpoint = self._checkpoints.submit(part.checkpoint, self._unlisted, self._files)
+            self._unlisted, self._unlisted_bytes, self._listed_at = [], 0, time.monotonic()
+
+    def _begin(self, part: PartWriter) -> None:
+        while len(self._sealing) >= OPEN_PARTS - 1 or (self._sealing and self._sealing[0].done()):
+            self._sealing.popleft().result()
+        part.open()
+        self._part, self._left = part, len(part.left)
+        self._unlisted_bytes, self._listed_at = 0, time.monotonic()
+        self._checkpoint = _done()
+
+    def seal(self, part: PartWriter) -> None:
+        """Queue the sealing of a part whose prompts have all been put, now or before a stop."""
+        writes, checkpoint = [], _done()
+        if part is self._part:
+            writes, checkpoint = self._unlisted, self._checkpoint
+            self._part, self._unlisted = None, []
+
+        def seal() -> None:
+            checkpoint.result()
+            part.checkpoint(writes, self._files)
+            part.seal(self._files)
+
+        self._sealing.append(self._sealers.submit(seal))
+
+    def finish(self) -> None:
+        """Block until everything is written and sealed; raises the first error."""
+        for future in (*self._writing, *self._sealing):
+            future.result()
+
+    def stop(self) -> None:
+        """Block until no thread is running. Lists what was written."""
+        self._writers.shutdown()
+        self._checkpoints.shutdown()
+        # after a failed sync the state on disk is unknown: the system reports a lost page only once
+        if self._part is not None and self._checkpoint.exception() is None:
+            written = [(write, prompts) for write, prompts in self._unlisted if write.exception() is None]
+            with contextlib.suppress(OSError, PatchclampError):  # the reason for stopping is raised
+                self._part.checkpoint(written, self._files)
+        self._sealers.shutdown()
+        self._files.shutdown()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _threads(name: str, count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=f"patchclamp {name}")

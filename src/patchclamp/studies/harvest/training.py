@@ -1,0 +1,199 @@
+"""A harvest for training: PyTorch's data sets, `datasets`, SAELens and dictionary_learning."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from patchclamp.errors import ProgramError
+from patchclamp.store.tensors import to_float32
+from patchclamp.studies.harvest.recipe import needed
+from patchclamp.studies.harvest.shards import INDEX_COLUMNS
+
+Values = torch.Tensor | dict[str, torch.Tensor]
+
+
+class HarvestRows(Dataset[Values]):
+    """Row i of a data set as a tensor [D], or by site if there are several.
+
+    Rows were shuffled when they were written, and parts are interleaved (`order`), so reading them in order is fast and
+    already random.
+    """
+
+    def __init__(self, data: Any, sites: list[str]) -> None:
+        self._data, self._sites, self._count = data, sites, len(data)
+        data.array(sites[0])  # raises if there is none
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, list[np.ndarray]]:
+        """The mapped rows of every shard, by site."""
+        self._data.allow_files(self._sites, len(self._data.shards))
+        return {site: [self._data.array(site, shard) for shard in self._data.shards] for site in self._sites}
+
+    @functools.cached_property
+    def _block(self) -> Callable[[int], np.ndarray]:
+        """Blocks of the order; the most recent ones are cached."""
+        return functools.lru_cache(64)(self._data.order.block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the mapped files, which the receiving process maps itself."""
+        return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block")}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Values:
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} is out of range for {len(self)} rows")
+        shard, row = self._data.order.place(number % len(self), self._block)
+        values = {site: tensor(np.array(arrays[shard][row]), self._data.dtype) for site, arrays in self._arrays.items()}
+        return values if len(values) > 1 else next(iter(values.values()))
+
+
+class HarvestBatches(IterableDataset[Values]):
+    """All rows in order, `size` at a time [size, D], or by site if there are several; the last batch may be shorter.
+
+    With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. `repeat` starts again
+    after the last row, without end.
+    """
+
+    def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False) -> None:
+        if size < 1:
+            raise ProgramError(f"a batch has at least one row, not {size}", "size")
+        self.data, self.sites, self.size, self.repeat = data, sites, size, repeat
+        data.array(sites[0])  # raises if there is none
+
+    def __iter__(self) -> Iterator[Values]:
+        worker = get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        begin, end = (len(self.data) * i // count for i in (number, number + 1))
+        return self._read(begin, end)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
+        """Rows in order, at most `size` at a time."""
+        while begin < end:
+            yield from self.data.order.read(self.data.columns(self.sites), begin, end, self.size)
+            if not self.repeat:
+                return
+
+    def _read(self, begin: int, end: int) -> Iterator[Values]:
+        for batch in chunks(self._pieces(begin, end), self.size):
+            values = {site: tensor(rows, self.data.dtype) for site, rows in batch.items()}
+            yield values if len(values) > 1 else next(iter(values.values()))
+
+
+def chunks(pieces: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Columns of exactly `size` rows, joined across the ends of pieces; the last may be shorter."""
+    held: list[dict[str, np.ndarray]] = []
+    count = 0
+    for piece in pieces:
+        at, rows = 0, len(next(iter(piece.values())))
+        while at < rows:
+            stop = min(rows, at + size - count)
+            held.append({name: column[at:stop] for name, column in piece.items()})
+            count += stop - at
+            at = stop
+            if count == size:
+                yield _joined(held)
+                held, count = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([piece[name] for piece in held]) for name in held[0]}
+
+
+def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
+    """Rows as a tensor in the stored dtype."""
+    values = torch.from_numpy(rows)
+    return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+
+def to_datasets(data: Any, sites: list[str], size: int) -> Any:
+    """A `datasets.IterableDataset` of rows, with as many shards as the harvest."""
+    rows, shards = len(data.order), len(data.shards)
+    ends = [rows * i // shards for i in range(shards + 1)]
+    given = {"data": data, "sites": tuple(sites), "places": list(itertools.pairwise(ends)), "size": size}
+    return needed("datasets").IterableDataset.from_generator(_records, gen_kwargs=given)
+
+
+def _records(data: Any, sites: tuple[str, ...], places: list[tuple[int, int]], size: int) -> Iterator[dict[str, Any]]:
+    """Every row at some places as a dict. `datasets` distributes `places` over workers because it is a list."""
+    for begin, end in places:
+        for piece in data.order.read(data.columns_with_index(sites), begin, end, size):
+            index = {name: piece[name].tolist() for name in INDEX_COLUMNS}
+            blocks = {site: to_float32(piece[site], data.dtype) for site in sites}
+            for row in range(len(index["document"])):
+                yield {name: values[row] for name, values in index.items()} | {
+                    site: block[row] for site, block in blocks.items()
+                }
+
+
+def to_saelens(data: Any, folder: str | Path, hook_name: str, context_size: int, site: str) -> int:
+    """Write a site's rows as cached activations of SAELens, in float32. Returns the number of rows left out.
+
+    SAELens reads blocks of `context_size` rows with their token ids (`cached_activations_path`, checked with SAELens
+    6.54). A block here is `context_size` shuffled rows, not a document, because SAELens shuffles only within its
+    buffer. Rows at the end that do not fill a block are left out.
+    """
+    datasets = needed("datasets")
+    if not isinstance(context_size, int) or not 1 <= context_size <= len(data):
+        raise ProgramError(f"expected blocks of 1 to {len(data)} rows, got {context_size!r}", "context_size")
+    width = data.width(site)
+    features = {hook_name: datasets.Array2D((context_size, width), "float32")}
+    if not data.manifest.recipe.sums:  # a sum has no token
+        features["token_ids"] = datasets.Sequence(datasets.Value("int32"), length=context_size)
+    with tempfile.TemporaryDirectory(dir=Path(folder).parent) as beside:
+        made = datasets.Dataset.from_generator(
+            _blocks, features=datasets.Features(features), cache_dir=beside,
+            gen_kwargs={"data": data, "site": site, "size": context_size, "names": tuple(features)},
+        )  # fmt: skip
+        made.save_to_disk(str(folder))
+    return len(data) % context_size
+
+
+def _blocks(data: Any, site: str, size: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Blocks of `size` rows in reading order."""
+    for chunk in chunks(data.order.read(data.columns_with_index([site])), size):
+        if len(chunk[site]) == size:
+            yield dict(zip(names, (to_float32(chunk[site], data.dtype), chunk["token"].tolist()), strict=False))
+
+
+class ActivationBuffer:
+    """A site's rows as `trainSAE(data=…)` of dictionary_learning takes them, in place of its own buffer (checked with
+    version 0.1.0): each `next` is a batch [out_batch_size, D], float32 by default.
+
+    Rows come in reading order, which is shuffled, and start again at the end unless `repeat` is off. Rows at the end
+    that do not fill a batch come with the beginning of the next round; without `repeat` they are dropped.
+    """
+
+    def __init__(
+        self, data: Any, site: str, *, out_batch_size: int = 8192, device: str = "cpu",
+        dtype: torch.dtype = torch.float32, repeat: bool = True,
+    ) -> None:  # fmt: skip
+        if not 1 <= out_batch_size <= len(data):
+            raise ProgramError(f"expected batches of 1 to {len(data)} rows, got {out_batch_size!r}", "out_batch_size")
+        self.d_submodule, self.out_batch_size, self.device = data.width(site), out_batch_size, device
+        self.config = {"harvest": data.folder.name, "site": site, "out_batch_size": out_batch_size,
+                       "device": device}  # fmt: skip
+        self._dtype = dtype
+        self._batches = iter(data.batches(out_batch_size, site, repeat))
+
+    def __iter__(self) -> ActivationBuffer:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        batch = next(self._batches)
+        if len(batch) < self.out_batch_size:
+            raise StopIteration
+        assert not isinstance(batch, dict)
+        return batch.to(self.device, self._dtype)
