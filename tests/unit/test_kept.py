@@ -31,7 +31,7 @@ from patchclamp.language import Program, Vector
 from patchclamp.language.ops import check_words
 from patchclamp.serve.call import Call, in_request
 from patchclamp.serve.front import owner_of
-from patchclamp.serve.kept import Kept, KeptSweeps, Note, check_name, check_program, pack_run, unpack_run
+from patchclamp.serve.kept import Kept, Note, SweepJournals, check_name, check_program, pack_run, unpack_run
 from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
 ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
@@ -259,40 +259,62 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
 class TestSweeps:
     def test_a_journal_is_its_owners_and_is_dropped_when_it_is_old(self):
         now = [0.0]
-        kept = KeptSweeps(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
-        first = kept.journal("a", "x")
+        journals = SweepJournals(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
+        first = journals.start("a", "x")
         first.open("made").append([1.0, float("nan")])
-        assert kept.journal("a", "x") is first
-        assert kept.journal("b", "x") is not first
-        kept.journal("a", "y")
-        with pytest.raises(CapacityError, match=r"resume: sweeps that can go on: 1 more, and 2 of 2"):
-            kept.journal("a", "z")
+        assert journals.start("b", "x") is not first
+        journals.start("a", "y")
+        with pytest.raises(CapacityError, match="resume: .*kept_sweeps"):
+            journals.start("a", "z")
         with pytest.raises(ProgramError, match="resume: a name has"):
-            kept.journal("a", "a/b")
+            journals.start("a", "a/b")
+        journals.end("a", "y")  # nothing was computed: it takes no room
         now[0] = 11.0
-        kept.journal("a", "z")  # the place of y
-        assert kept.journal("a", "x") is first, "a sweep that is under way is not old"
+        journals.start("a", "z")
+        assert journals.start("a", "x") is first, "a sweep that is under way is not old"
         first.close()
-        kept.ended("a", "x")
-        kept.ended("a", "z")  # nothing was computed: it takes no room
-        kept.journal("a", "w")
+        for name in ("x", "x", "z"):
+            journals.end("a", name)
         now[0] = 20.0
-        assert kept.journal("a", "x") is first
+        assert journals.start("a", "x") is first
         assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
         with pytest.raises(ProgramError, match="was made by another study"):
             first.open("other")
+        journals.end("a", "x")
         now[0] = 40.0
-        assert kept.journal("a", "x") is not first
+        assert journals.start("a", "x") is not first
 
     def test_two_sweeps_do_not_write_one_journal(self):
-        kept = KeptSweeps(ServeLimits())
-        kept.journal("a", "x").open("made")
-        kept.journal("a", "x")._wait_s = 0.0
-        with pytest.raises(NameTaken, match="being written by another study"):
-            kept.journal("a", "x").open("made")
-        kept.journal("a", "x").close()
-        kept.journal("a", "x").open("made").close()
+        journals = SweepJournals(ServeLimits())
+        journals.start("a", "x").open("made")
+        journals.start("a", "x")._wait_s = 0.0
+        with pytest.raises(NameTaken):
+            journals.start("a", "x").open("made")
+        journals.start("a", "x").close()
+        journals.start("a", "x").open("made").close()
+
+    def test_a_request_that_fails_leaves_the_journal_of_one_that_plans(self):
+        journals = SweepJournals(ServeLimits())
+        planning, _ = journals.start("a", "x"), journals.start("a", "x")
+        journals.end("a", "x")
+        planning.open("made").append([1.0])
+        planning.close()
+        journals.end("a", "x")
+        assert journals.start("a", "x") is planning
+
+    def test_an_owners_journals_have_a_limit_in_bytes(self):
+        journals = SweepJournals(ServeLimits(kept_sweep_bytes=20))
+        first, second, others = (journals.start(*of).open("made") for of in (("a", "x"), ("a", "y"), ("b", "x")))
+        first.append([1.0])  # 9 bytes
+        second.append([2.0])
+        with pytest.raises(TooLarge, match="resume: .*kept_sweep_bytes"):
+            second.append([3.0])
+        others.append([3.0, 4.0])
+        second.close()
+        assert second.open("made").take(float) == [2.0]
+        first.clear()
+        second.append([3.0])
 
 
 KEPT = {"width": [pc.Add([1.0, 2.0], at=pc.embed)], "mask": [pc.Replace(pc.Vector.of([0.0]), at=pc.embed, mask=[1.0])],

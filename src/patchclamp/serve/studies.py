@@ -234,7 +234,7 @@ class RunningStudy(Reporter):
     def __init__(self, front: Front, owner: str, asked: Study, resume: str | None) -> None:
         self._limits, self._lm, self._asked = front.limits, owners_lm(front, owner), asked
         self._front, self._owner, self._resume, self._began_s = front, owner, resume, time.perf_counter()
-        self._journal = None if resume is None else front.kept_sweeps.journal(owner, resume)
+        self._journal = None if resume is None else front.journals.start(owner, resume)
         self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
         self._stopped = threading.Event()
@@ -265,7 +265,7 @@ class RunningStudy(Reporter):
         self.events.put_nowait(None)
         _under_way[id(self._front), self._owner] -= 1
         if self._resume is not None:
-            self._front.kept_sweeps.ended(self._owner, self._resume)
+            self._front.journals.end(self._owner, self._resume)
         log("sweep", self._owner, cells=self.told, took_s=round(time.perf_counter() - self._began_s, 6))
 
     def _how(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_runs: runs
     run_bytes: captures of runs; for a sweep, the bytes it reads at a time
     kept_sweeps: sweeps that can be resumed
+    kept_sweep_bytes: their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
     """
 
@@ -63,6 +64,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_runs: Count = 4096
     run_bytes: Count = 1 << 32
     kept_sweeps: Count = 16
+    kept_sweep_bytes: Count = 1 << 26
     run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
     def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:
