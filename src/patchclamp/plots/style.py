@@ -213,9 +213,9 @@ def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str =
     with _writing(target):
         target.write_text(_PAGE.format(*parts), encoding="utf-8")
         if include_plotlyjs == "directory":
-            script = target.with_name("plotly.min.js")
-            if not script.exists():
-                script.write_text(need("plotly.offline").get_plotlyjs(), encoding="utf-8")
+            script, code = target.with_name("plotly.min.js"), need("plotly.offline").get_plotlyjs().encode()
+            if not script.exists() or script.read_bytes() != code:  # or another version of plotly wrote it
+                script.write_bytes(code)
     return target
 
 
