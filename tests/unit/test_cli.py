@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class TestFront:
                 option = f"--{(field.arg.option or name).replace('_', '-')}"
                 assert option in shown, option
                 assert field.doc.split()[0] in shown
+        assert not {"studies.", "pc.", "`"} & set(re.findall(r"studies\.|\bpc\.|`", shown))
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
@@ -142,12 +144,15 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            (("--metric", "logprb"), "metric: no metric 'logprb' (did you mean 'logprob' or 'prob'?)"),
-            (("--metric", "recovered"), "foil: recovered compares the answer with a foil"),
-            (("--site", "resid_per"), "sites: no site 'resid_per' (did you mean 'resid_pre'"),
-            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
-            (("--positions", "promt[0]"), "positions: no group of tokens 'promt' (did you mean 'prompt'?)"),
-            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn' (did you mean 'png'"),
+            (("--metric", "logprb"), "--metric: no metric 'logprb'"),
+            (("--metric", "recovered"), "--foil: recovered compares the answer with a foil"),
+            (("--site", "resid_per"), "--site: no site 'resid_per'"),
+            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--positions", "promt[0]"), "--positions: no group of tokens 'promt'"),
+            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn'"),
+            (("--save", "."), "--save: expected a file"),
+            (("--bank", "none.bank"), "--bank.file: none.bank cannot be read"),
+            (("--pairs", "none.jsonl"), "--pairs: "),
         ],
     )
     def test_what_is_wrong_is_found_before_a_model_is_loaded(self, wrong, text: str, monkeypatch):
@@ -159,7 +164,7 @@ class TestErrors:
     @pytest.mark.parametrize("command", [SWEEP[:2] + SWEEP[4:], ("sites", "smollm2"), ("demo", "--out", "{}")])
     def test_an_unknown_engine_is_told_with_the_known_ones(self, command: tuple[str, ...], tmp_path):
         line = failed(*(word.format(tmp_path) for word in command), "--engine", "vlm")
-        assert line == "error: engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
+        assert line == "error: --engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
 
     def test_an_unknown_option_is_told_with_the_known_ones(self):
         assert "no engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
@@ -349,7 +354,7 @@ class TestSweep:
                 "--mask: one mask is for all sites, and their rows",
             ),
             (("--mask", "none.npy"), "--mask: expected an array saved by NumPy, got none.npy"),
-            (("--mask", "bank:none"), "mask: nothing in the bank is named 'none'"),
+            (("--mask", "bank:none"), "--mask: nothing in the bank is named 'none'"),
             (("--draws", "2"), "--draws: expected --source resample:FILE, got none"),
             (("--mean-by-position", "--source", "zeros"), "--mean-by-position: expected --source mean:FILE"),
             (("--bank", "none.bank"), "none.bank cannot be read as safetensors"),
@@ -604,9 +609,9 @@ class TestFuzz:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--strength", "0.2", "--strength", "0.1"), "strengths: ascending numbers"),
-            (("--site", "resid_past"), "at[0]: no site 'resid_past'"),
-            (("--refusal", "("), "refusal: '(' is not a regular expression"),
+            (("--strength", "0.2", "--strength", "0.1"), "--strength: ascending numbers"),
+            (("--site", "resid_past"), "--site[0]: no site 'resid_past'"),
+            (("--refusal", "("), "--refusal: '(' is not a regular expression"),
             (("--prompts", "none.txt"), "--prompts: none.txt cannot be read"),
             (("--png", "a.pgn"), "a.pgn: no picture format"),
         ],
@@ -642,12 +647,13 @@ class TestSteer:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--method", "men"), "method: no method 'men'"),
+            (("--method", "men"), "--method: no method 'men'"),
             (("--prompts", "sides"), "--prompts: sides cannot be read"),
-            (("--foil", " a"), "answer: a behaviour is scored by a continuation"),
-            (("--held-out", "0", "--png", "a.png"), "held_out: expected held-out prompts or --prompts"),
-            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
-            (("--tokens", "promt"), "tokens: no group of tokens 'promt'"),
+            (("--foil", " a"), "--answer: a behaviour is scored by a continuation"),
+            (("--held-out", "0", "--png", "a.png"), "--held-out: expected held-out prompts or --prompts"),
+            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--gguf", "."), "--gguf: expected a file"),
+            (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):

@@ -24,6 +24,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 if TYPE_CHECKING:
     from patchclamp.lm import LM
     from patchclamp.studies import Study
+    from patchclamp.studies.study import StudyField
 
 OUT = Console(highlight=False)  # results; everything else goes to standard error
 ERR = Console(stderr=True, highlight=False)
@@ -85,12 +86,35 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
     return options
 
 
-def check_engine(name: str | None) -> None:
+def check_engine(name: str | None, option: str = "--engine") -> None:
     """Raise `UnknownName` for an unknown engine."""
     from patchclamp.engines.open import NAMES
 
     if name is not None and name not in NAMES:
-        raise unknown("engine", name, NAMES, "engine")
+        raise unknown("engine", name, NAMES, option)
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raise `ProgramError` for a file that cannot be written, and create its folder."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ProgramError(f"expected a file, got the folder {path}", option)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"cannot create the folder of {path}: {error.strerror}", option) from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ProgramError(f"{path} cannot be written", option)
+
+
+def is_url(engine: str) -> bool:
+    return engine.startswith(("http://", "https://"))
+
+
+def flag_of(field: StudyField) -> str:
+    """The option of a study's field, such as `--site` of `sites`."""
+    return f"--{(field.arg.option or field.name).replace('_', '-')}"
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +122,7 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
-        option = f"--{(field.arg.option or name).replace('_', '-')}"
+        option = flag_of(field)
         if text is None or text == []:
             continue
         if name == "source" and given["source"]:
@@ -265,10 +289,9 @@ def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iter
     if on is None:
         yield lm
         return
-    is_url = on.startswith(("http://", "https://"))
-    if is_url:
+    if is_url(on):
         options = {name: value for name, value in options.items() if name != "dtype"}
-    with loaded(on if is_url else model, None if is_url else on, options) as other:
+    with loaded(on if is_url(on) else model, None if is_url(on) else on, options) as other:
         yield other
 
 
