@@ -151,7 +151,7 @@ class TestArguments:
             (("--positions", "promt[0]"), "--positions: no group of tokens 'promt'"),
             (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn'"),
             (("--save", "."), "--save: expected a file"),
-            (("--bank", "none.bank"), "--bank.file: none.bank cannot be read"),
+            (("--bank", "none.bank"), "--bank: none.bank cannot be read"),
             (("--pairs", "none.jsonl"), "--pairs: "),
         ],
     )
@@ -357,7 +357,7 @@ class TestSweep:
             (("--mask", "bank:none"), "--mask: nothing in the bank is named 'none'"),
             (("--draws", "2"), "--draws: expected --source resample:FILE, got none"),
             (("--mean-by-position", "--source", "zeros"), "--mean-by-position: expected --source mean:FILE"),
-            (("--bank", "none.bank"), "none.bank cannot be read as safetensors"),
+            (("--bank", "none.bank"), "--bank: none.bank cannot be read"),
         ],
     )
     def test_what_cannot_be_mixed_in_is_told(self, arguments, text):

@@ -90,7 +90,7 @@ def options_of(study: type[Study]) -> dict[str, Parameters]:
     has_source = "source" in fields and "metric" in fields
     help_texts = (PAIR_HELP if by_pair else {}) | (SOURCE_HELP if has_source else {})
     return {
-        "fields": {name: _option(field, by_pair, help_texts)
+        "fields": {name: _option(field, by_pair, help_texts.get(name) or _help(field.doc, fields))
                    for name, field in fields.items() if field.arg.parse is not None},
         "pairs": PAIRS if by_pair else {}, "source": SOURCE if has_source else {},
         "steer": STEER if study.command == "steer" else {},
@@ -111,12 +111,16 @@ SOURCE_HELP = {
 }
 
 
-def _option(field: StudyField, by_pair: bool, help_texts: dict[str, str]) -> tuple[Any, Any]:
+def _help(text: str, fields: dict[str, StudyField]) -> str:
+    """A docstring as help: names of fields become options."""
+    return re.sub("`([^`]*)`", lambda found: flag_of(fields[found[1]]) if found[1] in fields else found[1], text)
+
+
+def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
     """A field as an option: repeatable, a number, a flag, or text."""
     from patchclamp.studies.study import REQUIRED
 
     arg, flag = field.arg, flag_of(field)
-    text = help_texts.get(field.name) or re.sub(r"`(\w+)`", r"--\1", field.doc)
     optional = by_pair and field.name in PAIR_HELP
     kinds = [kind for kind in (field.type, *get_args(field.type)) if kind in (int, float, bool)]
     default = None if field.default is REQUIRED else field.default
@@ -155,7 +159,8 @@ def command_of(name: str) -> Callable[..., None]:
         ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
-    paragraphs = (inspect.getdoc(study) or "").partition("\n\nRaises:")[0].split("\n\n")
+    text = (inspect.getdoc(study) or "").partition("\n\nRaises:")[0]
+    paragraphs = _help(text, study.fields()).split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return command
 

@@ -570,6 +570,7 @@ def sites(
     from patchclamp.cli import show
     from patchclamp.proving import prove
 
+    check_engine(engine)
     with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
         with ERR.status("proving every site …"):
             proofs = prove(lm, full)

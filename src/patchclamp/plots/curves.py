@@ -57,7 +57,8 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
     def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
         """The outline of the spread as plotly fills it: a polygon for each stretch without NaN, separated by None."""
-        assert self.low is not None and self.high is not None
+        assert self.low is not None
+        assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
         across: list[float | None] = []
         up: list[float | None] = []

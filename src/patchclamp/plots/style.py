@@ -351,6 +351,13 @@ def _as_text(figure: Figure) -> None:
         text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def colour_map(colours: Iterable[str], missing: str) -> Any:
+    """Colours as matplotlib takes them, evenly spaced, and the colour of cells without a value."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("patchclamp", list(colours)).with_extremes(bad=missing)
+
+
 # -- plotly
 
 
@@ -370,3 +377,12 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
 def html_text(text: str) -> str:
     """Text for a plotly label or hover, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")
+
+
+def lay_out(figure: Interactive, height: int) -> Interactive:
+    """Set the height, the colours and the font of a plotly figure of cells."""
+    figure.update_layout(height=height, plot_bgcolor=BLANK, margin={"t": 60},
+                         font={"family": PAGE_FONT, "color": INK})  # fmt: skip
+    figure.update_xaxes(showgrid=False, zeroline=False)
+    figure.update_yaxes(showgrid=False, zeroline=False)
+    return figure

@@ -167,7 +167,7 @@ class Owned(Mapping[str, Any]):
         raise MissingSource(f"there is no run {key}; there are: {', '.join(self._runs) or 'none'}")
 
 
-class Kept:
+class KeptObjects:
     """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
 
     def __init__(

@@ -31,7 +31,7 @@ from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_count
 from patchclamp.proving.prove import ensure_proved
-from patchclamp.serve.kept import Kept, NoteChannel, SweepJournals
+from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
 
@@ -132,7 +132,7 @@ class KnownBindings:
     for all prompts of one length. A change of the owner's bank invalidates its entries. Programs that read runs are not
     cached."""
 
-    def __init__(self, lm: LM, kept: Kept) -> None:
+    def __init__(self, lm: LM, kept: KeptObjects) -> None:
         self._lm, self._kept, self._lock = lm, kept, threading.Lock()
         self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
 
@@ -190,7 +190,7 @@ class Front:
         self.limits = configuration.serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
         self._channel = NoteChannel(self.engine)
-        self.kept, self.has_keys = Kept(self.limits, channel=self._channel), False
+        self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
         self.bindings = KnownBindings(self.lm, self.kept)
         self.waiting: dict[str, Callable[[str], None]] = {}
         self.journals = SweepJournals(self.limits)

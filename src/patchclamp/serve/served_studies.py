@@ -36,10 +36,10 @@ from patchclamp.errors import (
 )
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import BoundedRoute, read_body
-from patchclamp.serve.captures import data_event
-from patchclamp.serve.front import Front, log
+from patchclamp.serve.capture_files import data_event
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
+from patchclamp.serve.server_state import Front, log
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
