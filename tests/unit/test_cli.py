@@ -21,8 +21,8 @@ pytest.importorskip("matplotlib")
 import patchclamp as pc
 from patchclamp import proving
 from patchclamp.cli import commands
-from patchclamp.cli.app import app, options_of, studies_by_command
 from patchclamp.cli.commands import read_options
+from patchclamp.cli.study_commands import app, options_of, studies_by_command
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
 from patchclamp.studies import AblationSweepResult, CausalTraceResult, MeanOf, PatchSweepResult, PathPatchResult
@@ -91,7 +91,7 @@ class TestFront:
 
     def test_help_loads_nothing_heavy(self):
         code = (
-            "import sys; from typer.testing import CliRunner; from patchclamp.cli.app import app; "
+            "import sys; from typer.testing import CliRunner; from patchclamp.cli.study_commands import app; "
             "assert CliRunner().invoke(app, ['sweep', '--help']).exit_code == 0; "
             "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'pandas'} & set(sys.modules))"
         )
@@ -698,8 +698,7 @@ def test_options_are_those_of_the_engine_of_exact_patches(monkeypatch, on, there
             raise pc.ProgramError("enough")
         yield None
 
-    for module in (commands, sys.modules[studies_by_command.__module__]):
-        monkeypatch.setattr(module, "loaded", loaded)
+    monkeypatch.setattr(commands, "loaded", loaded)
     asked = ("propose", "m", "--clean", "a", "--corrupt", "b", "--answer", "c", "--on", on)
     failed(*asked, "--dtype", "bfloat16", "--option", "max_model_len=512")
     assert loads[0] == ("m", "transformers", {"dtype": "bfloat16"})

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import patchclamp as pc
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.studies import Filters, Harvested, harvest
 
 TEXTS = ["The cat sat on the world", "Rome is in Italy", "the dog is not in Rome"]

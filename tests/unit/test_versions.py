@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.engines.vllm import versions
 from patchclamp.engines.vllm.compat.seams import SEAMS, Seam
 from patchclamp.engines.vllm.versions import Source, read_source

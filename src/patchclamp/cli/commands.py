@@ -246,12 +246,6 @@ def by_label(positions: list[Any]) -> dict[str, list[Any]]:
     return {label: [of[label] for of in positions] for label in labels}
 
 
-def prompts_of(file: Path | None, option: str) -> list[str] | None:
-    from patchclamp.studies.inputs import prompts_in
-
-    return None if file is None else under(option, prompts_in, str(file))
-
-
 def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     """Raise errors of the study that can be found before a model is loaded."""
     from patchclamp.language import Op, Site
@@ -293,14 +287,6 @@ def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iter
         options = {name: value for name, value in options.items() if name != "dtype"}
     with loaded(on if is_url(on) else model, None if is_url(on) else on, options) as other:
         yield other
-
-
-def curve_of(lm: LM, study: Any, vectors: Any, prompts: list[str], resume: Path | None) -> Any:
-    """The strength curve of steering vectors on some prompts."""
-    from patchclamp.studies import strength_curve
-
-    journal = None if resume is None else resume.with_name(f"{resume.name}.curve")
-    return strength_curve(lm, vectors, prompts, study.answer, study.foil, chat=study.chat, resume=journal)
 
 
 # -- models

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -55,6 +54,33 @@ def show(console: Console, result: Any, top: int) -> None:
         show_best(console, picture, top)
 
 
+PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
+FOLDED = frozenset({
+    "likeliest tokens", "goes on with", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
+})  # fmt: skip
+LEFT = FOLDED | {
+    "layer parts",
+    "best cells",
+    "positions",
+    "site",
+    "shape",
+    "layout",
+    "mark",
+    "finding",
+    "seam",
+    "status",
+}
+
+
+def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
+    """A table without lines. Texts are left-aligned, and long ones are folded; numbers are right-aligned."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
+    for name in columns:
+        justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
+        table.add_column(name, justify=justify, no_wrap=name not in FOLDED, overflow="fold")
+    return table
+
+
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
@@ -93,14 +119,10 @@ def _prompt(strip: Strip) -> Text:
 
 
 def _best(heatmap: Heatmap, top: int) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("best cells", no_wrap=True)
-    table.add_column("token", overflow="fold")
-    table.add_column("positions", no_wrap=True)
     over, goal = f"over {heatmap.baseline.name}", heatmap.goal
     spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
-    for name in (heatmap.metric, over, *spread, *([] if goal is None else [f"way to {goal.name}"])):
-        table.add_column(name, justify="right", no_wrap=True)
+    to_goal = [] if goal is None else [f"way to {goal.name}"]
+    table = _table("best cells", "token", "positions", heatmap.metric, over, *spread, *to_goal)
     for spot in heatmap.ranked(top):
         column = heatmap.columns[spot.column]
         place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
@@ -122,11 +144,8 @@ def show_curves(console: Console, curves: Curves) -> None:
     for note in curves.notes:
         console.print(Text(note), soft_wrap=True)
     console.print()
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(curves.x_label, justify="right", no_wrap=True)
     lines = [line for chart in curves.charts for line in chart.lines]
-    for line in lines:
-        table.add_column(line.label, justify="right")
+    table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
         table.add_row(tick(x), *(_at(line, x) for line in lines))
     console.print(table)
@@ -143,18 +162,11 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     console.print(
         Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
     )
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("strength", "goes on with", header=False)
     table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
     for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
         table.add_row(tick(strength), Text(style.plain(row[0].text)))
     console.print(table)
-
-
-WORDY = frozenset({  # columns of text; the others are numbers
-    "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",
-})  # fmt: skip
 
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
@@ -176,7 +188,7 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
     """Print the parts that contribute most: layers, heads and neurons."""
     _head(console, result.picture())
-    for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
+    for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layer parts"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
         if shares:
@@ -225,29 +237,13 @@ def _head(console: Console, grid: TokenGrid) -> None:
     console.print()
 
 
-def _table(*columns: str) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name in WORDY else "right", overflow="fold")
-    return table
-
-
-PROOFS = {
-    "shape": "shape",
-    "noop": "no-op",
-    "edit": "edit",
-    "order": "order",
-    "adds": "sums",
-}  # field of a proof, its column
 NOWHERE = "–"  # the module of a site on an engine without modules
 
 
 def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     """Print one row per site with its proofs as ticks ("–": not applicable), the sites' modules, and the failures."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
-    table = _site_table("site", "layers", "shape", "layout")
-    for name in PROOFS.values():
-        table.add_column(name, justify="center", no_wrap=True)
+    table = _table("site", "layers", "shape", "layout", *PROOFS.values())
     for proof in proofs:
         ticks = [_tick(getattr(proof, field)) for field in PROOFS]
         layers = "–" if proof.layers is None else str(proof.layers)
@@ -255,7 +251,7 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     console.print(table)
     modules = {proof.name: module(lm, proof.name) for proof in proofs}
     if set(modules.values()) != {NOWHERE}:
-        where = _site_table("site", "module")
+        where = _table("site", "module")
         for name, border in modules.items():
             where.add_row(name, Text(border))
         console.print()
@@ -274,16 +270,6 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         )
 
 
-def _site_table(*names: str) -> Table:
-    """A table that fits 80 columns: only the module of a site may wrap."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(
-            name, justify="right" if name == "layers" else "left", no_wrap=name != "module", overflow="fold"
-        )
-    return table
-
-
 def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     """Print a JSON list with one object per site."""
     rows = [
@@ -294,7 +280,7 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         }
         for proof in proofs
     ]  # fmt: skip
-    console.file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+    console.print_json(data=rows, highlight=False)
 
 
 def shape(proof: Proof) -> str:
@@ -326,9 +312,7 @@ def parity(console: Console, result: Parity) -> None:
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
     same, generated = result.alike
     console.print(Text(f"{prompts}; {same} of {generated} generated tokens alike"))
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise"):
-        table.add_column(name, justify="left" if name == "site" else "right", no_wrap=True)
+    table = _table("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise", gap=1)
     for site in result.sites:
         out, layered = result.leaves(site), "[" in site.worst_at
         table.add_row(
@@ -346,7 +330,7 @@ def parity(console: Console, result: Parity) -> None:
 
 def parity_json(console: Console, result: Parity) -> None:
     """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
-    console.file.write(msgspec.json.format(msgspec.json.encode(result.to_dict())).decode() + "\n")
+    console.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)
 
 
 def _show_verdict(console: Console, result: Parity) -> None:
@@ -378,10 +362,7 @@ def findings(console: Console, report: Report) -> None:
     """Print one table per part, with advice on everything that is not in order."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column()
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        table = _table("mark", "finding", "detail", header=False)
         for finding in group:
             mark, style = MARKS[finding.status]
             detail = Text(finding.detail)
@@ -399,7 +380,7 @@ def findings_json(console: Console, report: Report) -> None:
     """Print a JSON object: the verdict, and every finding in order."""
     rows = [msgspec.to_builtins(finding) for finding in report.findings]
     answer = {"ok": not report.problems, "findings": rows}
-    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+    console.print_json(data=answer, highlight=False)
 
 
 SEAM_MARKS = {"there": ("✓", "green"), "moved": ("→", "bold yellow"), "gone": ("✗", "bold red")}
@@ -407,11 +388,7 @@ SEAM_MARKS = {"there": ("✓", "green"), "moved": ("→", "bold yellow"), "gone"
 
 def seams(console: Console, report: SourceReport) -> None:
     """Print one row per seam with its status, then the number of seams per status."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("mark", "seam", "status", "detail", header=False)
     for seam in report.seams:
         mark, style = SEAM_MARKS[seam.status]
         detail = Text(seam.place)
@@ -428,4 +405,4 @@ def seams(console: Console, report: SourceReport) -> None:
 def seams_json(console: Console, report: SourceReport) -> None:
     """Print a JSON object: the verdict, the version, and every seam in order."""
     answer = {"ok": report.all_there, **msgspec.to_builtins(report)}
-    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+    console.print_json(data=answer, highlight=False)

@@ -16,21 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from patchclamp.cli import commands
-from patchclamp.cli.commands import (
-    ERR,
-    OUT,
-    Dtype,
-    Engine,
-    Model,
-    Options,
-    check_engine,
-    check_file,
-    flag_of,
-    is_url,
-    loaded,
-    read_options,
-    under,
-)
+from patchclamp.cli.commands import ERR, OUT, Dtype, Engine, Model, Options, flag_of, under
 from patchclamp.errors import PatchclampError
 from patchclamp.version import __version__
 
@@ -179,30 +165,33 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     from patchclamp.cli.show import show, wrote
     from patchclamp.plots import check_targets
     from patchclamp.store.named import NamedBank
+    from patchclamp.studies import strength_curve
+    from patchclamp.studies.inputs import prompts_in
 
     saved, run = given["saved"], {name: value for name, value in given["run"].items() if value is not None}
-    options = read_options(given["loaded"]["option"], given["loaded"]["dtype"])
+    options = commands.read_options(given["loaded"]["option"], given["loaded"]["dtype"])
     engine = given["loaded"].get("engine")
-    check_engine(engine)
+    commands.check_engine(engine)
     on, gguf = run.pop("on", None), given["steer"].get("gguf")
-    if on is not None and not is_url(on):
-        check_engine(on, "--on")
+    if on is not None and not commands.is_url(on):
+        commands.check_engine(on, "--on")
     check_targets(saved["png"], saved["html"])
-    check_file(saved["save"], "--save")
-    check_file(gguf, "--gguf")
+    commands.check_file(saved["save"], "--save")
+    commands.check_file(gguf, "--gguf")
     bank = NamedBank()
     if given["source"].get("bank") is not None:
         under("--bank", bank.load, given["source"]["bank"])
     fields = commands.read_fields(study, given)
     config = study(**{name: value for name, value in fields.items() if not callable(value)})
-    steered = commands.prompts_of(given["steer"].get("prompts"), "--prompts")
+    prompts = given["steer"].get("prompts")
+    steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
     asked = config
     if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (
-        loaded(model, "transformers" if "on" in given["run"] else engine, here) as lm,
+        commands.loaded(model, "transformers" if "on" in given["run"] else engine, here) as lm,
         commands.serving(on, model, lm, options) as exact,
     ):
         for name, entry in bank.items():
@@ -211,7 +200,10 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
         if late:
             config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
         result = config.run(lm, **run, **({} if on is None else {"on": exact}))
-        curve = None if steered is None else commands.curve_of(lm, asked, result, steered, run.get("resume"))
+        curve, resume = None, run.get("resume")
+        if steered is not None:
+            resume = None if resume is None else resume.with_name(f"{resume.name}.curve")
+            curve = strength_curve(lm, result, steered, asked.answer, asked.foil, chat=asked.chat, resume=resume)
     show(OUT, result, saved.get("top", 5))
     if curve is not None:
         show(OUT, curve, saved.get("top", 5))
