@@ -60,8 +60,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         assert self.low is not None
         assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
-        across: list[float | None] = []
-        up: list[float | None] = []
+        across, up = list[float | None](), list[float | None]()
         for stretch in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
             there, back = stretch.tolist(), stretch[::-1].tolist()
             across += [*(x[n] for n in (*there, *back)), None]

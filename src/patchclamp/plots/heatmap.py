@@ -363,15 +363,14 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             )  # fmt: skip
             rows = [] if panel.rows[0] is None else [str(layer) for layer in panel.rows]
             figure.update_yaxes(
-                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5), **at
-            )
-            if rows:
-                figure.update_yaxes(title_text="layer", **at)
+                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5),
+                title_text="layer" if rows else None, **at,
+            )  # fmt: skip
             if best and best[0].panel == i:
                 figure.add_shape(**style.frame(best[0].row, best[0].column, i + 1))
         anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
         figure.update_layout(
-            coloraxis={"colorscale": style.colour_scale(scale.colours), "cmin": scale.low, "cmax": scale.high,
+            coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
                        "colorbar": {"title": {"text": self.metric}, "y": 1, "yanchor": "top", "lenmode": "pixels",
                                     "len": min(height - 60, 420), "tickvals": [anchor.value for anchor in anchors],
                                     "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in anchors]}},

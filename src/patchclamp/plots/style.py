@@ -361,12 +361,6 @@ def colour_map(colours: Iterable[str], missing: str) -> Any:
 # -- plotly
 
 
-def colour_scale(colours: Iterable[str]) -> list[tuple[float, str]]:
-    """Colours as plotly takes them, evenly spaced."""
-    listed = list(colours)
-    return [(i / (len(listed) - 1), colour) for i, colour in enumerate(listed)]
-
-
 def frame(row: int, column: int, reference: int) -> dict[str, Any]:
     """A plotly shape around a cell of the panel with this number, from 1."""
     axis = "" if reference == 1 else str(reference)

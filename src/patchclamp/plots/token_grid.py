@@ -149,7 +149,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                                 ticktext=[style.html_text(name) for name in panel.rows], row=i, col=1)  # fmt: skip
             low, high = figure.get_subplot(i, 1).yaxis.domain
             figure.update_layout({axis: {
-                "colorscale": style.colour_scale(shades.colours), "cmin": shades.low, "cmax": shades.high,
+                "colorscale": shades.colours, "cmin": shades.low, "cmax": shades.high,
                 "colorbar": {"y": (low + high) / 2, "len": max(high - low, 110 / height)},
             }})  # fmt: skip
         return style.lay_out(figure, height)
