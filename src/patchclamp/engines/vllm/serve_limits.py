@@ -36,12 +36,10 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sweeps: concurrent sweeps of one owner
 
     Stored per owner:
-    bank_names: vectors and programs
-    named_bytes: their bytes
+    bank_names, named_bytes: vectors and programs, and their bytes
     kept_runs: runs
     run_bytes: captures of runs; for a sweep, the bytes it reads at a time
-    kept_sweeps: sweeps that can be resumed
-    kept_sweep_bytes: their values
+    kept_sweeps, kept_sweep_bytes: sweeps that can be resumed, and the bytes of their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
     """
 
