@@ -243,7 +243,7 @@ class TestCommand:
         ("arguments", "text"),
         [
             (["--dtype", "int8"], "error: dtype: no tolerances for 'int8'"),
-            (["--engine", "vlm"], "error: engine: no engine 'vlm' (did you mean 'vllm'?)"),
+            (["--engine", "vlm"], "error: --engine: no engine 'vlm'"),
             (["--option", "seed"], "error: --option: expected KEY=VALUE"),
         ],
     )

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchclamp.language import SITES
-from patchclamp.plots import Curve, Curves, Heatmap, Strip, TokenGrid, style
+from patchclamp.plots import Curve, Curves, Heatmap, Picture, style
 from patchclamp.plots.style import tick
 
 if TYPE_CHECKING:
@@ -81,17 +81,27 @@ def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
     return table
 
 
+def _head(console: Console, picture: Picture, *texts: str) -> None:
+    """Print the title and the provenance of a picture, and sentences below them."""
+    console.print()
+    console.print(Text(picture.title, style="bold"), soft_wrap=True)
+    console.print(Text(picture.provenance, style="dim"), soft_wrap=True)
+    for text in texts:
+        console.print(Text(text), soft_wrap=True)
+    console.print()
+
+
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
 def show_question(console: Console, heatmap: Heatmap) -> None:
     """Print title, provenance, and the prompts with the tokens in which they differ."""
-    console.print()
-    console.print(Text(heatmap.title, style="bold"), soft_wrap=True)
-    console.print(Text(heatmap.provenance, style="dim"), soft_wrap=True)
-    console.print()
+    _head(console, heatmap)
     for strip in heatmap.strips:
-        console.print(_prompt(strip), soft_wrap=True)
+        line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
+        for token, mark in zip(strip.tokens, strip.marks, strict=True):
+            line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
+        console.print(line, soft_wrap=True)
 
 
 def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
@@ -108,17 +118,6 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
         tokens = ", ".join(f"{style.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
         console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
     console.print()
-    console.print(_best(heatmap, top))
-
-
-def _prompt(strip: Strip) -> Text:
-    line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
-    for token, mark in zip(strip.tokens, strip.marks, strict=True):
-        line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
-    return line
-
-
-def _best(heatmap: Heatmap, top: int) -> Table:
     over, goal = f"over {heatmap.baseline.name}", heatmap.goal
     spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
     to_goal = [] if goal is None else [f"way to {goal.name}"]
@@ -133,17 +132,12 @@ def _best(heatmap: Heatmap, top: int) -> Table:
             Text(place), Text(style.visible(label)), column.positions, style.number(spot.value),
             style.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
-    return table
+    console.print(table)
 
 
 def show_curves(console: Console, curves: Curves) -> None:
     """Print title, provenance, and the middle of every line at every number."""
-    console.print()
-    console.print(Text(curves.title, style="bold"), soft_wrap=True)
-    console.print(Text(curves.provenance, style="dim"), soft_wrap=True)
-    for note in curves.notes:
-        console.print(Text(note), soft_wrap=True)
-    console.print()
+    _head(console, curves, *curves.notes)
     lines = [line for chart in curves.charts for line in chart.lines]
     table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
@@ -171,7 +165,7 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
     """Print one row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
-    _head(console, lens.picture())
+    _head(console, picture := lens.picture(), picture.explained)
     column = len(lens.positions) - 1
     at = lens.positions[column]
     console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
@@ -187,7 +181,7 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
     """Print the parts that contribute most: layers, heads and neurons."""
-    _head(console, result.picture())
+    _head(console, picture := result.picture(), picture.explained)
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layer parts"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
@@ -203,7 +197,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
     """Print one row per cell: source and target layer of the activation, and the continuation."""
-    _head(console, result.picture())
+    _head(console, picture := result.picture(), picture.explained)
     table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
@@ -216,7 +210,7 @@ def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
     """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
-    _head(console, result.picture())
+    _head(console, picture := result.picture(), picture.explained)
     edges = hasattr(result, "senders")
     table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
     cell: Any
@@ -229,14 +223,7 @@ def show_patching(
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
 
 
-def _head(console: Console, grid: TokenGrid) -> None:
-    console.print()
-    console.print(Text(grid.title, style="bold"), soft_wrap=True)
-    console.print(Text(grid.explained), soft_wrap=True)
-    console.print(Text(grid.provenance, style="dim"), soft_wrap=True)
-    console.print()
-
-
+TICKS = {None: ("–", "dim"), True: ("✓", "green"), False: ("✗", "bold red")}
 NOWHERE = "–"  # the module of a site on an engine without modules
 
 
@@ -245,7 +232,7 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     console.print(Text(repr(lm).strip("<>"), style="bold"))
     table = _table("site", "layers", "shape", "layout", *PROOFS.values())
     for proof in proofs:
-        ticks = [_tick(getattr(proof, field)) for field in PROOFS]
+        ticks = [Text(*TICKS[getattr(proof, field)]) for field in PROOFS]
         layers = "–" if proof.layers is None else str(proof.layers)
         table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, *ticks)
     console.print(table)
@@ -299,12 +286,6 @@ def module(lm: LM, name: str) -> str:
     return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
 
 
-def _tick(held: bool | None) -> Text:
-    if held is None:
-        return Text("–", style="dim")
-    return Text("✓", style="green") if held else Text("✗", style="bold red")
-
-
 def parity(console: Console, result: Parity) -> None:
     """Print one row per site: its worst row, the first layer out of tolerance, its edit; then all problems."""
     engines = " against ".join(result.engines)
@@ -325,15 +306,6 @@ def parity(console: Console, result: Parity) -> None:
         console.print(Text(f"on one engine only, since the tables differ: {', '.join(result.left_out)}", style="dim"))
     near = result.logprobs <= result.bounds.logprobs
     console.print(Text.assemble("log-probabilities ", _bounded(result.logprobs, near), " apart at most"))
-    _show_verdict(console, result)
-
-
-def parity_json(console: Console, result: Parity) -> None:
-    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
-    console.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)
-
-
-def _show_verdict(console: Console, result: Parity) -> None:
     bounds = result.bounds
     for problem in result.problems:
         console.print(Text(problem, style="red"), soft_wrap=True)
@@ -344,6 +316,11 @@ def _show_verdict(console: Console, result: Parity) -> None:
             f"rows within {bounds.rows:g}, edits within {bounds.edit:g}, log-probabilities within {bounds.logprobs:g}"
         )
         console.print(Text(f"all {len(result.sites)} sites are equal: {bounded}", style="green"), soft_wrap=True)
+
+
+def parity_json(console: Console, result: Parity) -> None:
+    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
+    console.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)
 
 
 def _layer(place: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from rich.text import Text
 from typer.core import TyperGroup
 
 from patchclamp.cli import commands
@@ -121,9 +122,9 @@ def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
         return Annotated[bool, typer.Option(*names, help=text, show_default=False)], default
     if field.default is REQUIRED and not optional:
         return Annotated[kind, typer.Option(flag, help=text)], inspect.Parameter.empty
-    if kind in (int, float):
-        return Annotated[kind | None, typer.Option(flag, help=text, show_default=default is not None)], default
-    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown)], None
+    is_number = kind in (int, float)
+    shown = default is not None if is_number else shown
+    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown)], default if is_number else None
 
 
 def command_of(name: str) -> Callable[..., None]:
@@ -173,7 +174,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     engine = given["loaded"].get("engine")
     commands.check_engine(engine)
     on, gguf = run.pop("on", None), given["steer"].get("gguf")
-    if on is not None and not commands.is_url(on):
+    if on is not None and "://" not in on:
         commands.check_engine(on, "--on")
     check_targets(saved["png"], saved["html"])
     commands.check_file(saved["save"], "--save")
@@ -186,7 +187,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     prompts = given["steer"].get("prompts")
     steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
-    asked = config
+    asked: Any = config
     if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
@@ -233,7 +234,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except PatchclampError as error:
-            ERR.print(commands.red(f"error: {' '.join(str(error).split())}"), soft_wrap=True)
+            ERR.print(Text(f"error: {' '.join(str(error).split())}", style="red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
 
