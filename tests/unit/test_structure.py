@@ -171,7 +171,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (1_927, 6), "sites": (2_025, 5), "plan": (2_695, 9), "kernels": (1_230, 10), "store": (1_508, 9),
     "runtime": (2_178, 7), "engines": (3_754, 12), "engines/vllm": (6_638, 28), "trace": (2_569, 8),
-    "proving": (489, 2), "studies": (11_285, 28), "plots": (1_275, 5), "serve": (3_414, 13), "cli": (1_216, 4),
+    "proving": (489, 2), "studies": (11_285, 28), "plots": (1_275, 5), "serve": (3_414, 13), "cli": (1_219, 4),
     "": (1_752, 9),
 }  # fmt: skip
 

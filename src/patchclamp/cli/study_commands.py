@@ -76,6 +76,8 @@ def options_of(study: type[Study]) -> dict[str, Parameters]:
     by_pair = {"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields
     has_source = "source" in fields and "metric" in fields
     help_texts = (PAIR_HELP if by_pair else {}) | (SOURCE_HELP if has_source else {})
+    if by_pair and has_source:
+        help_texts |= {"positions": POSITIONS_HELP}
     return {
         "fields": {name: _option(field, by_pair, help_texts.get(name) or _help(field.doc, fields))
                    for name, field in fields.items() if field.arg.parse is not None},
@@ -96,6 +98,7 @@ SOURCE_HELP = {
     "source": "Values to write instead: zeros, bank:NAME, mean:FILE or resample:FILE with a file of prompts.",
     "mask": "Columns of a row to patch, such as 0:64,100; or bank:NAME, or FILE.npy with a weight for each column.",
 }
+POSITIONS_HELP = "Columns of the grid: selections such as -1 or span('Rome'); all aligned positions by default."
 
 
 def _help(text: str, fields: dict[str, StudyField]) -> str:
