@@ -4,7 +4,7 @@ import json
 
 from typer.testing import CliRunner
 
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 
 
 def test_smollm2_means_the_same_on_both_engines():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import patchclamp as pc
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.studies import (
     attribution_patching,
     direct_attribution,

@@ -90,7 +90,7 @@ def test_the_guide_draws_every_error():
 def test_shell_examples_name_real_options():
     from typer.testing import CliRunner
 
-    from patchclamp.cli.app import app
+    from patchclamp.cli.study_commands import app
 
     pages = README.read_text(encoding="utf-8") + GUIDE.read_text(encoding="utf-8")
     shell = "\n".join(re.findall(r"```bash\n(.*?)```", pages, re.S))

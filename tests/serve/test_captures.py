@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import patchclamp as pc
-from patchclamp.serve.captures import PART_BYTES
+from patchclamp.serve.capture_files import PART_BYTES
 
 from .conftest import KEYS, becomes
 from .test_leaving import held

@@ -48,7 +48,7 @@ def every_line(server: Server, start: int = 0) -> list[dict]:
     told = [
         line.partition("] {")[2]
         for line in server.log.read_text()[start:].splitlines()
-        if "[front.py:" in line and "] {" in line
+        if "[server_state.py:" in line and "] {" in line
     ]
     return [json.loads("{" + line) for line in told]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from patchclamp.language.site import SITES
-from patchclamp.serve.studies import KINDS, StudyResponse, schema_of
+from patchclamp.serve.served_studies import KINDS, StudyResponse, schema_of
 from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
 from .conftest import KEYS, becomes

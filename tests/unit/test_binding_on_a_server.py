@@ -18,10 +18,10 @@ from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import position_ranges
 from patchclamp.plan.table import record_count
-from patchclamp.serve import carry
-from patchclamp.serve.call import QUICK_WORK, Call, current
-from patchclamp.serve.front import KnownBindings
-from patchclamp.serve.kept import Kept
+from patchclamp.serve import program_call
+from patchclamp.serve.kept import KeptObjects
+from patchclamp.serve.program_call import QUICK_WORK, ProgramCall, current
+from patchclamp.serve.server_state import KnownBindings
 
 binding = importlib.import_module("patchclamp.plan.bind")
 LONG = list(range(5, 25)) * 120  # 2,400 tokens
@@ -60,7 +60,7 @@ class Front:
     """As much of a front as binding and running need: its engine answers with the program's records."""
 
     def __init__(self, lm, **limits):
-        self.lm, self.kept = lm, Kept(ServeLimits(**limits))
+        self.lm, self.kept = lm, KeptObjects(ServeLimits(**limits))
         self.bindings, self.engine = KnownBindings(lm, self.kept), self
         self.ran = []
 
@@ -70,12 +70,12 @@ class Front:
 
 
 def call_of(front, data):
-    return Call(data, "a", {}, front.kept)
+    return ProgramCall(data, "a", {}, front.kept)
 
 
 async def run(front, data, prompts, n=1, max_tokens=2):
     """The outputs of a request with these prompts, as vLLM's routes read them: all streams first, then their outputs."""
-    call = data if isinstance(data, Call) else call_of(front, data)
+    call = data if isinstance(data, ProgramCall) else call_of(front, data)
     token = current.set(call)
     try:
         streams = []
@@ -85,7 +85,7 @@ async def run(front, data, prompts, n=1, max_tokens=2):
             )
             prompt = {"type": "token", "prompt_token_ids": ids}
             client = SimpleNamespace(patchclamp=front)
-            streams.append(carry.edited(client, None, prompt, params, f"cmpl-{i}"))
+            streams.append(program_call.edited(client, None, prompt, params, f"cmpl-{i}"))
     finally:
         current.reset(token)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -20,15 +21,15 @@ pytest.importorskip("matplotlib")
 import patchclamp as pc
 from patchclamp import proving
 from patchclamp.cli import commands
-from patchclamp.cli.app import app, options_of, studies_by_command
 from patchclamp.cli.commands import read_options
+from patchclamp.cli.study_commands import app, options_of, studies_by_command
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
 from patchclamp.studies import AblationSweepResult, CausalTraceResult, MeanOf, PatchSweepResult, PathPatchResult
 
 SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
          "--answer", " Paris", "--foil", " Rome")  # fmt: skip
-PROVING = sys.modules[ensure_proved.__module__]  # `proving.prove` names a function, too
+PROVING = sys.modules[ensure_proved.__module__]  # `prove` names a function, too
 
 
 @pytest.fixture(autouse=True)
@@ -89,13 +90,14 @@ class TestFront:
                 option = f"--{(field.arg.option or name).replace('_', '-')}"
                 assert option in shown, option
                 assert field.doc.split()[0] in shown
+        assert not {"studies.", "pc.", "`"} & set(re.findall(r"studies\.|\bpc\.|`", shown))
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
 
     def test_help_loads_nothing_heavy(self):
         code = (
-            "import sys; from typer.testing import CliRunner; from patchclamp.cli.app import app; "
+            "import sys; from typer.testing import CliRunner; from patchclamp.cli.study_commands import app; "
             "assert CliRunner().invoke(app, ['sweep', '--help']).exit_code == 0; "
             "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'pandas'} & set(sys.modules))"
         )
@@ -148,12 +150,15 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            (("--metric", "logprb"), "metric: no metric 'logprb' (did you mean 'logprob' or 'prob'?)"),
-            (("--metric", "recovered"), "foil: recovered compares the answer with a foil"),
-            (("--site", "resid_per"), "sites: no site 'resid_per' (did you mean 'resid_pre'"),
-            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
-            (("--positions", "promt[0]"), "positions: no group of tokens 'promt' (did you mean 'prompt'?)"),
-            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn' (did you mean 'png'"),
+            (("--metric", "logprb"), "--metric: no metric 'logprb'"),
+            (("--metric", "recovered"), "--foil: recovered compares the answer with a foil"),
+            (("--site", "resid_per"), "--site: no site 'resid_per'"),
+            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--positions", "promt[0]"), "--positions: no group of tokens 'promt'"),
+            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn'"),
+            (("--save", "."), "--save: expected a file"),
+            (("--bank", "none.bank"), "--bank: none.bank cannot be read"),
+            (("--pairs", "none.jsonl"), "--pairs: "),
         ],
     )
     def test_what_is_wrong_is_found_before_a_model_is_loaded(self, wrong, text: str, monkeypatch):
@@ -165,7 +170,7 @@ class TestErrors:
     @pytest.mark.parametrize("command", [SWEEP[:2] + SWEEP[4:], ("sites", "smollm2"), ("demo", "--out", "{}")])
     def test_an_unknown_engine_is_told_with_the_known_ones(self, command: tuple[str, ...], tmp_path):
         line = failed(*(word.format(tmp_path) for word in command), "--engine", "vlm")
-        assert line == "error: engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
+        assert line == "error: --engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
 
     def test_an_unknown_option_is_told_with_the_known_ones(self):
         assert "no engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
@@ -355,10 +360,10 @@ class TestSweep:
                 "--mask: one mask is for all sites, and their rows",
             ),
             (("--mask", "none.npy"), "--mask: expected an array saved by NumPy, got none.npy"),
-            (("--mask", "bank:none"), "mask: nothing in the bank is named 'none'"),
+            (("--mask", "bank:none"), "--mask: nothing in the bank is named 'none'"),
             (("--draws", "2"), "--draws: expected --source resample:FILE, got none"),
             (("--mean-by-position", "--source", "zeros"), "--mean-by-position: expected --source mean:FILE"),
-            (("--bank", "none.bank"), "none.bank cannot be read as safetensors"),
+            (("--bank", "none.bank"), "--bank: none.bank cannot be read"),
         ],
     )
     def test_what_cannot_be_mixed_in_is_told(self, arguments, text):
@@ -610,9 +615,9 @@ class TestFuzz:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--strength", "0.2", "--strength", "0.1"), "strengths: ascending numbers"),
-            (("--site", "resid_past"), "at[0]: no site 'resid_past'"),
-            (("--refusal", "("), "refusal: '(' is not a regular expression"),
+            (("--strength", "0.2", "--strength", "0.1"), "--strength: ascending numbers"),
+            (("--site", "resid_past"), "--site[0]: no site 'resid_past'"),
+            (("--refusal", "("), "--refusal: '(' is not a regular expression"),
             (("--prompts", "none.txt"), "--prompts: none.txt cannot be read"),
             (("--png", "a.pgn"), "a.pgn: no picture format"),
         ],
@@ -648,12 +653,13 @@ class TestSteer:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--method", "men"), "method: no method 'men'"),
+            (("--method", "men"), "--method: no method 'men'"),
             (("--prompts", "sides"), "--prompts: sides cannot be read"),
-            (("--foil", " a"), "answer: a behaviour is scored by a continuation"),
-            (("--held-out", "0", "--png", "a.png"), "held_out: expected held-out prompts or --prompts"),
-            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
-            (("--tokens", "promt"), "tokens: no group of tokens 'promt'"),
+            (("--foil", " a"), "--answer: a behaviour is scored by a continuation"),
+            (("--held-out", "0", "--png", "a.png"), "--held-out: expected held-out prompts or --prompts"),
+            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--gguf", "."), "--gguf: expected a file"),
+            (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):
@@ -698,8 +704,7 @@ def test_options_are_those_of_the_engine_of_exact_patches(monkeypatch, on, there
             raise pc.ProgramError("enough")
         yield None
 
-    for module in (commands, sys.modules[studies_by_command.__module__]):
-        monkeypatch.setattr(module, "loaded", loaded)
+    monkeypatch.setattr(commands, "loaded", loaded)
     asked = ("propose", "m", "--clean", "a", "--corrupt", "b", "--answer", "c", "--on", on)
     failed(*asked, "--dtype", "bfloat16", "--option", "max_model_len=512")
     assert loads[0] == ("m", "transformers", {"dtype": "bfloat16"})

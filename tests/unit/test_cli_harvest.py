@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import patchclamp as pc
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.studies import Filters, Harvested, harvest
 
 TEXTS = ["The cat sat on the world", "Rome is in Italy", "the dog is not in Rome"]
@@ -70,7 +70,7 @@ def test_a_share_says_what_others_have(source, tmp_path):
     (["--site", "embed", "--shard", "3/2"], "--shard: expected I/N"),
     (["--site", "embed", "--project", "none.npy"], "--project: expected an array saved by NumPy, got none.npy"),
     (["--site", "embed", "--norm-cap", "-1"], "filters.norm_cap: expected a norm above 0, got -1.0"),
-    (["--site", "embed", "--engine", "vlm"], "engine: no engine 'vlm'"),
+    (["--site", "embed", "--engine", "vlm"], "--engine: no engine 'vlm'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_before_a_model_is_loaded(source, tmp_path, monkeypatch, arguments, text):
     monkeypatch.setattr("patchclamp.cli.commands.loaded", lambda *_: pytest.fail("a model was loaded"))

@@ -151,6 +151,16 @@ def test_the_figure_has_every_point_and_its_spread():
     assert curves().figure().layout.yaxis3.type == "log"
 
 
+def test_the_spread_has_a_polygon_for_each_stretch_without_gaps():
+    x = np.arange(6.0)
+    y = np.array([1.0, 2.0, np.nan, np.nan, 3.0, 4.0])
+    chart = Chart("Gaps", "nats", (Curve("KL", x, y, y - 1, y + 1),))
+    figure = Curves(title="Gaps", x_label="x", charts=(chart,), provenance="org/model").figure()
+    (band,) = [trace for trace in figure.data if trace.fill == "toself"]
+    assert list(band.x) == [0, 1, 1, 0, None, 4, 5, 5, 4, None]
+    assert list(band.y) == [2, 3, 1, 0, None, 4, 5, 3, 2, None]
+
+
 def test_the_page_has_the_numbers(tmp_path: Path):
     page = save_page(curves(), tmp_path / "curves.html").read_text(encoding="utf-8")
     assert "<td>0.10 (0.08 to 0.13)</td>" in page

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp.engines import wire
 from patchclamp.errors import Gone
-from patchclamp.serve import captures
-from patchclamp.serve.captures import captured_file, file_of
+from patchclamp.serve import capture_files
+from patchclamp.serve.capture_files import captured_file, file_of
 from patchclamp.store.captures import StoredRows
 
 LM = pc.LM("fake", prove=False)
@@ -69,7 +69,7 @@ async def joined(parts) -> bytes:
 @pytest.mark.parametrize("part_bytes", [1, 300, 1 << 22])
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_file_that_is_sent_as_it_is_read_is_the_file(monkeypatch, capture, part_bytes):
-    monkeypatch.setattr(captures, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(capture_files, "PART_BYTES", part_bytes)
     run = LM.run(PROMPT, max_tokens=6, edits=[pc.Capture(pc.embed)], capture=CAPTURES[capture])
     file, reading = file_of(run), Reading()
     data = asyncio.run(joined(file.parts(reading.fetch)))
@@ -85,7 +85,7 @@ def test_a_file_that_is_sent_as_it_is_read_is_the_file(monkeypatch, capture, par
 
 
 def test_what_is_held_does_not_grow_with_the_file(monkeypatch):
-    monkeypatch.setattr(captures, "PART_BYTES", 4096)
+    monkeypatch.setattr(capture_files, "PART_BYTES", 4096)
     peaks = {}
     for times in (5, 25):
         run = LM.run(PROMPT[:4] * times, max_tokens=1, capture=[pc.resid_post, pc.mlp_out])
@@ -97,7 +97,7 @@ def test_what_is_held_does_not_grow_with_the_file(monkeypatch):
 
 
 def test_what_is_gone_is_said_before_anything_is_sent_and_ends_it_later(monkeypatch):
-    monkeypatch.setattr(captures, "PART_BYTES", 512)
+    monkeypatch.setattr(capture_files, "PART_BYTES", 512)
     run, reading, told, sent = LM.run(PROMPT, max_tokens=1, capture=[pc.resid_post]), Reading(), [], []
 
     async def fetch(windows):
@@ -109,7 +109,7 @@ def test_what_is_gone_is_said_before_anything_is_sent_and_ends_it_later(monkeypa
         sent.append(message)
 
     async def go() -> None:
-        response = await captures.answer(file_of(run), fetch, told.append)
+        response = await capture_files.answer(file_of(run), fetch, told.append)
         await response.stream_response(send)
 
     last = 0
@@ -194,9 +194,9 @@ def taken(data: bytes) -> list:
 
 
 def test_a_line_of_a_stream_is_never_too_long():
-    data = {"runs": [{"tokens": ["a\nb"] * 100_000, "captures": "x" * (captures.MAX_LINE - 1024)}]}
+    data = {"runs": [{"tokens": ["a\nb"] * 100_000, "captures": "x" * (capture_files.MAX_LINE - 1024)}]}
     for each in (data, {"a": 1}):
-        lines = captures.data_event(each).removesuffix("\n\n").split("\n")
-        assert max(map(len, lines)) < captures.MAX_LINE
+        lines = capture_files.data_event(each).removesuffix("\n\n").split("\n")
+        assert max(map(len, lines)) < capture_files.MAX_LINE
         assert all(line.startswith("data: ") for line in lines)
         assert json.loads("\n".join(line[6:] for line in lines)) == each

@@ -29,9 +29,9 @@ from patchclamp.errors import (
 )
 from patchclamp.language import Program, Vector
 from patchclamp.language.ops import check_words
-from patchclamp.serve.call import Call, in_request
-from patchclamp.serve.front import owner_of
-from patchclamp.serve.kept import Kept, KeptSweeps, Note, check_name, check_program, pack_run, unpack_run
+from patchclamp.serve.kept import KeptObjects, Note, SweepJournals, check_name, check_program, pack_run, unpack_run
+from patchclamp.serve.program_call import ProgramCall, in_request
+from patchclamp.serve.server_state import owner_of
 from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
 ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
@@ -45,7 +45,7 @@ def lm():
 
 
 def test_an_owners_bank_is_its_own():
-    kept = Kept()
+    kept = KeptObjects()
     kept.put("a", "vector", "calm", ROW)
     kept.put("b", "vector", "calm", Vector.of([9.0]))
     kept.delete("b", "vector", "calm")
@@ -69,7 +69,7 @@ def test_a_run_that_another_process_reads_knows_where_its_images_were(lm):
 
 
 def test_a_name_is_of_one_kind():
-    kept = Kept()
+    kept = KeptObjects()
     kept.put("a", "vector", "x", ROW)
     with pytest.raises(NameTaken, match="'x' is a vector here"):
         kept.put("a", "program", "x", HALF)
@@ -82,7 +82,7 @@ def test_a_name_is_of_one_kind():
 
 
 def test_a_bank_is_bounded_in_names_and_bytes():
-    kept = Kept(ServeLimits(bank_names=2, named_bytes=40))
+    kept = KeptObjects(ServeLimits(bank_names=2, named_bytes=40))
     kept.put("a", "vector", "x", ROW)
     kept.put("a", "vector", "y", ROW)
     with pytest.raises(CapacityError, match=r"names in the bank: 1 more, and 2 of 2 are taken.*limit bank_names"):
@@ -100,7 +100,7 @@ def test_runs_are_bounded_in_number_bytes_and_time(lm):
     now = [0.0]
     runs = [lm.run("One two", max_tokens=1, capture=[pc.embed]) for _ in range(3)]
     size = runs[0].captured_bytes
-    kept = Kept(ServeLimits(kept_runs=2, run_bytes=3 * size, run_ttl_s=10), lambda: now[0])
+    kept = KeptObjects(ServeLimits(kept_runs=2, run_bytes=3 * size, run_ttl_s=10), lambda: now[0])
     kept.keep("a", "first", runs[0])
     now[0] = 5.0
     kept.keep("a", "second", runs[1])
@@ -113,7 +113,7 @@ def test_runs_are_bounded_in_number_bytes_and_time(lm):
     assert runs[0].closed
     assert not runs[1].closed
     assert list(kept.runs("a")) == ["second"]
-    tight = Kept(ServeLimits(run_bytes=size - 1))
+    tight = KeptObjects(ServeLimits(run_bytes=size - 1))
     with pytest.raises(CapacityError, match=r"bytes that run x captured.*limit run_bytes"):
         tight.keep("a", "x", runs[1])
     assert tight.runs("a") == {}
@@ -121,7 +121,7 @@ def test_runs_are_bounded_in_number_bytes_and_time(lm):
 
 def test_runs_under_way_have_room_for_what_they_may_capture(lm):
     run = lm.run("One two", max_tokens=1, capture=[pc.embed])
-    kept = Kept(ServeLimits(run_bytes=3 * run.captured_bytes))
+    kept = KeptObjects(ServeLimits(run_bytes=3 * run.captured_bytes))
     kept.keep("a", "x", run)
     with kept.room_for("a", run.captured_bytes):
         with kept.room_for("b", 2 * run.captured_bytes), kept.room_for("a", run.captured_bytes):
@@ -136,7 +136,7 @@ def test_runs_under_way_have_room_for_what_they_may_capture(lm):
 
 
 def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
-    kept = Kept()
+    kept = KeptObjects()
     first, second = (lm.run("One two", max_tokens=1, capture=[pc.embed]) for _ in range(2))
     kept.keep("a", "x", first)
     kept.keep("a", "x", second)
@@ -244,7 +244,7 @@ def test_any_bytes_are_a_vector_or_refused(noise, cut):
 
 
 def test_what_another_process_dropped_is_gone_here_too(lm):
-    kept = Kept()
+    kept = KeptObjects()
     kept.hear(Note("a", "x", "gone", "other", b"it was deleted"), lm)
     with pytest.raises(Gone, match="x is no more: it was deleted"):
         kept.run("a", "x")
@@ -259,40 +259,62 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
 class TestSweeps:
     def test_a_journal_is_its_owners_and_is_dropped_when_it_is_old(self):
         now = [0.0]
-        kept = KeptSweeps(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
-        first = kept.journal("a", "x")
+        journals = SweepJournals(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
+        first = journals.start("a", "x")
         first.open("made").append([1.0, float("nan")])
-        assert kept.journal("a", "x") is first
-        assert kept.journal("b", "x") is not first
-        kept.journal("a", "y")
-        with pytest.raises(CapacityError, match=r"resume: sweeps that can go on: 1 more, and 2 of 2"):
-            kept.journal("a", "z")
+        assert journals.start("b", "x") is not first
+        journals.start("a", "y")
+        with pytest.raises(CapacityError, match="kept_sweeps"):
+            journals.start("a", "z")
         with pytest.raises(ProgramError, match="resume: a name has"):
-            kept.journal("a", "a/b")
+            journals.start("a", "a/b")
+        journals.end("a", "y")  # nothing was computed: it takes no room
         now[0] = 11.0
-        kept.journal("a", "z")  # the place of y
-        assert kept.journal("a", "x") is first, "a sweep that is under way is not old"
+        journals.start("a", "z")
+        assert journals.start("a", "x") is first, "a sweep that is under way is not old"
         first.close()
-        kept.ended("a", "x")
-        kept.ended("a", "z")  # nothing was computed: it takes no room
-        kept.journal("a", "w")
+        for name in ("x", "x", "z"):
+            journals.end("a", name)
         now[0] = 20.0
-        assert kept.journal("a", "x") is first
+        assert journals.start("a", "x") is first
         assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
         with pytest.raises(ProgramError, match="was made by another study"):
             first.open("other")
+        journals.end("a", "x")
         now[0] = 40.0
-        assert kept.journal("a", "x") is not first
+        assert journals.start("a", "x") is not first
 
     def test_two_sweeps_do_not_write_one_journal(self):
-        kept = KeptSweeps(ServeLimits())
-        kept.journal("a", "x").open("made")
-        kept.journal("a", "x")._wait_s = 0.0
-        with pytest.raises(NameTaken, match="being written by another study"):
-            kept.journal("a", "x").open("made")
-        kept.journal("a", "x").close()
-        kept.journal("a", "x").open("made").close()
+        journals = SweepJournals(ServeLimits())
+        journals.start("a", "x").open("made")
+        journals.start("a", "x")._wait_s = 0.0
+        with pytest.raises(NameTaken):
+            journals.start("a", "x").open("made")
+        journals.start("a", "x").close()
+        journals.start("a", "x").open("made").close()
+
+    def test_a_request_that_fails_leaves_the_journal_of_one_that_plans(self):
+        journals = SweepJournals(ServeLimits())
+        planning, _ = journals.start("a", "x"), journals.start("a", "x")
+        journals.end("a", "x")
+        planning.open("made").append([1.0])
+        planning.close()
+        journals.end("a", "x")
+        assert journals.start("a", "x") is planning
+
+    def test_an_owners_journals_have_a_limit_in_bytes(self):
+        journals = SweepJournals(ServeLimits(kept_sweep_bytes=20))
+        first, second, others = (journals.start(*of).open("made") for of in (("a", "x"), ("a", "y"), ("b", "x")))
+        first.append([1.0])  # 9 bytes
+        second.append([2.0])
+        with pytest.raises(TooLarge, match="kept_sweep_bytes"):
+            second.append([3.0])
+        others.append([3.0, 4.0])
+        second.close()
+        assert second.open("made").take(float) == [2.0]
+        first.clear()
+        second.append([3.0])
 
 
 KEPT = {"width": [pc.Add([1.0, 2.0], at=pc.embed)], "mask": [pc.Replace(pc.Vector.of([0.0]), at=pc.embed, mask=[1.0])],
@@ -303,7 +325,7 @@ KEPT = {"width": [pc.Add([1.0, 2.0], at=pc.embed)], "mask": [pc.Replace(pc.Vecto
 
 @pytest.mark.parametrize("wrong", KEPT)
 def test_a_program_that_no_prompt_could_run_is_not_kept(lm, wrong):
-    kept = Kept()
+    kept = KeptObjects()
     kept.put("a", "vector", "row", ROW)
     kept.put("a", "program", "through", Program.of([pc.Scale(0.5, at=pc.embed), pc.Use("new")]))
     with pytest.raises(PatchclampError) as raised:
@@ -318,7 +340,7 @@ def test_a_program_that_some_prompt_could_run_is_kept(lm):
         pc.Use("later"), pc.Add("later", at=pc.embed), pc.Replace(pc.From("later", pc.embed), at=pc.embed),
         pc.Replace(pc.SameRun("resid_post[0]", "prompt[-1]"), at=pc.resid_post[1]), pc.Scale(0.5, at=pc.logits),
     ]  # fmt: skip
-    check_program(Program.of(fine), "new", lm.sites, Kept().owned("a"))
+    check_program(Program.of(fine), "new", lm.sites, KeptObjects().owned("a"))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +379,7 @@ def test_a_path_over_http_begins_at_the_request(error):
 def test_counts_are_checked_before_ops_are_read():
     limits = ServeLimits(program_ops=2)
     with pytest.raises(TooLarge) as raised:
-        Call({"edits": [None] * 2, "capture": [None]}, "a", {}, Kept(limits))
+        ProgramCall({"edits": [None] * 2, "capture": [None]}, "a", {}, KeptObjects(limits))
     assert raised.value.path == "patchclamp.edits"
 
 
@@ -367,6 +389,6 @@ def test_long_texts_are_refused_at_once(field):
     if field == "nothing":
         op = {**op, "x" * (1 << 20): 1}
     with pytest.raises(ProgramError, match=r"no field|at most") as raised:
-        Call({"edits": [op]}, "a", {}, Kept())
+        ProgramCall({"edits": [op]}, "a", {}, KeptObjects())
     assert raised.value.path == f"patchclamp.edits[0].{field}"
     assert len(str(raised.value)) < 200

@@ -9,8 +9,8 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.language import Named, Program, Vector
-from patchclamp.serve import front
-from patchclamp.serve.kept import Kept, Note
+from patchclamp.serve import server_state
+from patchclamp.serve.kept import KeptObjects, Note
 from patchclamp.store.named import to_bytes
 
 PROMPT = [5, 6, 7, 8]
@@ -27,12 +27,12 @@ def counted(monkeypatch):
     """The programs that were bound anew."""
     bound = []
 
-    class Counted(front.Bindings):
+    class Counted(server_state.Bindings):
         def of(self, program, *rest):
             bound.append(program)
             return super().of(program, *rest)
 
-    monkeypatch.setattr(front, "Bindings", Counted)
+    monkeypatch.setattr(server_state, "Bindings", Counted)
     return bound
 
 
@@ -45,7 +45,7 @@ def row(lm, number):
 
 
 def test_a_program_is_bound_once_for_a_length(lm, counted):
-    known = front.KnownBindings(lm, Kept())
+    known = server_state.KnownBindings(lm, KeptObjects())
 
     def steer():
         return Program.of([pc.Add(row(lm, 1), at=pc.resid_post)])
@@ -60,8 +60,8 @@ def test_a_program_is_bound_once_for_a_length(lm, counted):
 
 
 def test_what_the_bank_has_now_is_bound(lm, counted):
-    kept = Kept()
-    known, program = front.KnownBindings(lm, kept), Program.of([pc.Add(Named("v"), at=pc.embed)])
+    kept = KeptObjects()
+    known, program = server_state.KnownBindings(lm, kept), Program.of([pc.Add(Named("v"), at=pc.embed)])
     seen = []
     for number in (1, 2):
         kept.put("a", "vector", "v", row(lm, number))
@@ -74,8 +74,8 @@ def test_what_the_bank_has_now_is_bound(lm, counted):
 
 
 def test_what_another_process_says_of_the_bank_counts_and_of_runs_does_not(lm, counted):
-    kept = Kept()
-    known, program = front.KnownBindings(lm, kept), Program.of([pc.Add(Named("v"), at=pc.embed)])
+    kept = KeptObjects()
+    known, program = server_state.KnownBindings(lm, kept), Program.of([pc.Add(Named("v"), at=pc.embed)])
     for number, name, kind, data in (
         (1, "v", "vector", to_bytes("v", row(lm, 1))),
         (1, "r", "touched", b""),
@@ -92,10 +92,10 @@ def test_what_another_process_says_of_the_bank_counts_and_of_runs_does_not(lm, c
 
 
 def test_what_depends_on_the_prompt_or_on_runs_is_bound_anew(lm, counted):
-    kept = Kept()
+    kept = KeptObjects()
     run = lm.run(PROMPT, max_tokens=1, capture=[pc.embed])
     kept.keep("a", "r", run)
-    known = front.KnownBindings(lm, kept)
+    known = server_state.KnownBindings(lm, kept)
     for program in (
         Program.of([pc.Scale(0.5, at=pc.embed, tokens=pc.token(7))]),
         Program.of([pc.Replace(pc.From("r", pc.embed), at=pc.embed, tokens=pc.prompt)]),
@@ -106,13 +106,13 @@ def test_what_depends_on_the_prompt_or_on_runs_is_bound_anew(lm, counted):
 
 
 def test_few_and_small_ones_are_remembered(lm, counted, monkeypatch):
-    monkeypatch.setattr(front, "MAX_KNOWN", 2)
-    known = front.KnownBindings(lm, Kept())
+    monkeypatch.setattr(server_state, "MAX_KNOWN", 2)
+    known = server_state.KnownBindings(lm, KeptObjects())
     programs = [Program.of([pc.Add(row(lm, number), at=pc.embed)]) for number in range(3)]
     for program in (*programs, programs[2], programs[0]):
         bind(lm, known, program)
     assert counted == [*programs, programs[0]]
-    monkeypatch.setattr(front, "MAX_VECTOR_BYTES", 4)
+    monkeypatch.setattr(server_state, "MAX_VECTOR_BYTES", 4)
     bind(lm, known, large := Program.of([pc.Add(row(lm, 9), at=pc.embed)]))
     bind(lm, known, large)
     assert counted[-2:] == [large, large]

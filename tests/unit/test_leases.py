@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from patchclamp.serve.front import GRACE_S, Leases
+from patchclamp.serve.server_state import GRACE_S, Leases
 
 
 class Cores:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import patchclamp as pc
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.studies.parity import Bounds, Parity, SiteParity
 
 study = importlib.import_module("patchclamp.studies.parity")
@@ -243,7 +243,7 @@ class TestCommand:
         ("arguments", "text"),
         [
             (["--dtype", "int8"], "error: dtype: no tolerances for 'int8'"),
-            (["--engine", "vlm"], "error: engine: no engine 'vlm' (did you mean 'vllm'?)"),
+            (["--engine", "vlm"], "error: --engine: no engine 'vlm'"),
             (["--option", "seed"], "error: --option: expected KEY=VALUE"),
         ],
     )
@@ -256,7 +256,7 @@ class TestCommand:
         import subprocess
 
         code = (
-            "import sys; from typer.testing import CliRunner; from patchclamp.cli.app import app; "
+            "import sys; from typer.testing import CliRunner; from patchclamp.cli.study_commands import app; "
             "assert CliRunner().invoke(app, ['parity', '--help']).exit_code == 0; "
             "print({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules))"
         )

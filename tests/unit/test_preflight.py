@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import patchclamp as pc
-from patchclamp.cli.app import app
+from patchclamp.cli.study_commands import app
 from patchclamp.engines.preflight import check_checkpoint, default_dtype
 from patchclamp.testing import FakeEngine
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -24,6 +25,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 if TYPE_CHECKING:
     from patchclamp.lm import LM
     from patchclamp.studies import Study
+    from patchclamp.studies.study import StudyField
 
 OUT = Console(highlight=False)  # results; everything else goes to standard error
 ERR = Console(stderr=True, highlight=False)
@@ -44,10 +46,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "patchclamp sites"}
 
 
-def red(text: str) -> Text:
-    return Text(text, style="red")
-
-
 # -- parsing options
 
 
@@ -61,16 +59,8 @@ def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
         raise ProgramError(f"{error}", option) from None
 
 
-def value_of(text: str) -> Any:
-    """The text parsed as JSON, or the text itself if that fails."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[str, Any]:
-    """Engine options from `key=value` texts and `--dtype`."""
+    """Engine options from `key=value` texts, with JSON or text as the value, and `--dtype`."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     for pair in pairs or ():
         key, sign, value = pair.partition("=")
@@ -81,16 +71,38 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
             raise ProgramError(f"{key} is not an option of the engine: see {NOT_OPTIONS[key]}", "--option")
         if key in options:
             raise ProgramError(f"duplicate option {key}", "--option")
-        options[key] = value_of(value)
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
     return options
 
 
-def check_engine(name: str | None) -> None:
+def check_engine(name: str | None, option: str = "--engine") -> None:
     """Raise `UnknownName` for an unknown engine."""
     from patchclamp.engines import NAMES
 
     if name is not None and name not in NAMES:
-        raise unknown("engine", name, NAMES, "engine")
+        raise unknown("engine", name, NAMES, option)
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raise `ProgramError` for a file that cannot be written, and create its folder."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ProgramError(f"expected a file, got the folder {path}", option)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"cannot create the folder of {path}: {error.strerror}", option) from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ProgramError(f"{path} cannot be written", option)
+
+
+def flag_of(field: StudyField) -> str:
+    """The option of a study's field, such as `--site` of `sites`."""
+    return f"--{(field.arg.option or field.name).replace('_', '-')}"
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +110,7 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
-        option = f"--{(field.arg.option or name).replace('_', '-')}"
+        option = flag_of(field)
         if text is None or text == []:
             continue
         if name == "source" and given["source"]:
@@ -145,6 +157,7 @@ def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_po
 def read_mask(text: str) -> Any:
     """A name in the bank, the numbers of a file, or columns, which become numbers once the model is loaded."""
     from patchclamp.language.tokens import parse_index
+    from patchclamp.studies.sources import columns_mask
 
     if text.startswith("bank:"):
         return text.removeprefix("bank:")
@@ -157,12 +170,7 @@ def read_mask(text: str) -> Any:
             f"expected columns such as 0:64,100, bank:NAME, or FILE.npy, got {text!r}", "--mask"
         ) from None
 
-    def mask(lm: LM, study: Any) -> Any:
-        from patchclamp.studies.sources import columns_mask
-
-        return under("--mask", columns_mask, lm, list(study.sites), columns)
-
-    return mask
+    return lambda lm, study: under("--mask", columns_mask, lm, list(study.sites), columns)
 
 
 def read_array(path: Path, option: str) -> Any:
@@ -175,6 +183,16 @@ def read_array(path: Path, option: str) -> Any:
         raise ProgramError(f"expected an array saved by NumPy, got {path}: {error}", option) from None
 
 
+class PairLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the file of `--pairs`."""
+
+    clean: Any
+    corrupt: Any
+    answer: Any
+    foil: Any = None
+    positions: Any = None
+
+
 def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
     """The prompt pairs of a file, one JSON object per line; without a file, check that the options give a pair."""
     names = ("clean", "corrupt", "answer", "foil")
@@ -184,20 +202,16 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         return {}
     if twice := [name for name in (*names, "positions") if name in given]:
         raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
-    pairs: dict[str, Any] = {name: [] for name in (*names, "positions")}
     from patchclamp.studies.inputs import lines_of
 
+    lines = []
     for number, line in enumerate(under("--pairs", lines_of, file), 1):
-        if not line.strip():
-            continue
-        pair = value_of(line)
-        missing = {*names[:3]} - pair.keys() if isinstance(pair, dict) else {"an object"}
-        surplus = pair.keys() - pairs.keys() if isinstance(pair, dict) else set()
-        if missing or surplus:
-            wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(surplus))}"
-            raise ProgramError(f"line {number} of {file} {wrong}; expected {', '.join(pairs)}", "--pairs")
-        for name, values in pairs.items():
-            values.append(pair.get(name))
+        if line.strip():
+            try:
+                lines.append(msgspec.json.decode(line, type=PairLine))
+            except msgspec.MsgspecError as error:
+                raise ProgramError(f"line {number} of {file}: {error}", "--pairs") from None
+    pairs: dict[str, Any] = {name: [getattr(line, name) for line in lines] for name in (*names, "positions")}
     if not pairs["clean"]:
         raise ProgramError(f"{file} has no pairs", "--pairs")
     without = [of is None for of in pairs["positions"]]
@@ -220,12 +234,6 @@ def by_label(positions: list[Any]) -> dict[str, list[Any]]:
                 'selection each, such as {"subject": "span(\'Rome\')", "last": -1}', "--pairs"
             )  # fmt: skip
     return {label: [of[label] for of in positions] for label in labels}
-
-
-def prompts_of(file: Path | None, option: str) -> list[str] | None:
-    from patchclamp.studies.inputs import prompts_in
-
-    return None if file is None else under(option, prompts_in, str(file))
 
 
 def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
@@ -264,20 +272,12 @@ def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iter
     """The `LM` of exact patches: the same one, another engine's with the options, or a server's."""
     if on is None:
         yield lm
-        return
-    is_url = on.startswith(("http://", "https://"))
-    if is_url:
-        options = {name: value for name, value in options.items() if name != "dtype"}
-    with loaded(on if is_url else model, None if is_url else on, options) as other:
-        yield other
-
-
-def curve_of(lm: LM, study: Any, vectors: Any, prompts: list[str], resume: Path | None) -> Any:
-    """The strength curve of steering vectors on some prompts."""
-    from patchclamp.studies import strength_curve
-
-    journal = None if resume is None else resume.with_name(f"{resume.name}.curve")
-    return strength_curve(lm, vectors, prompts, study.answer, study.foil, chat=study.chat, resume=journal)
+    elif "://" in on:
+        with loaded(on, None, {name: value for name, value in options.items() if name != "dtype"}) as other:
+            yield other
+    else:
+        with loaded(model, on, options) as other:
+            yield other
 
 
 # -- models
@@ -311,7 +311,7 @@ def quietly() -> Iterator[None]:
 DEMO = "smollm2"
 CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
 ANSWER, FOIL = " Paris", " Rome"
-SITES, METRIC = ("resid_pre", "attn_out", "mlp_out"), "logit_diff"
+SITES = ("resid_pre", "attn_out", "mlp_out")
 # room for the keys and values of a few short prompts, so that a laptop remains usable
 DEMO_OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {
@@ -351,7 +351,7 @@ def demo(
         with step(f"Loading {DEMO} on {name}"):
             lm = stack.enter_context(loaded(DEMO, name, DEMO_OPTIONS.get(name, {})))
         with step(f"Patching {', '.join(SITES)} in {lm.model.layers} layers"):
-            result = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES, metric=METRIC)
+            result = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES)
     show_best(OUT, result.picture(), 5)
     OUT.print()
     wrote(OUT, result.plot(png))
@@ -533,6 +533,7 @@ def sites(
     from patchclamp.cli import show
     from patchclamp.proving import prove
 
+    check_engine(engine)
     with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
         with ERR.status("proving every site …"):
             proofs = prove(lm, full)

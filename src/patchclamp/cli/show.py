@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from patchclamp.language import SITES
-from patchclamp.plots import Curve, Curves, Heatmap, Strip, TokenGrid, style
+from patchclamp.plots import Curve, Curves, Heatmap, Picture, style
 from patchclamp.plots.style import tick
 
 if TYPE_CHECKING:
@@ -54,17 +53,54 @@ def show(console: Console, result: Any, top: int) -> None:
         show_best(console, picture, top)
 
 
+PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
+FOLDED = frozenset({
+    "likeliest tokens", "goes on with", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
+})  # fmt: skip
+LEFT = FOLDED | {
+    "layer parts",
+    "best cells",
+    "positions",
+    "site",
+    "shape",
+    "layout",
+    "mark",
+    "finding",
+    "seam",
+    "status",
+}
+
+
+def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
+    """A table without lines. Texts are left-aligned, and long ones are folded; numbers are right-aligned."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
+    for name in columns:
+        justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
+        table.add_column(name, justify=justify, no_wrap=name not in FOLDED, overflow="fold")
+    return table
+
+
+def _head(console: Console, picture: Picture, *texts: str) -> None:
+    """Print the title and the provenance of a picture, and sentences below them."""
+    console.print()
+    console.print(Text(picture.title, style="bold"), soft_wrap=True)
+    console.print(Text(picture.provenance, style="dim"), soft_wrap=True)
+    for text in texts:
+        console.print(Text(text), soft_wrap=True)
+    console.print()
+
+
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
 def show_question(console: Console, heatmap: Heatmap) -> None:
     """Print title, provenance, and the prompts with the tokens in which they differ."""
-    console.print()
-    console.print(Text(heatmap.title, style="bold"), soft_wrap=True)
-    console.print(Text(heatmap.provenance, style="dim"), soft_wrap=True)
-    console.print()
+    _head(console, heatmap)
     for strip in heatmap.strips:
-        console.print(_prompt(strip), soft_wrap=True)
+        line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
+        for token, mark in zip(strip.tokens, strip.marks, strict=True):
+            line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
+        console.print(line, soft_wrap=True)
 
 
 def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
@@ -81,25 +117,10 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
         tokens = ", ".join(f"{style.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
         console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
     console.print()
-    console.print(_best(heatmap, top))
-
-
-def _prompt(strip: Strip) -> Text:
-    line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
-    for token, mark in zip(strip.tokens, strip.marks, strict=True):
-        line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
-    return line
-
-
-def _best(heatmap: Heatmap, top: int) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("best cells", no_wrap=True)
-    table.add_column("token", overflow="fold")
-    table.add_column("positions", no_wrap=True)
     over, goal = f"over {heatmap.baseline.name}", heatmap.goal
     spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
-    for name in (heatmap.metric, over, *spread, *([] if goal is None else [f"way to {goal.name}"])):
-        table.add_column(name, justify="right", no_wrap=True)
+    to_goal = [] if goal is None else [f"way to {goal.name}"]
+    table = _table("best cells", "token", "positions", heatmap.metric, over, *spread, *to_goal)
     for spot in heatmap.ranked(top):
         column = heatmap.columns[spot.column]
         place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
@@ -110,22 +131,14 @@ def _best(heatmap: Heatmap, top: int) -> Table:
             Text(place), Text(style.visible(label)), column.positions, style.number(spot.value),
             style.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
-    return table
+    console.print(table)
 
 
 def show_curves(console: Console, curves: Curves) -> None:
     """Print title, provenance, and the middle of every line at every number."""
-    console.print()
-    console.print(Text(curves.title, style="bold"), soft_wrap=True)
-    console.print(Text(curves.provenance, style="dim"), soft_wrap=True)
-    for note in curves.notes:
-        console.print(Text(note), soft_wrap=True)
-    console.print()
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(curves.x_label, justify="right", no_wrap=True)
+    _head(console, curves, *curves.notes)
     lines = [line for chart in curves.charts for line in chart.lines]
-    for line in lines:
-        table.add_column(line.label, justify="right")
+    table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
         table.add_row(tick(x), *(_at(line, x) for line in lines))
     console.print(table)
@@ -142,23 +155,16 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     console.print(
         Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
     )
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("strength", "goes on with", header=False)
     table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
     for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
         table.add_row(tick(strength), Text(style.plain(row[0].text)))
     console.print(table)
 
 
-WORDY = frozenset({  # columns of text; the others are numbers
-    "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",
-})  # fmt: skip
-
-
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
     """Print one row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
-    _head(console, lens.picture())
+    _head(console, picture := lens.picture(), picture.explained)
     column = len(lens.positions) - 1
     at = lens.positions[column]
     console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
@@ -174,8 +180,8 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
     """Print the parts that contribute most: layers, heads and neurons."""
-    _head(console, result.picture())
-    for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
+    _head(console, picture := result.picture(), picture.explained)
+    for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layer parts"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
         if shares:
@@ -190,7 +196,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
     """Print one row per cell: source and target layer of the activation, and the continuation."""
-    _head(console, result.picture())
+    _head(console, picture := result.picture(), picture.explained)
     table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
@@ -203,7 +209,7 @@ def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
     """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
-    _head(console, result.picture())
+    _head(console, picture := result.picture(), picture.explained)
     edges = hasattr(result, "senders")
     table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
     cell: Any
@@ -216,45 +222,22 @@ def show_patching(
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
 
 
-def _head(console: Console, grid: TokenGrid) -> None:
-    console.print()
-    console.print(Text(grid.title, style="bold"), soft_wrap=True)
-    console.print(Text(grid.explained), soft_wrap=True)
-    console.print(Text(grid.provenance, style="dim"), soft_wrap=True)
-    console.print()
-
-
-def _table(*columns: str) -> Table:
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name in WORDY else "right", overflow="fold")
-    return table
-
-
-PROOFS = {
-    "shape": "shape",
-    "noop": "no-op",
-    "edit": "edit",
-    "order": "order",
-    "adds": "sums",
-}  # field of a proof, its column
+TICKS = {None: ("–", "dim"), True: ("✓", "green"), False: ("✗", "bold red")}
 NOWHERE = "–"  # the module of a site on an engine without modules
 
 
 def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     """Print one row per site with its proofs as ticks ("–": not applicable), the sites' modules, and the failures."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
-    table = _site_table("site", "layers", "shape", "layout")
-    for name in PROOFS.values():
-        table.add_column(name, justify="center", no_wrap=True)
+    table = _table("site", "layers", "shape", "layout", *PROOFS.values())
     for proof in proofs:
-        ticks = [_tick(getattr(proof, field)) for field in PROOFS]
+        ticks = [Text(*TICKS[getattr(proof, field)]) for field in PROOFS]
         layers = "–" if proof.layers is None else str(proof.layers)
         table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, *ticks)
     console.print(table)
     modules = {proof.name: module(lm, proof.name) for proof in proofs}
     if set(modules.values()) != {NOWHERE}:
-        where = _site_table("site", "module")
+        where = _table("site", "module")
         for name, border in modules.items():
             where.add_row(name, Text(border))
         console.print()
@@ -273,16 +256,6 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         )
 
 
-def _site_table(*names: str) -> Table:
-    """A table that fits 80 columns: only the module of a site may wrap."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(
-            name, justify="right" if name == "layers" else "left", no_wrap=name != "module", overflow="fold"
-        )
-    return table
-
-
 def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     """Print a JSON list with one object per site."""
     rows = [
@@ -293,7 +266,7 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         }
         for proof in proofs
     ]  # fmt: skip
-    console.file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+    console.print_json(data=rows, highlight=False)
 
 
 def shape(proof: Proof) -> str:
@@ -312,12 +285,6 @@ def module(lm: LM, name: str) -> str:
     return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
 
 
-def _tick(held: bool | None) -> Text:
-    if held is None:
-        return Text("–", style="dim")
-    return Text("✓", style="green") if held else Text("✗", style="bold red")
-
-
 def parity(console: Console, result: Parity) -> None:
     """Print one row per site: its worst row, the first layer out of tolerance, its edit; then all problems."""
     engines = " against ".join(result.engines)
@@ -325,9 +292,7 @@ def parity(console: Console, result: Parity) -> None:
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
     same, generated = result.alike
     console.print(Text(f"{prompts}; {same} of {generated} generated tokens alike"))
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise"):
-        table.add_column(name, justify="left" if name == "site" else "right", no_wrap=True)
+    table = _table("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise", gap=1)
     for site in result.sites:
         out, layered = result.leaves(site), "[" in site.worst_at
         table.add_row(
@@ -340,15 +305,6 @@ def parity(console: Console, result: Parity) -> None:
         console.print(Text(f"on one engine only, since the tables differ: {', '.join(result.left_out)}", style="dim"))
     near = result.logprobs <= result.bounds.logprobs
     console.print(Text.assemble("log-probabilities ", _bounded(result.logprobs, near), " apart at most"))
-    _show_verdict(console, result)
-
-
-def parity_json(console: Console, result: Parity) -> None:
-    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
-    console.file.write(msgspec.json.format(msgspec.json.encode(result.to_dict())).decode() + "\n")
-
-
-def _show_verdict(console: Console, result: Parity) -> None:
     bounds = result.bounds
     for problem in result.problems:
         console.print(Text(problem, style="red"), soft_wrap=True)
@@ -359,6 +315,11 @@ def _show_verdict(console: Console, result: Parity) -> None:
             f"rows within {bounds.rows:g}, edits within {bounds.edit:g}, log-probabilities within {bounds.logprobs:g}"
         )
         console.print(Text(f"all {len(result.sites)} sites are equal: {bounded}", style="green"), soft_wrap=True)
+
+
+def parity_json(console: Console, result: Parity) -> None:
+    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
+    console.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)
 
 
 def _layer(place: str) -> str:
@@ -377,10 +338,7 @@ def findings(console: Console, report: Report) -> None:
     """Print one table per part, with advice on everything that is not in order."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column()
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        table = _table("mark", "finding", "detail", header=False)
         for finding in group:
             mark, style = MARKS[finding.status]
             detail = Text(finding.detail)
@@ -398,4 +356,4 @@ def findings_json(console: Console, report: Report) -> None:
     """Print a JSON object: the verdict, and every finding in order."""
     rows = [msgspec.to_builtins(finding) for finding in report.findings]
     answer = {"ok": not report.problems, "findings": rows}
-    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+    console.print_json(data=answer, highlight=False)

@@ -6,7 +6,7 @@ A logarithmic axis may include 0, at the left and apart from the rest. A line ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,18 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         if self.low is None or self.high is None:
             return text
         return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
+
+    def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
+        """The outline of the spread as plotly fills it: a polygon for each stretch without NaN, separated by None."""
+        assert self.low is not None
+        assert self.high is not None
+        known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
+        across, up = list[float | None](), list[float | None]()
+        for stretch in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
+            there, back = stretch.tolist(), stretch[::-1].tolist()
+            across += [*(x[n] for n in (*there, *back)), None]
+            up += [*self.high[there].tolist(), *self.low[back].tolist(), None]
+        return across, up
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
@@ -199,10 +211,11 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         for row, chart in enumerate(self.charts, 1):
             for i, line in enumerate(chart.lines):
                 x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
-                if line.low is not None and line.high is not None:
+                if line.low is not None:
+                    band_x, band_y = line.band(x)
                     figure.add_trace(graphs.Scatter(
-                        x=[*x, *x[::-1]], y=[*line.high, *line.low[::-1]], fill="toself", fillcolor=colour,
-                        opacity=0.16, line={"width": 0}, mode="lines", hoverinfo="skip", showlegend=False,
+                        x=band_x, y=band_y, fill="toself", fillcolor=colour, opacity=0.16, line={"width": 0},
+                        mode="lines", hoverinfo="skip", showlegend=False,
                     ), row=row, col=1)  # fmt: skip
                 hover = [style.html_text(f"{line.label} at {tick(float(value))}: {line.text(n)}")
                          for n, value in enumerate(line.x)]  # fmt: skip

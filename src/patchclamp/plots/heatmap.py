@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -144,7 +144,7 @@ class ColourRange(msgspec.Struct, frozen=True):
         return style.DIVERGING if self.blue_above else style.DIVERGING[::-1]
 
 
-class Spot(msgspec.Struct, frozen=True):
+class HeatmapCell(msgspec.Struct, frozen=True):
     """A cell by panel, row and column, with its value."""
 
     panel: int
@@ -217,10 +217,10 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
-    def ranked(self, count: int) -> list[Spot]:
+    def ranked(self, count: int) -> list[HeatmapCell]:
         """The `count` cells furthest towards the goal, or with the largest effects without a goal, best first."""
         spots = [
-            Spot(i, int(row), int(column), float(panel.values[row, column]))
+            HeatmapCell(i, int(row), int(column), float(panel.values[row, column]))
             for i, panel in enumerate(self.panels)
             for row, column in np.argwhere(~np.isnan(panel.values))
         ]
@@ -228,7 +228,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             return sorted(spots, key=lambda spot: -abs(self.effect(spot.value)))[:count]
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
-    def describe(self, spot: Spot, limit: int = 60) -> str:
+    def describe(self, spot: HeatmapCell, limit: int = 60) -> str:
         """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, with a label of at most `limit` characters."""
         row, label = self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
         part, goal = self.share(spot.value), self.goal
@@ -281,13 +281,8 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         self._draw_bar(figure, grid)
         return figure
 
-    def _colour_map(self) -> Any:
-        from matplotlib.colors import LinearSegmentedColormap
-
-        return LinearSegmentedColormap.from_list("patchclamp", list(self.scale.colours))
-
     def _draw_panel(self, axes: Axes, panel: Panel, labels: list[str], width: float, height: float) -> None:
-        scale, colours = self.scale, self._colour_map()
+        scale, colours = self.scale, style.colour_map(self.scale.colours, "none")
         style.bare(axes, panel.name, self.axis, "" if panel.rows[0] is None else "layer")
         axes.patch.set(facecolor=style.BLANK, edgecolor="#c3cad3", hatch="//////", linewidth=0)
         layers = [(panel.coarse, style.PALE)] if panel.coarse is not None else []
@@ -319,7 +314,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         from matplotlib.colors import Normalize
 
         scale = self.scale
-        shades = ScalarMappable(Normalize(scale.low, scale.high), self._colour_map())
+        shades = ScalarMappable(Normalize(scale.low, scale.high), style.colour_map(self.scale.colours, "none"))
         bar = figure.colorbar(shades, ax=list(grid.flat), location="top", shrink=0.5, aspect=32, anchor=(0.0, 0.0))
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
         ticks = {anchor.value: anchor for anchor in (self.goal, self.baseline) if anchor is not None}
@@ -368,24 +363,19 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             )  # fmt: skip
             rows = [] if panel.rows[0] is None else [str(layer) for layer in panel.rows]
             figure.update_yaxes(
-                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5), **at
-            )
-            if rows:
-                figure.update_yaxes(title_text="layer", **at)
+                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5),
+                title_text="layer" if rows else None, **at,
+            )  # fmt: skip
             if best and best[0].panel == i:
                 figure.add_shape(**style.frame(best[0].row, best[0].column, i + 1))
         anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
         figure.update_layout(
-            coloraxis={"colorscale": style.colour_scale(scale.colours), "cmin": scale.low, "cmax": scale.high,
+            coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
                        "colorbar": {"title": {"text": self.metric}, "y": 1, "yanchor": "top", "lenmode": "pixels",
                                     "len": min(height - 60, 420), "tickvals": [anchor.value for anchor in anchors],
                                     "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in anchors]}},
-            height=height, plot_bgcolor=style.BLANK, margin={"t": 60},
-            font={"family": style.PAGE_FONT, "color": style.INK},
         )  # fmt: skip
-        figure.update_xaxes(showgrid=False, zeroline=False)
-        figure.update_yaxes(showgrid=False, zeroline=False)
-        return figure
+        return style.lay_out(figure, height)
 
     def _hover(self, panel: Panel, row: int, column: int) -> str:
         value = panel.values[row, column]

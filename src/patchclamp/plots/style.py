@@ -213,9 +213,9 @@ def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str =
     with _writing(target):
         target.write_text(_PAGE.format(*parts), encoding="utf-8")
         if include_plotlyjs == "directory":
-            script = target.with_name("plotly.min.js")
-            if not script.exists():
-                script.write_text(need("plotly.offline").get_plotlyjs(), encoding="utf-8")
+            script, code = target.with_name("plotly.min.js"), need("plotly.offline").get_plotlyjs().encode()
+            if not script.exists() or script.read_bytes() != code:  # or another version of plotly wrote it
+                script.write_bytes(code)
     return target
 
 
@@ -351,13 +351,14 @@ def _as_text(figure: Figure) -> None:
         text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def colour_map(colours: Iterable[str], missing: str) -> Any:
+    """Colours as matplotlib takes them, evenly spaced, and the colour of cells without a value."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("patchclamp", list(colours)).with_extremes(bad=missing)
+
+
 # -- plotly
-
-
-def colour_scale(colours: Iterable[str]) -> list[tuple[float, str]]:
-    """Colours as plotly takes them, evenly spaced."""
-    listed = list(colours)
-    return [(i / (len(listed) - 1), colour) for i, colour in enumerate(listed)]
 
 
 def frame(row: int, column: int, reference: int) -> dict[str, Any]:
@@ -370,3 +371,12 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
 def html_text(text: str) -> str:
     """Text for a plotly label or hover, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")
+
+
+def lay_out(figure: Interactive, height: int) -> Interactive:
+    """Set the height, the colours and the font of a plotly figure of cells."""
+    figure.update_layout(height=height, plot_bgcolor=BLANK, margin={"t": 60},
+                         font={"family": PAGE_FONT, "color": INK})  # fmt: skip
+    figure.update_xaxes(showgrid=False, zeroline=False)
+    figure.update_yaxes(showgrid=False, zeroline=False)
+    return figure

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -149,14 +149,10 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                                 ticktext=[style.html_text(name) for name in panel.rows], row=i, col=1)  # fmt: skip
             low, high = figure.get_subplot(i, 1).yaxis.domain
             figure.update_layout({axis: {
-                "colorscale": style.colour_scale(shades.colours), "cmin": shades.low, "cmax": shades.high,
+                "colorscale": shades.colours, "cmin": shades.low, "cmax": shades.high,
                 "colorbar": {"y": (low + high) / 2, "len": max(high - low, 110 / height)},
             }})  # fmt: skip
-        figure.update_layout(height=height, plot_bgcolor=style.BLANK, margin={"t": 50},
-                             font={"family": style.PAGE_FONT, "color": INK})  # fmt: skip
-        figure.update_xaxes(showgrid=False, zeroline=False)
-        figure.update_yaxes(showgrid=False, zeroline=False)
-        return figure
+        return style.lay_out(figure, height)
 
     def sections(self) -> Iterator[tuple[str, str]]:
         """The meaning of a cell, the prompt, and the table."""
@@ -178,18 +174,12 @@ def _note(panel: GridPanel, row: int, column: int) -> str:
     return style.html_text(f"{place}: {number(value) if np.isfinite(value) else '–'}\n{note}")
 
 
-def _colour_map(shades: Shades) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("patchclamp", list(shades.colours)).with_extremes(bad=style.BLANK)
-
-
 def _draw(axes: Axes, panel: GridPanel) -> None:
     shades, (width, height) = panel.shades, panel.cell
     style.bare(axes, panel.name, panel.column_name, panel.row_name)
     image = axes.imshow(
         np.ma.masked_invalid(panel.values), origin="lower", aspect="auto", interpolation="nearest",
-        cmap=_colour_map(shades), vmin=shades.low, vmax=shades.high,
+        cmap=style.colour_map(shades.colours, style.BLANK), vmin=shades.low, vmax=shades.high,
     )  # fmt: skip
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=30, fraction=0.04, ticks=[shades.low, shades.high])
     bar.ax.set_yticklabels([number(shades.low), number(shades.high)], fontsize=LABEL - 1)

@@ -30,10 +30,10 @@ from patchclamp.errors import (
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
-from patchclamp.serve.call import check_records
-from patchclamp.serve.captures import answer, numbered_file
-from patchclamp.serve.front import Front, log
+from patchclamp.serve.capture_files import answer, numbered_file
+from patchclamp.serve.program_call import check_records
 from patchclamp.serve.routes import caller
+from patchclamp.serve.server_state import Front, log
 from patchclamp.version import __version__
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
@@ -183,7 +183,7 @@ class _Running:
         """Yields frames of events until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
-                request.listener = _Listener(i, self._events)
+                request.listener = _PartQueue(i, self._events)
         try:
             self._front.waiting.update((request.run, self._abort) for request in self._requests)
             self._start()
@@ -244,7 +244,7 @@ class _Running:
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
 
 
-class _Listener:
+class _PartQueue:
     """Posts the parts of a request; called on the event loop's thread."""
 
     closed = False

@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -167,7 +167,7 @@ class Owned(Mapping[str, Any]):
         raise MissingSource(f"there is no run {key}; there are: {', '.join(self._runs) or 'none'}")
 
 
-class Kept:
+class KeptObjects:
     """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
 
     def __init__(
@@ -422,39 +422,67 @@ def check_name(name: str, path: str) -> str:
 ENDS_WITHIN_S = 10.0  # wait for a sweep to end after its client disconnected, before the client resumes it
 
 
-class KeptSweeps:
+class SweepJournal(Journal):
+    """The journal of a sweep in memory. `reserve` raises if its owner has no room for more bytes.
+
+    users: requests that use it, from before they plan their sweep until its thread ends
+    """
+
+    def __init__(self, reserve: Callable[[int], None]) -> None:
+        super().__init__(None, ENDS_WITHIN_S)
+        self._reserve = reserve
+        self.nbytes, self.users, self.touched_s = 0, 0, 0.0
+
+    def append(self, records: Sequence[Any]) -> None:
+        """Append records within the owner's limit."""
+        more = sum(len(msgspec.msgpack.encode(record)) for record in records)
+        self._reserve(more)
+        super().append(records)
+        self.nbytes += more
+
+    def clear(self) -> None:
+        """Delete all records."""
+        super().clear()
+        self.nbytes = 0
+
+
+class SweepJournals:
     """The journals of each owner's sweeps. Use it only on the event loop's thread."""
 
     def __init__(self, limits: ServeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._journals: dict[tuple[str, str], Journal] = {}
-        self._touched_s: dict[tuple[str, str], float] = {}
+        self._journals: dict[tuple[str, str], SweepJournal] = {}
 
-    def journal(self, owner: str, name: str) -> Journal:
-        """The journal of a name, created if it does not exist. Raises `CapacityError` if the owner has too many, and
-        `ProgramError` for an invalid name."""
+    def start(self, owner: str, name: str) -> SweepJournal:
+        """The journal of a name, created if it does not exist; `end` must follow. Raises `CapacityError` if the owner
+        has too many, and `ProgramError` for an invalid name."""
         key = owner, check_name(name, "resume")
         self._drop_old()
         if key not in self._journals:
-            count = sum(of == owner for of, _ in self._journals)
-            self._limits.check_room("kept_sweeps", count, 1, "sweeps that can go on", "resume")
-            self._journals[key] = Journal(None, ENDS_WITHIN_S)
-        self._touched_s[key] = self._clock()
+            self._limits.check_room("kept_sweeps", len(self._of(owner)), 1, "sweeps that can go on", "resume")
+            self._journals[key] = SweepJournal(lambda more: self._reserve(owner, more))
+        self._journals[key].users += 1
         return self._journals[key]
 
-    def ended(self, owner: str, name: str) -> None:
-        """Starts the `run_ttl_s` of an ended sweep's journal, or drops it if it is empty."""
-        key = owner, name
-        if key in self._journals:
-            self._touched_s[key] = self._clock()
-            if self._journals[key].is_empty and not self._journals[key].is_open:
-                self._drop(key)
+    def end(self, owner: str, name: str) -> None:
+        """Starts the `run_ttl_s` of an ended sweep's journal, or drops it if it is empty and no other request uses
+        it."""
+        journal = self._journals[owner, name]
+        journal.users -= 1
+        journal.touched_s = self._clock()
+        if journal.is_empty and not journal.users:
+            del self._journals[owner, name]
+
+    def _of(self, owner: str) -> list[SweepJournal]:
+        return [journal for (of, _), journal in list(self._journals.items()) if of == owner]
+
+    def _reserve(self, owner: str, more: int) -> None:
+        """Called on the threads of sweeps."""
+        used = sum(journal.nbytes for journal in self._of(owner))
+        self._limits.check("kept_sweep_bytes", used + more, "bytes of sweeps that can go on", "resume")
 
     def _drop_old(self) -> None:
         oldest = self._clock() - self._limits.run_ttl_s
-        for key in [key for key, journal in self._journals.items() if not journal.is_open]:
-            if self._touched_s[key] < oldest:
-                self._drop(key)
-
-    def _drop(self, key: tuple[str, str]) -> None:
-        del self._journals[key], self._touched_s[key]
+        for key, journal in list(self._journals.items()):
+            if not journal.users and journal.touched_s < oldest:
+                del self._journals[key]

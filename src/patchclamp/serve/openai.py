@@ -22,10 +22,10 @@ from patchclamp.engines.vllm.compat.clients import ROUTES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import check_words, is_ours
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
-from patchclamp.serve.call import Call, Variant, current, of_extra_args, variant_of, with_variants
-from patchclamp.serve.captures import MAX_LINE, data_event
-from patchclamp.serve.front import Front, log
+from patchclamp.serve.capture_files import MAX_LINE, data_event
+from patchclamp.serve.program_call import ProgramCall, Variant, current, of_extra_args, variant_of, with_variants
 from patchclamp.serve.routes import caller
+from patchclamp.serve.server_state import Front, log
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
 SEAMS = dict(zip((*PATHS, MODELS), ROUTES, strict=True))
@@ -94,7 +94,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
     return route
 
 
-async def read_call(request: Any, raw_request: Request) -> Call | None:
+async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     """The call in a request's model name, `patchclamp` object or `vllm_xargs`; None if it has no program."""
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
@@ -115,7 +115,7 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
     await check_values(body, front.limits, has_object)
     if has_object:
-        make = functools.partial(Call, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
+        make = functools.partial(ProgramCall, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         make = functools.partial(of_extra_args, xargs, owner, front.kept, variant, on_own_route=True)
     is_long = len(body) > QUICK_BYTES
@@ -135,7 +135,7 @@ def _chat_of(body: dict[str, Any]) -> Chat:
     return chat_of(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
 
-async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
+async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Response:
     """Awaits vLLM's response with the call set for `generate`."""
     token = current.set(call)
     try:
@@ -151,7 +151,7 @@ async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
     return None if response is None else json.loads(bytes(response.body))
 
 
-async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Response:
+async def _whole(response: Response, call: ProgramCall, front: Front, twin: Any) -> Response:
     if response.status_code != 200:
         return response
     body = json.loads(bytes(response.body))
@@ -165,7 +165,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
     return JSONResponse(body, headers=headers)
 
 
-async def _streamed(response: StreamingResponse, raw_request: Request, call: Call, front: Front) -> Response:
+async def _streamed(response: StreamingResponse, raw_request: Request, call: ProgramCall, front: Front) -> Response:
     """A stream whose last chunk is the `patchclamp` object. Errors of the program are found before the first chunk, and
     are returned as error responses."""
     await call.bound()

@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    from patchclamp.serve.carry import edited
+    from patchclamp.serve.program_call import edited
 
     return edited(client, stock, prompt, params, request_id, **others)
 
@@ -34,11 +34,11 @@ class Endpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        from patchclamp.serve.app import attach
+        from patchclamp.serve.asgi import attach
 
         attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        from patchclamp.serve.app import start
+        from patchclamp.serve.asgi import start
 
         await start(engine_client, state, args)

@@ -21,8 +21,7 @@ from patchclamp.language.site import SITES
 from patchclamp.run import Run
 from patchclamp.serve import schema
 from patchclamp.serve.bodies import is_json, read_body
-from patchclamp.serve.captures import answer, captured_names, file_of
-from patchclamp.serve.front import Front, owner_of
+from patchclamp.serve.capture_files import answer, captured_names, file_of
 from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
 from patchclamp.serve.schema import (
     ERRORS,
@@ -40,6 +39,7 @@ from patchclamp.serve.schema import (
     VectorCard,
     VectorList,
 )
+from patchclamp.serve.server_state import Front, owner_of
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.version import __version__
 
@@ -88,7 +88,7 @@ async def read_run(run: Name, request: Request) -> RunCard:
 
 @router.get("/runs/{run}/captures", response_class=Response, responses=FILE)
 async def read_captures(run: Name, request: Request) -> Response:
-    """Returns a run's captures as a safetensors file (`patchclamp.serve.captures`)."""
+    """Returns a run's captures as a safetensors file (`patchclamp.serve.capture_files`)."""
     front, owner = caller(request)
     kept = front.kept.run(owner, run)
 

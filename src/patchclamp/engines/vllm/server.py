@@ -65,11 +65,10 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sweeps: concurrent sweeps of one owner
 
     Stored per owner:
-    bank_names: vectors and programs
-    named_bytes: their bytes
+    bank_names, named_bytes: vectors and programs, and their bytes
     kept_runs: runs
     run_bytes: captures of runs; for a sweep, the bytes it reads at a time
-    kept_sweeps: sweeps that can be resumed
+    kept_sweeps, kept_sweep_bytes: sweeps that can be resumed, and the bytes of their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
     """
 
@@ -92,6 +91,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_runs: Count = 4096
     run_bytes: Count = 1 << 32
     kept_sweeps: Count = 16
+    kept_sweep_bytes: Count = 1 << 26
     run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
     def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:

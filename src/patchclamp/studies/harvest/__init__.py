@@ -438,7 +438,7 @@ class _HarvestJob:
         self._advance(tokens)
 
     def _rows(
-        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
+        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: Sequence[Mapping[str, Any]]
     ) -> Iterator[list[np.ndarray]]:
         """The rows of some prompts, site by site. Runs are closed at the end."""
         kept = [self._kept(part.part.prompts[i]) for i in prompts]

@@ -1,14 +1,21 @@
-"""The `patchclamp` object of a request and of its response, and variants: a stored program is served to its owner as
-the model `MODEL:NAME`."""
+"""Programs in requests to vLLM's completion routes: from the `patchclamp` object of a request to that of its response.
+
+A `ProgramCall` reads the object. `edited` replaces vLLM's `generate`: it binds the program to each prompt, runs it, and
+adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs that are
+served to their owner as the model `MODEL:NAME`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import copy
 import functools
 import json
+import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -16,19 +23,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.base import Request
-from patchclamp.engines.tokenizer import Chat
+from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.tokenizer import Chat, prompt_of
+from patchclamp.engines.vllm.compat import images
+from patchclamp.engines.vllm.compat.clients import http_error
+from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Capture, Program, SiteOp, Use
-from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz
+from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
-from patchclamp.plan.bound import BoundProgram, position_ranges
+from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
+from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_count
 from patchclamp.run import Run
-from patchclamp.serve.captures import captured_file
-from patchclamp.serve.kept import Kept, check_name
+from patchclamp.serve.capture_files import captured_file
+from patchclamp.serve.kept import KeptObjects, check_name
+from patchclamp.serve.server_state import OPEN, Front, front_of, log
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -50,7 +62,7 @@ class Variant(msgspec.Struct, frozen=True):
         return type(error)(f"{error.message} (the first {edits} edits are the model's, {self.asked})", error.path)
 
 
-async def variant_of(asked: Any, models: Any, kept: Kept, owner: str) -> Variant | None:
+async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> Variant | None:
     """The variant that a request's `model` names; None for a model of vLLM or an unknown base model. Raises
     `MissingSource` if the owner has no such program. `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
@@ -65,7 +77,7 @@ async def variant_of(asked: Any, models: Any, kept: Kept, owner: str) -> Variant
         raise MissingSource(f"the model {asked!r} does not exist: {error.message}", "model") from None
 
 
-def with_variants(cards: list[dict[str, Any]], kept: Kept, owner: str) -> list[dict[str, Any]]:
+def with_variants(cards: list[dict[str, Any]], kept: KeptObjects, owner: str) -> list[dict[str, Any]]:
     """The cards of vLLM's models, followed by one for each variant of the first model."""
     first = cards[0]
     return cards + [
@@ -83,7 +95,7 @@ FLAGS = ("keep", "compare", "tokens")
 FIELDS = ("edits", "capture", "run", *FLAGS)
 
 
-class Call:
+class ProgramCall:
     """A request's `patchclamp` object.
 
     program: its edits and captures; the variant's edits come first
@@ -104,7 +116,7 @@ class Call:
     is_long = False  # True if the body is too long to hash its vectors on the event loop
 
     def __init__(
-        self, data: Any, owner: str, extra: dict[str, Any], kept: Kept, variant: Variant | None = None,
+        self, data: Any, owner: str, extra: dict[str, Any], kept: KeptObjects, variant: Variant | None = None,
         on_own_route: bool = True,
     ) -> None:  # fmt: skip
         if not isinstance(data, dict):
@@ -188,7 +200,7 @@ class Call:
             self.records.stop()
             raise
 
-    def add(self, choice: int, run: Run, request: Request, kept: Kept) -> None:
+    def add(self, choice: int, run: Run, request: Request, kept: KeptObjects) -> None:
         """Adds the run of a choice, and stores it if it has captures."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
@@ -200,7 +212,7 @@ class Call:
         """True once every run has ended, none with an error."""
         return self.error is None and len(self.runs) == self.began
 
-    async def answer(self, kept: Kept, most: int | None = None) -> dict[str, Any]:
+    async def answer(self, kept: KeptObjects, most: int | None = None) -> dict[str, Any]:
         """The response's `patchclamp` object. Frees inline captures that are not to be kept. `most`: the maximum number
         of base64 characters of inline captures per run; None for no limit."""
         answer: dict[str, Any] = {
@@ -226,15 +238,11 @@ class Call:
             "took_s": round(time.perf_counter() - self._began_s, 6),
         }  # fmt: skip
 
-    def leave(self, kept: Kept) -> None:
+    def leave(self, kept: KeptObjects) -> None:
         """Frees runs that are not kept, after the client disconnected or got an error instead of the answer."""
         if not self.keep:
             for name, run in self.runs.values():
                 kept.let_go(self.owner, name, run)
-
-    def _goes_along(self, run: Run) -> bool:
-        """True if a run's captures are sent inline in the response."""
-        return run.captured_bytes <= self._limits.inline_bytes
 
     async def _run_answer(self, choice: int, name: str, run: Run, most: int | None) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
@@ -242,20 +250,15 @@ class Call:
             answer["tokens"] = run.token_strings
             answer["acted"] = {path: _ranges(positions) for path, positions in run.acted.items()}
         if run.has_captures:
-            inline = self._goes_along(run)
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
-            file = (await asyncio.to_thread(_inline, run)) if inline else None
-            if file is not None and most is not None and len(file) > most:
-                file = None
+            file = None
+            if run.captured_bytes <= self._limits.inline_bytes:
+                file = base64.b64encode(await asyncio.to_thread(captured_file, run)).decode()
+                file = file if most is None or len(file) <= most else None
             answer["captures"] = file
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or file is None else None
         return answer
-
-
-def _inline(run: Run) -> str:
-    """A run's captures for the response: a base64 safetensors file."""
-    return base64.b64encode(captured_file(run)).decode()
 
 
 def _ranges(positions: list[int]) -> list[tuple[int, int]]:
@@ -269,7 +272,7 @@ def in_request(error: PatchclampError) -> PatchclampError:
     return error.under("patchclamp") if first in FIELDS else error
 
 
-current: ContextVar[Call | None] = ContextVar("patchclamp call", default=None)
+current: ContextVar[ProgramCall | None] = ContextVar("patchclamp call", default=None)
 
 
 def check_size(program: Program, limits: ServeLimits) -> None:
@@ -310,8 +313,8 @@ class Records:
 
 
 def of_extra_args(
-    extra: dict[str, Any], owner: str, kept: Kept, variant: Variant | None = None, on_own_route: bool = False
-) -> Call:
+    extra: dict[str, Any], owner: str, kept: KeptObjects, variant: Variant | None = None, on_own_route: bool = False
+) -> ProgramCall:
     """The call of a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing options."""
     data = extra.get("patchclamp", {})
     if isinstance(data, str):
@@ -320,4 +323,234 @@ def of_extra_args(
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise ProgramError(f"not JSON: {error}", "vllm_xargs.patchclamp") from None
-    return Call(data, owner, extra, kept, variant, on_own_route)
+    return ProgramCall(data, owner, extra, kept, variant, on_own_route)
+
+
+# -- vLLM's `generate`
+
+
+def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
+    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
+    errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
+    vLLM's own routes an error is converted to one of vLLM's, with the same status."""
+    call, front = current.get(), front_of(client)
+    if call is None:
+        with _resending_images(client, prompt), _as_vllm_errors(front):
+            call = _stock_call(front, params, request_id)
+        return _on_stock_route(front, stock, prompt, params, request_id, call, others)
+    number = call.next_prompt()
+    try:
+        with _resending_images(client, prompt):
+            return _bound(front, stock, prompt, params, request_id, call, number, others)
+    except PatchclampError as error:
+        call.error = error
+        raise
+
+
+@contextlib.contextmanager
+def _resending_images(client: Any, prompt: Any) -> Iterator[None]:
+    """After a failure, makes vLLM resend the prompt's images, which the engine core may not have received."""
+    try:
+        yield
+    except Exception:
+        if isinstance(prompt, dict):
+            images.forget(client, prompt)
+        raise
+
+
+@contextlib.contextmanager
+def _as_vllm_errors(front: Front) -> Iterator[None]:
+    try:
+        yield
+    except PatchclampError as error:
+        front.failed(error, OPEN)
+        raise http_error(str(in_request(error)), error.status) from error
+
+
+async def _on_stock_route(
+    front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: ProgramCall, others: dict[str, Any]
+) -> AsyncIterator[Any]:
+    """The outputs of a request on one of vLLM's own routes, with the `patchclamp` object in the last one."""
+    with _resending_images(front.engine.client, prompt), _as_vllm_errors(front):
+        await front.ready()
+        async for output in _bound(front, stock, prompt, params, request_id, call, 0, others):
+            if output.finished and call.program:
+                output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
+            yield output
+        log("program", OPEN, **call.facts())
+
+
+def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
+    """The call in the `extra_args` of a request on one of vLLM's own routes. Raises `ProgramError` for options that
+    vLLM's responses have no room for, and for any program if the server has API keys: vLLM leaves some of its routes
+    unguarded, and none identifies the owner of a request."""
+    call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
+    if front.has_keys:
+        raise ProgramError(
+            "on this server programs go through /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
+        )
+    if call.name is not None:
+        raise ProgramError("a program in vllm_xargs cannot name its run", "vllm_xargs.patchclamp.run")
+    streamed = getattr(params.output_kind, "name", "") != "FINAL_ONLY"
+    several = params.n != 1 or (request_id.startswith("cmpl-") and not request_id.endswith("-0"))
+    for wrong, what in ((streamed, "stream"), (several, "several prompts or n > 1"), (call.compare, "compare")):
+        if wrong:
+            raise ProgramError(
+                f"{what}: a program in vllm_xargs goes with one prompt, n=1, not streamed; start the server with "
+                "`patchclamp serve` and give the patchclamp object for more",
+                "vllm_xargs.patchclamp",
+            )
+    return call
+
+
+def _bound(
+    front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: ProgramCall, number: int,
+    others: dict[str, Any],
+) -> AsyncIterator[Any]:  # fmt: skip
+    """vLLM's outputs for prompt `number` of a call, each run with its program. Raises the errors of binding."""
+    extra = params.extra_args or {}
+    params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
+    if not call.program:
+        return stock(prompt, params, request_id, **others)
+    tokens = len(_prompt_of(prompt)[0]) + params.max_tokens
+    bind = _binder(front, call, prompt, params)
+
+    def runs(binding: Binding) -> AsyncGenerator[Any, None]:
+        each = [ProgramRun(front, call, binding, prompt, params, i, number * params.n + i) for i in range(params.n)]
+        names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        streams = [run.outputs(stock, name, others) for run, name in zip(each, names, strict=True)]
+        return streams[0] if len(streams) == 1 else _joined(streams, params)
+
+    if call.is_quick(tokens):
+        return runs(bind())
+    place = call.bind_later(bind)
+
+    async def when_bound() -> AsyncIterator[Any]:
+        bindings = await call.bound()
+        async with contextlib.aclosing(runs(bindings[place])) as outputs:
+            async for output in outputs:
+                yield output
+
+    return when_bound()
+
+
+def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callable[[], Binding]:
+    """Returns a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
+    ids, text, images_of_prompt = _prompt_of(prompt)
+    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
+    count = call.records.of_prompt(params.n)
+    job = front.bindings.job(call.owner, call.program, whole, params.max_tokens, count)
+
+    def bind() -> Binding:
+        key = tuple(ids), text, tuple(map(tuple, images_of_prompt)), params.max_tokens
+        known = call.bindings.get(key)
+        if known is None:
+            known = call.bindings[key] = job("")
+        elif known.bound is not None:
+            count(record_count(known.bound.ops))
+        return known
+
+    return bind
+
+
+class ProgramRun:
+    """One run of a prompt to which the call's program is bound: number `index` of its `n`, and choice `choice` of the
+    response."""
+
+    def __init__(
+        self, front: Front, call: ProgramCall, binding: Binding, prompt: Any, params: Any, index: int, choice: int
+    ) -> None:
+        self._front, self._call, self._prompt, self._choice = front, call, prompt, choice
+        self._params = copy.copy(params)
+        self._params.n = 1
+        if params.seed is not None:
+            self._params.seed = params.seed + index
+        ids, text, images_of_prompt = _prompt_of(prompt)
+        key = f"{call.owner}-http-{secrets.token_hex(8)}"
+        bound = None if binding.bound is None else of_sample(msgspec.structs.replace(binding.bound, run=key), index)
+        self._request = Request(
+            key, ids, params.max_tokens, bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat,
+            images=images_of_prompt,
+        )  # fmt: skip
+        self._is_taken = False
+        call.began += 1
+
+    def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs. The run is added to the call before the last one is yielded."""
+        return self._front.engine.outputs(
+            self._request, self._prompt, self._params, name, generate, ended=self._take, within=self._under_way(),
+            **others,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Reserves memory for the run's captures, records an error in the call, and frees a run that did not finish."""
+        engine, request = self._front.engine, self._request
+        assert request.bound is not None
+        room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
+        try:
+            with _resending_images(engine.client, self._prompt), room:
+                yield
+        except PatchclampError as error:
+            self._call.error = error
+            raise
+        finally:
+            if not self._is_taken:
+                engine.release([request.run])
+
+    def _take(self, output: Any, ids: list[int]) -> None:
+        last = output.outputs[0]
+        answer = Answer(ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0,
+                        drafts=drafts_of(last))  # fmt: skip
+        run = Run(self._front.lm, self._request, self._call.program, answer)
+        self._is_taken = True
+        self._call.add(self._choice, run, self._request, self._front.kept)
+
+
+def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
+    """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
+        raise ProgramError("a program needs a prompt of text or token ids")
+    kind = prompt.get("type", "token")
+    if kind == "multimodal":
+        return prompt["prompt_token_ids"], None, images.images_in(prompt)
+    if kind != "token":
+        raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
+    return prompt["prompt_token_ids"], prompt.get("prompt"), []
+
+
+async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:
+    """Joins the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
+    outputs in one."""
+    whole = params.output_kind.name == "FINAL_ONLY"
+    arrived: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncIterator[Any]) -> None:
+        try:
+            async for output in stream:
+                arrived.put_nowait((index, output, None))
+        except Exception as error:
+            arrived.put_nowait((index, None, error))
+
+    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    left, finals = len(streams), [None] * len(streams)
+    try:
+        while left:
+            index, output, error = await arrived.get()
+            if error is not None:
+                raise error
+            output.outputs[0].index = index
+            left -= output.finished
+            finals[index] = output
+            if whole:
+                continue
+            output.finished = not left
+            yield output
+        if whole:
+            first: Any = finals[0]
+            first.outputs = [final.outputs[0] for final in finals if final is not None]
+            yield first
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -36,10 +36,10 @@ from patchclamp.errors import (
 )
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import BoundedRoute, read_body
-from patchclamp.serve.captures import data_event
-from patchclamp.serve.front import Front, log
+from patchclamp.serve.capture_files import data_event
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
+from patchclamp.serve.server_state import Front, log
 from patchclamp.studies.grid import GridPlan
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import Spread
@@ -235,7 +235,7 @@ class RunningStudy(Reporter):
     def __init__(self, front: Front, owner: str, asked: Study, resume: str | None) -> None:
         self._limits, self._lm, self._asked = front.limits, owners_lm(front, owner), asked
         self._front, self._owner, self._resume, self._began_s = front, owner, resume, time.perf_counter()
-        self._journal = None if resume is None else front.kept_sweeps.journal(owner, resume)
+        self._journal = None if resume is None else front.journals.start(owner, resume)
         self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
         self._stopped = threading.Event()
@@ -266,7 +266,7 @@ class RunningStudy(Reporter):
         self.events.put_nowait(None)
         _under_way[id(self._front), self._owner] -= 1
         if self._resume is not None:
-            self._front.kept_sweeps.ended(self._owner, self._resume)
+            self._front.journals.end(self._owner, self._resume)
         log("sweep", self._owner, cells=self.told, took_s=round(time.perf_counter() - self._began_s, 6))
 
     def _how(self) -> dict[str, Any]:

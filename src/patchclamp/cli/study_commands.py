@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from rich.text import Text
 from typer.core import TyperGroup
 
 from patchclamp.cli import commands
-from patchclamp.cli.commands import ERR, OUT, Dtype, Engine, Model, Options, check_engine, loaded, read_options
+from patchclamp.cli.commands import ERR, OUT, Dtype, Engine, Model, Options, flag_of, under
 from patchclamp.errors import PatchclampError
 from patchclamp.version import __version__
 
@@ -72,10 +74,14 @@ def options_of(study: type[Study]) -> dict[str, Parameters]:
     """The options of a study's command, grouped by the code that reads them."""
     fields = study.fields()
     by_pair = {"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields
+    has_source = "source" in fields and "metric" in fields
+    help_texts = (PAIR_HELP if by_pair else {}) | (SOURCE_HELP if has_source else {})
+    if by_pair and has_source:
+        help_texts |= {"positions": POSITIONS_HELP}
     return {
-        "fields": {name: _option(field, by_pair and name in ("clean", "corrupt", "answer"))
+        "fields": {name: _option(field, by_pair, help_texts.get(name) or _help(field.doc, fields))
                    for name, field in fields.items() if field.arg.parse is not None},
-        "pairs": PAIRS if by_pair else {}, "source": SOURCE if "source" in fields and "metric" in fields else {},
+        "pairs": PAIRS if by_pair else {}, "source": SOURCE if has_source else {},
         "steer": STEER if study.command == "steer" else {},
         "run": {name: of for name, of in RUN.items() if name in study.options()},
         "loaded": LOADED if "on" not in study.options() else {n: of for n, of in LOADED.items() if n != "engine"},
@@ -83,11 +89,29 @@ def options_of(study: type[Study]) -> dict[str, Parameters]:
     }  # fmt: skip
 
 
-def _option(field: StudyField, optional: bool) -> tuple[Any, Any]:
+PAIR_HELP = {  # where several pairs come from a file
+    "clean": "Prompt whose activations are patched in.",
+    "corrupt": "Prompt that is run with these activations.",
+    "answer": "Expected answer of the clean prompt, with its leading space.",
+}
+SOURCE_HELP = {
+    "source": "Values to write instead: zeros, bank:NAME, mean:FILE or resample:FILE with a file of prompts.",
+    "mask": "Columns of a row to patch, such as 0:64,100; or bank:NAME, or FILE.npy with a weight for each column.",
+}
+POSITIONS_HELP = "Columns of the grid: selections such as -1 or span('Rome'); all aligned positions by default."
+
+
+def _help(text: str, fields: dict[str, StudyField]) -> str:
+    """A docstring as help: names of fields become options."""
+    return re.sub("`([^`]*)`", lambda found: flag_of(fields[found[1]]) if found[1] in fields else found[1], text)
+
+
+def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
     """A field as an option: repeatable, a number, a flag, or text."""
     from patchclamp.studies.study import REQUIRED
 
-    arg, flag = field.arg, f"--{(field.arg.option or field.name).replace('_', '-')}"
+    arg, flag = field.arg, flag_of(field)
+    optional = by_pair and field.name in PAIR_HELP
     kinds = [kind for kind in (field.type, *get_args(field.type)) if kind in (int, float, bool)]
     default = None if field.default is REQUIRED else field.default
     shown = default if isinstance(default, str) else False
@@ -98,12 +122,12 @@ def _option(field: StudyField, optional: bool) -> tuple[Any, Any]:
         kind = kinds[0] if kinds and arg.parse is str else str
     if kind is bool:
         names = (flag, f"--no-{flag[2:]}") if default else (flag,)
-        return Annotated[bool, typer.Option(*names, help=field.doc, show_default=False)], default
+        return Annotated[bool, typer.Option(*names, help=text, show_default=False)], default
     if field.default is REQUIRED and not optional:
-        return Annotated[kind, typer.Option(flag, help=field.doc)], inspect.Parameter.empty
-    if kind in (int, float):
-        return Annotated[kind | None, typer.Option(flag, help=field.doc, show_default=default is not None)], default
-    return Annotated[kind | None, typer.Option(flag, help=field.doc, show_default=shown)], None
+        return Annotated[kind, typer.Option(flag, help=text)], inspect.Parameter.empty
+    is_number = kind in (int, float)
+    shown = default is not None if is_number else shown
+    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown)], default if is_number else None
 
 
 def command_of(name: str) -> Callable[..., None]:
@@ -112,7 +136,10 @@ def command_of(name: str) -> Callable[..., None]:
     groups = options_of(study)
 
     def command(model: str, **given: Any) -> None:
-        run_study(study, model, {group: {n: given[n] for n in names} for group, names in groups.items()})
+        try:
+            run_study(study, model, {group: {n: given[n] for n in names} for group, names in groups.items()})
+        except PatchclampError as error:
+            raise of_option(error, study) from error
 
     parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Model)]
     for names in groups.values():
@@ -122,41 +149,65 @@ def command_of(name: str) -> Callable[..., None]:
         ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
-    paragraphs = (inspect.getdoc(study) or "").partition("\n\nRaises:")[0].split("\n\n")
+    text = (inspect.getdoc(study) or "").partition("\n\nRaises:")[0]
+    paragraphs = _help(text, study.fields()).split("\n\n")
     command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return command
+
+
+def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
+    """The error with the option as its path instead of the field: `--site[0]` for `sites[0]`."""
+    name = re.match(r"\w*", error.path or "")[0]  # pyright: ignore[reportOptionalSubscript]
+    field = study.fields().get(name)
+    if field is None or field.arg.parse is None:
+        return error
+    return type(error)(error.message, flag_of(field) + (error.path or "").removeprefix(name))
 
 
 def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) -> None:
     """Read the options, make the study, run it on the model, and show the result. The model is loaded last."""
     from patchclamp.cli.show import show, wrote
     from patchclamp.plots import check_targets
+    from patchclamp.store.named import NamedBank
+    from patchclamp.studies import strength_curve
+    from patchclamp.studies.inputs import prompts_in
 
     saved, run = given["saved"], {name: value for name, value in given["run"].items() if value is not None}
-    options = read_options(given["loaded"]["option"], given["loaded"]["dtype"])
+    options = commands.read_options(given["loaded"]["option"], given["loaded"]["dtype"])
     engine = given["loaded"].get("engine")
-    check_engine(engine)
+    commands.check_engine(engine)
+    on, gguf = run.pop("on", None), given["steer"].get("gguf")
+    if on is not None and "://" not in on:
+        commands.check_engine(on, "--on")
     check_targets(saved["png"], saved["html"])
+    commands.check_file(saved["save"], "--save")
+    commands.check_file(gguf, "--gguf")
+    bank = NamedBank()
+    if given["source"].get("bank") is not None:
+        under("--bank", bank.load, given["source"]["bank"])
     fields = commands.read_fields(study, given)
     config = study(**{name: value for name, value in fields.items() if not callable(value)})
-    steered = commands.prompts_of(given["steer"].get("prompts"), "--prompts")
+    prompts = given["steer"].get("prompts")
+    steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
-    asked = config
+    asked: Any = config
     if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
-    on = run.pop("on", None)
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (
-        loaded(model, "transformers" if "on" in given["run"] else engine, here) as lm,
+        commands.loaded(model, "transformers" if "on" in given["run"] else engine, here) as lm,
         commands.serving(on, model, lm, options) as exact,
     ):
-        if given["source"].get("bank") is not None:
-            lm.bank.load(given["source"]["bank"])
+        for name, entry in bank.items():
+            lm.bank[name] = entry
         late = {name: value(lm, config) for name, value in fields.items() if callable(value)}  # need the model
         if late:
             config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
         result = config.run(lm, **run, **({} if on is None else {"on": exact}))
-        curve = None if steered is None else commands.curve_of(lm, asked, result, steered, run.get("resume"))
+        curve, resume = None, run.get("resume")
+        if steered is not None:
+            resume = None if resume is None else resume.with_name(f"{resume.name}.curve")
+            curve = strength_curve(lm, result, steered, asked.answer, asked.foil, chat=asked.chat, resume=resume)
     show(OUT, result, saved.get("top", 5))
     if curve is not None:
         show(OUT, curve, saved.get("top", 5))
@@ -165,8 +216,8 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     for write, path in (((curve or result).plot, saved["png"]), ((curve or result).to_html, saved["html"])):
         if path is not None:
             wrote(OUT, write(path))
-    if given["steer"].get("gguf") is not None:
-        wrote(OUT, result.to_gguf(given["steer"]["gguf"]))
+    if gguf is not None:
+        wrote(OUT, result.to_gguf(gguf))
 
 
 class Commands(TyperGroup):
@@ -186,7 +237,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except PatchclampError as error:
-            ERR.print(commands.red(f"error: {' '.join(str(error).split())}"), soft_wrap=True)
+            ERR.print(Text(f"error: {' '.join(str(error).split())}", style="red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
 

@@ -30,7 +30,7 @@ from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_count
 from patchclamp.proving import ensure_proved
-from patchclamp.serve.kept import Kept, KeptSweeps, NoteChannel
+from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
 
@@ -131,7 +131,7 @@ class KnownBindings:
     for all prompts of one length. A change of the owner's bank invalidates its entries. Programs that read runs are not
     cached."""
 
-    def __init__(self, lm: LM, kept: Kept) -> None:
+    def __init__(self, lm: LM, kept: KeptObjects) -> None:
         self._lm, self._kept, self._lock = lm, kept, threading.Lock()
         self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
 
@@ -177,7 +177,7 @@ class Front:
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
     waiting: by run, a function that aborts a client's request that has not started
-    kept_sweeps: journals of sweeps, to resume them from
+    journals: journals of sweeps, to resume them from
     has_keys: True if callers are identified by API keys
     """
 
@@ -189,10 +189,10 @@ class Front:
         self.limits = serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
         self._channel = NoteChannel(self.engine)
-        self.kept, self.has_keys = Kept(self.limits, channel=self._channel), False
+        self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
         self.bindings = KnownBindings(self.lm, self.kept)
         self.waiting: dict[str, Callable[[str], None]] = {}
-        self.kept_sweeps = KeptSweeps(self.limits)
+        self.journals = SweepJournals(self.limits)
         self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 

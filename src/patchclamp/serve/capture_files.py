@@ -36,7 +36,7 @@ SENT_BYTES = 1 << 18  # passed to the connection at once, which copies them
 Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
-class Window(NamedTuple):
+class FileWindow(NamedTuple):
     """Consecutive rows of a tensor: the engine's windows to fetch, their size in bytes, and a function that makes the
     rows from them."""
 
@@ -45,13 +45,13 @@ class Window(NamedTuple):
     rows: Callable[[list[Captured]], Any]
 
 
-class Tensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of the file, with its rows in order."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    windows: Iterable[Window]
+    windows: Iterable[FileWindow]
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +63,10 @@ class File(NamedTuple):
 
     header: bytes
     size: int
-    tensors: list[Tensor]
+    tensors: list[FileTensor]
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], metadata: dict[str, str] | None = None) -> File:
+    def of(cls, tensors: Iterable[FileTensor], metadata: dict[str, str] | None = None) -> File:
         ordered = sorted(tensors, key=lambda tensor: -ARRAYS[tensor.dtype].itemsize)  # aligns each to its item size
         header = write_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in ordered}, metadata)
         return cls(header, len(header) + sum(tensor.nbytes for tensor in ordered), ordered)
@@ -90,14 +90,14 @@ class File(NamedTuple):
             yield before
 
 
-def _rows(window: Window, captured: list[Captured]) -> np.ndarray:
+def _rows(window: FileWindow, captured: list[Captured]) -> np.ndarray:
     """The bytes of a window. Runs off the event loop's thread, because many windows together take long."""
     return bytes_of(window.rows(captured))
 
 
-def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
+def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
     """Groups small windows, to read up to `PART_BYTES` together."""
-    batch: list[Window] = []
+    batch: list[FileWindow] = []
     for window in windows:
         if batch and sum(each.size for each in batch) + window.size > PART_BYTES:
             yield batch
@@ -113,9 +113,9 @@ def cut(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
-def constant(array: torch.Tensor | np.ndarray) -> list[Window]:
+def constant(array: torch.Tensor | np.ndarray) -> list[FileWindow]:
     """The windows of an array that is already in memory."""
-    return [Window([], array.nbytes, lambda captured: array)]
+    return [FileWindow([], array.nbytes, lambda captured: array)]
 
 
 def bytes_of(rows: Any) -> np.ndarray:
@@ -183,20 +183,20 @@ def captured_file(run: Run) -> bytes:
 def file_of(run: Run) -> File:
     """A run's file, whose rows are read while it is sent."""
     layouts = {name: run.layout(key) for name, key in _names(run)}
-    tensors = [Tensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
+    tensors = [FileTensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
     positions = json.dumps({name: each.positions.tolist() for name, each in layouts.items()})
     ids = {"prompt_token_ids": json.dumps(run.prompt_token_ids), "token_ids": json.dumps(run.token_ids)}
     return File.of(tensors, {"positions": positions, **ids})
 
 
-def _windows(run: Run, layout: Layout) -> Iterator[Window]:
+def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
     """Cuts the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
     for begin, end in cut(len(positions), row_bytes):
         first, stop = positions[begin], positions[end - 1] + 1
         wanted = [(run.key, layout.ref.point, each.op, *each.between(first, stop)) for each in layout.stored]
-        yield Window(
+        yield FileWindow(
             wanted, row_bytes * (end - begin),
             lambda captured, first=first, stop=stop: run.rows_between(layout, first, stop, captured),
         )  # fmt: skip
@@ -209,18 +209,18 @@ async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:
     measured, first = await asyncio.gather(
         engine.measure(wanted), engine.fetch_windows([(*each, 0, rows) for each in wanted] if rows else [])
     )
-    tensors: list[Tensor] = []
+    tensors: list[FileTensor] = []
     for i, stored in enumerate(measured):
         count, dtype = len(stored.positions), str(stored.dtype).removeprefix("torch.")
         windows = constant(first[i][1]) if count <= rows else _numbered(wanted[i], count, 4 * stored.width)
-        tensors.append(Tensor(f"{i} positions", "int64", (count,), constant(stored.positions)))
-        tensors.append(Tensor(f"{i} rows", dtype, (count, stored.width), windows))
+        tensors.append(FileTensor(f"{i} positions", "int64", (count,), constant(stored.positions)))
+        tensors.append(FileTensor(f"{i} rows", dtype, (count, stored.width), windows))
     return File.of(tensors)
 
 
-def _numbered(wanted: Wanted, count: int, row_bytes: int) -> Iterator[Window]:
+def _numbered(wanted: Wanted, count: int, row_bytes: int) -> Iterator[FileWindow]:
     for begin, end in cut(count, row_bytes):
-        yield Window([(*wanted, begin, end)], row_bytes * (end - begin), lambda captured: captured[0][1])
+        yield FileWindow([(*wanted, begin, end)], row_bytes * (end - begin), lambda captured: captured[0][1])
 
 
 def _names(run: Run) -> Iterator[tuple[str, str]]:

@@ -14,12 +14,16 @@ from typing import Any
 
 import msgspec
 from fastapi import Request
+from fastapi.responses import JSONResponse
 
 from patchclamp.engines.vllm.compat import clients
-from patchclamp.errors import MissingSource, NoKey, PatchclampError
-from patchclamp.serve.front import OPEN, Front, front_of, owner_of
+from patchclamp.engines.vllm.compat.configuration import enabled
+from patchclamp.errors import EngineError, MissingSource, NoKey, PatchclampError
+from patchclamp.serve import engine, openai, routes, schema, served_studies
 from patchclamp.serve.openai import PATHS
+from patchclamp.serve.program_call import in_request
 from patchclamp.serve.schema import error_object
+from patchclamp.serve.server_state import OPEN, Front, front_of, owner_of
 
 LOOK_EVERY_S = 0.2
 GRACE_S = 3  # for unfinished responses once the engine has ended; then their connections are closed
@@ -31,9 +35,8 @@ async def bound_shutdown(client: Any, state: Any) -> None:
     while (server := getattr(state, "server", None)) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     config = server.config
-    config.timeout_graceful_shutdown = (
-        GRACE_S if config.timeout_graceful_shutdown is None else (config.timeout_graceful_shutdown)
-    )
+    if config.timeout_graceful_shutdown is None:
+        config.timeout_graceful_shutdown = GRACE_S
     while not (client.errored or server.should_exit):
         await asyncio.sleep(LOOK_EVERY_S)
     clients.fail_all(client)
@@ -47,14 +50,12 @@ async def bound_shutdown(client: Any, state: Any) -> None:
 
 def attach(app: Any) -> None:
     """Adds the routes to an app. They work once `start` has run."""
-    from patchclamp.serve import engine, openai, routes, schema, studies
-
     app.exception_handler(PatchclampError)(answer_error)
     app.add_middleware(NoVariants)
     openai.attach(app)
     app.include_router(routes.router)
     app.include_router(routes.model_router)
-    app.include_router(studies.router)
+    app.include_router(served_studies.router)
     app.include_router(routes.page_router)
     schema.attach(app)
     app.state.patchclamp_page = app.openapi if app.openapi_url else None
@@ -63,46 +64,31 @@ def attach(app: Any) -> None:
 
 async def start(client: Any, state: Any, args: Any) -> None:
     """Proves the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
-    from patchclamp.engines.vllm.compat.configuration import enabled
-    from patchclamp.errors import EngineError
-
     if enabled(client.vllm_config) is None:
         raise EngineError(
             "this server's engine was started without patchclamp: use `patchclamp serve`, or give "
             "--additional-config '{\"patchclamp\": {}}'"
         )
     state.patchclamp = front_of(client)
-    state.patchclamp.has_keys = bool(_api_keys(args))
+    state.patchclamp.has_keys = any(getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")])
     if state.patchclamp_page is not None:  # made now: the first request would wait seconds for it
         state.patchclamp_page = asyncio.ensure_future(asyncio.to_thread(state.patchclamp_page))
     state.patchclamp_ending = asyncio.ensure_future(bound_shutdown(client, state))
     await state.patchclamp.ready()
 
 
-def _api_keys(args: Any) -> list[str]:
-    """The server's API keys, from the sources that vLLM reads."""
-    import os
-
-    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
-
-
 async def answer_error(request: Any, error: Exception) -> Any:
     """Responds to a `PatchclampError` with OpenAI's error object and the error's status."""
-    from fastapi.responses import JSONResponse
-
-    from patchclamp.serve import openai
-    from patchclamp.serve.call import in_request
-
     assert isinstance(error, PatchclampError)
     front: Front = request.app.state.patchclamp
     authorization = request.headers.get("Authorization")
-    if request.url.path in openai.PATHS:
+    if request.url.path in PATHS:
         error = in_request(error)
     front.failed(error, OPEN if isinstance(error, NoKey) else owner_of(authorization, front.has_keys))
     return JSONResponse(error_object(error), status_code=error.status)
 
 
-class _Named(msgspec.Struct):
+class _RequestBody(msgspec.Struct):
     model: Any = None
 
 
@@ -121,7 +107,7 @@ class NoVariants:
             messages.append(await receive())
             body += messages[-1].get("body", b"")
         try:
-            asked = msgspec.json.decode(body, type=_Named).model
+            asked = msgspec.json.decode(body, type=_RequestBody).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             asked = None  # the route reports the error
         if isinstance(asked, str) and ":" in asked:
