@@ -349,7 +349,8 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """True, by ref, if edits scaled by `LOUDER` move the logits: one layer may add less to a stream than rounding."""
+    """True, by ref, if edits scaled by `LOUDER`, at every second token, move the logits: one layer may add less to a
+    stream than rounding, and one key of the last token's attention changes little."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, LOUDER)] for ref in refs)], longer)
@@ -367,7 +368,8 @@ def push(name: str, row_W: np.ndarray) -> np.ndarray:
 
 
 def _push(base: Run, ref: SiteRef, times: float = 1.0) -> Add:
-    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1], scale=times)
+    tokens = prompt[1::2] if times == LOUDER and ref.name != "logits" else prompt[-1]  # both have the last of LENGTH
+    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=tokens, scale=times)
 
 
 def _row(base: Run, ref: SiteRef) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -438,7 +438,7 @@ class _HarvestJob:
         self._advance(tokens)
 
     def _rows(
-        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: Sequence[Mapping[str, Any]]
+        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
     ) -> Iterator[list[np.ndarray]]:
         """The rows of some prompts, site by site. Runs are closed at the end."""
         kept = [self._kept(part.part.prompts[i]) for i in prompts]
@@ -468,11 +468,11 @@ class _HarvestJob:
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 
-    def _fetch(self, part: PartWriter, runs: list[Run], prompts: list[int]) -> Sequence[Mapping[str, Any]]:
+    def _fetch(self, part: PartWriter, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
         """The rows of every run by site. Raises the error of the document whose rows overflow."""
         sites = [one.site.name for one in self._reductions]
         try:
-            return self._lm.fetch(runs, sites, copy=False)
+            return list[dict[str, Any]](self._lm.fetch(runs, sites, copy=False))
         except NotFinite:
             for run, i in zip(runs, prompts, strict=True):
                 try:
