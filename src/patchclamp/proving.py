@@ -353,7 +353,7 @@ def _moved_by_more(
     stream than rounding, and one key of the last token's attention changes little."""
     if not refs:
         return {}
-    plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, LOUDER)] for ref in refs)], longer)
+    plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, louder=True)] for ref in refs)], longer)
     return {str(ref): _moves(_answer(run), _answer(plain), noise) for ref, run in zip(refs, edited, strict=True)}
 
 
@@ -367,9 +367,9 @@ def push(name: str, row_W: np.ndarray) -> np.ndarray:
     return (max(float(np.sqrt(np.mean(row_W**2))), 1e-3) * signs_W).astype(np.float32)
 
 
-def _push(base: Run, ref: SiteRef, times: float = 1.0) -> Add:
-    tokens = prompt[1::2] if times == LOUDER and ref.name != "logits" else prompt[-1]  # both have the last of LENGTH
-    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=tokens, scale=times)
+def _push(base: Run, ref: SiteRef, louder: bool = False) -> Add:
+    tokens = prompt[1::2] if louder and ref.name != "logits" else prompt[-1]  # both have the last of LENGTH
+    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=tokens, scale=LOUDER if louder else 1.0)
 
 
 def _row(base: Run, ref: SiteRef) -> np.ndarray:

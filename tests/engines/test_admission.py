@@ -554,7 +554,7 @@ def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatc
 def test_a_run_that_is_let_go_of_before_it_is_installed_leaves_nothing(lm, waits):
     """As when a client leaves at once: its release comes before the step that installs its program."""
     first = [pc.Add(vector, at=pc.resid_post[0]) for vector in np.eye(ROWS, D, dtype=np.float32)] if waits else []
-    calls = [lm._read_call(PROMPT, None, 3, edits, capture, ENDLESS["sampling"], (), False, None)
+    calls = [lm._read_call(PROMPT, max_tokens=3, edits=edits, capture=capture, sampling=ENDLESS["sampling"])
              for edits, capture in ((first, ()), (first and [pc.Add([1.0] * D, at=pc.resid_post[1])], [pc.resid_post]))]  # fmt: skip
     requests, futures = [call.requests[0] for call in calls], [Future(), Future()]
     waiting = []

@@ -119,7 +119,7 @@ def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
 
 @pytest.mark.parametrize(
     ("scale", "times", "unmoved"),
-    [(0.1, 16.0, set()), (0.1, 1.0, {"k", "v"}), (0.0, 16.0, {"attn_in", "q", "k", "v", "z"})],
+    [(0.1, 16.0, set()), (0.1, 1.0, {"k"}), (0.0, 16.0, {"attn_in", "q", "k", "v", "z"})],
 )
 def test_what_a_quiet_layer_adds_is_told_from_nothing(tmp_path, monkeypatch, scale, times, unmoved):
     """Where batches round by 0.03, an edit in a layer that adds little does not show, unless it is longer."""
@@ -132,7 +132,8 @@ def test_what_a_quiet_layer_adds_is_told_from_nothing(tmp_path, monkeypatch, sca
     monkeypatch.setattr(prover, "_noise", lambda *args: 0.03)
     with pc.LM(path, engine="transformers", prove=False, **IDS) as lm:
         failed = {proof.name for proof in prove(lm) if not proof.edit}
-    assert unmoved <= failed if scale == 0 else failed == unmoved
+    assert failed >= unmoved
+    assert scale == 0 or failed == unmoved
 
 
 @pytest.mark.parametrize(

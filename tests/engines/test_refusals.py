@@ -75,8 +75,7 @@ def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
         assert text in str(caught.value)
     with pytest.raises(pc.MissingSource, match=r"resid_pre\[0\] was not captured; this run has: .*resid_post\[3\]"):
         run["resid_pre[0]"]
-    with pytest.raises(pc.ProgramError, match="takes one layer"):
-        run[pc.resid_post]
+    assert run.layers(pc.resid_post) == [3]
     kept = pc.From(run)
     run.close()
     with pytest.raises(pc.MissingSource, match="was closed"):
@@ -482,9 +481,7 @@ def test_prompts_as_arrays_and_chats(shallow):
     assert "user\nName the capital of France.\nassistant" in lm.tokenizer.decode(chat.prompt_token_ids)
     assert chat.token_ids == lm.run(chat.prompt_token_ids, max_tokens=8, logprobs=True).token_ids
     for messages in ([{"rol": "user"}], {"role": "user"}):
-        with pytest.raises(
-            pc.ProgramError, match=r"messages: (not a chat|the model's chat template does not take these messages)"
-        ):
+        with pytest.raises(pc.ProgramError, match=r"^messages: "):
             lm.run(messages=messages, max_tokens=1, logprobs=True)
 
 

@@ -303,7 +303,8 @@ def fp8(part: str, model: str, **changed: Any) -> None:
         note(part, f"  {what}, from an eager engine", None, _told(_far(graphs, theirs, sites)))
     far = _far(*decoded, [site for site in sites if site != "logits"])
     told = "4 captures of generated tokens are nearer to one prefill of them than fp8 is to the model"
-    note(part, told, bool(far) and all(gap <= scale[word] for word, gap in far.items()), _beside(far, scale))
+    note(part, told, bool(far) and all(gap <= scale[word] for word, gap in far.items()),
+         _beside(far, {word: scale[word] for word in far}))  # fmt: skip
 
 
 def _moves(part: str, lm: Any) -> None:

@@ -272,7 +272,7 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
     (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": np.array([-2, -1])}), "positions['a']"),
     *[(lambda end=end: pc.studies.patchscope(LM, source=IDS, target=IDS, **{end: True}), end)
       for end in ("source_position", "target_position")],
-    *[(lambda occurrence=occurrence: pc.span("a", occurrence=occurrence), "occurrence") for occurrence in (True, "1", 1.5, None)],
+    *[(lambda occurrence=occurrence: pc.span("a", occurrence=occurrence), "occurrence") for occurrence in (True, "1", 1.5)],
     *[(lambda given=given: _mean_of(prompts=[IDS], by_position=given), "source.by_position") for given in ("no", 1, None)],
     *[(lambda given=given: _resampled(prompts=[IDS], **given), f"source.{next(iter(given))}")
       for given in ({"seed": "1"}, {"seed": True}, {"seed": 1.5}, {"seed": None}, {"seed": -1}, {"draws": True}, {"draws": "2"},

@@ -95,7 +95,8 @@ def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
     if not vllm_config.model_config.using_transformers_backend():
         try:
             family = family_of(architectures, config)
-        except ModelError:
+        except ModelError as no_table:
+            error = no_table
             if not tables.is_listed(architectures):
                 if is_nested:
                     raise no_text_model(architectures) from None
