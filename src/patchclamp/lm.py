@@ -364,7 +364,7 @@ class LM:
             raise ProgramError("expected messages=, got a prompt, which has no chat template", "chat_template_kwargs")
         prompt = as_plain(prompt, "prompt")
         if not isinstance(prompt, (str, list, tuple, Mapping)):
-            raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
+            raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__}", "prompt")
         if isinstance(prompt, (str, Mapping)) or (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer))):
             return [self._prompt(prompt, "prompt")], False
         return [self._prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)], True
@@ -444,7 +444,7 @@ class LM:
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
-            raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
+            raise ProgramError(f"expected at least 1 token, got {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
@@ -454,7 +454,7 @@ class LM:
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         if len(set(score)) > MAX_SCORES:
-            raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
+            raise ProgramError(f"expected at most {MAX_SCORES} tokens, got {len(set(score))}", "score")
         try:
             binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat, images), max_tokens)
         except PatchclampError as error:
@@ -484,7 +484,7 @@ class LM:
         """The run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
         run = self._runs.get(key)
         if run is None:
-            raise MissingSource(f"run {key} is not here: it was closed or dropped, or ran on another LM")
+            raise MissingSource(f"unknown run {key}: it was closed or dropped, or ran on another LM")
         if run.error is not None:
             raise MissingSource(f"run {key} failed: {run.error}")
         if run.closed:

@@ -150,7 +150,7 @@ def test_code_needs_leave(shallow):
         lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)], logprobs=True)
     with pytest.raises(pc.ProgramError, match="expected a function of rows, got"):
         pc.Apply("h * 2", AT)
-    with pytest.raises(pc.ProgramError, match="Apply is code, which is neither written down nor sent"):
+    with pytest.raises(pc.ProgramError, match="Apply is code"):
         pc.Program.of([pc.Apply(lambda h: h, AT)]).to_json()
 
 

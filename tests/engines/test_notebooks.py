@@ -17,7 +17,9 @@ def code_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "quickstart" else pytest.mark.processes) for name in NOTEBOOKS]
+)
 def test_every_cell_runs(name, engine, engines, monkeypatch, tmp_path):
     lm, opened = engines.get(engine, "float32"), pc.LM
     monkeypatch.setattr(pc, "LM", lambda model, **options: opened("", lm.engine, prove=False, **options))

@@ -36,11 +36,11 @@ BAD = [
     (dict(edits=[pc.Zero(pc.embed, pc.prompt[3:3])]), pc.TokensError, "selects no position of this request"),
     (dict(edits=[pc.resid_post]), pc.ProgramError, "edits[0]: an edit is an op such as pc.Add"),
     (dict(edits=[[], []]), pc.ProgramError, "edits: 2 lists for 1 prompts"),
-    (dict(max_tokens=0), pc.ProgramError, "max_tokens: at least one token must be generated"),
+    (dict(max_tokens=0), pc.ProgramError, "max_tokens: expected at least 1"),
     (dict(max_tokens=600), pc.TokensError, "exceed max_model_len=512"),
     (dict(sampling={"temprature": 1}), pc.UnknownName, "sampling.temprature: no sampling parameter 'temprature' (did you mean 'temperature'"),
     (dict(sampling={"top_p": 3.0}), pc.ProgramError, "top_p"),
-    (dict(score=list(range(200))), pc.ProgramError, "score: at most 128 tokens can be scored, not 200"),
+    (dict(score=list(range(200))), pc.ProgramError, "score: expected at most 128 tokens, got 200"),
     (dict(edits=5), pc.ProgramError, "edits: expected a list, got int"),
     (dict(edits=[pc.Zero(pc.embed, [1, 1])]), pc.TokensError, "a position is named twice"),
     (dict(score=[10**6]), pc.TokensError, "score: 1000000 is not a token id below 49152"),
@@ -464,7 +464,7 @@ def test_an_engine_sleeps_lightly_or_not_at_all(shallow):
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])
 def test_what_is_no_prompt_is_our_error(shallow, prompt):
-    with pytest.raises(pc.ProgramError, match="a prompt is text or a list of token ids"):
+    with pytest.raises(pc.ProgramError, match="prompt"):
         shallow.get("transformers", "float32").run(prompt, max_tokens=1, logprobs=True)
 
 

@@ -615,7 +615,7 @@ class TestFuzz:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--strength", "0.2", "--strength", "0.1"), "--strength: ascending numbers"),
+            (("--strength", "0.2", "--strength", "0.1"), "--strength: expected ascending"),
             (("--site", "resid_past"), "--site[0]: no site 'resid_past'"),
             (("--refusal", "("), "--refusal: '(' is not a regular expression"),
             (("--prompts", "none.txt"), "--prompts: none.txt cannot be read"),

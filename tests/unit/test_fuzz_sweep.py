@@ -137,11 +137,11 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (dict(prompts=[]), "prompts: a list of at least one prompt"),
+        (dict(prompts=[]), "prompts: expected at least one"),
         (dict(prompts="hello"), "prompts: expected a list"),
         (dict(prompts=["a", 3.5]), "prompts[1]: expected a prompt"),
         (dict(prompts=[[]], chat=True), "prompts[0]: with chat=True a prompt is text or a list of messages"),
-        (dict(strengths=[0.1, 0.0]), "strengths: ascending numbers from 0 on"),
+        (dict(strengths=[0.1, 0.0]), "strengths: expected ascending"),
         (dict(strengths=[0.1, float("inf")]), "strengths[1]: expected a finite number"),
         (dict(strengths=["much"]), "strengths[0]: expected a number"),
         (dict(seeds=()), "seeds: expected at least one seed"),

@@ -537,7 +537,7 @@ ERRORS = [
     (lambda: pc.Noise(1, "embed", relative="yes"), pc.ProgramError, "relative: expected True or False, got 'yes'"),
     (lambda: read({"type": "noise", "at": "embed"}), pc.ProgramError, "edits[1]: Noise needs 'std'"),
     (lambda: read({"type": "ablate", "at": "embed", "directions": {"type": "from", "run": "r"}}), pc.ProgramError,
-     "edits[1].directions: numbers are needed here, not a row still to be read: give run[site][i] for "
+     "edits[1].directions: expected numbers, got a row that is not read yet; write run[site][i] for "
      "From(run='r', site=None, position=None)"),
     (lambda: pc.Replace([1.0], "embed", alpha=float("inf")), pc.ProgramError,
      "alpha: expected a finite number, got inf"),
@@ -546,7 +546,7 @@ ERRORS = [
     (lambda: pc.Capture("embed", project=np.ones((257, 4))), pc.ShapeError,
      "project: expected a matrix of at most 256 rows, got [257, 4]"),
     (lambda: read({"type": "capture", "at": "embed", "project": {"type": "from", "run": "r"}}), pc.ProgramError,
-     "edits[1].project: numbers are needed here, not a row still to be read: give run[site][i] for "
+     "edits[1].project: expected numbers, got a row that is not read yet; write run[site][i] for "
      "From(run='r', site=None, position=None)"),
     # programs
     (lambda: Program.of([pc.Zero("embed"), "resid_post"]), pc.ProgramError,
@@ -565,17 +565,17 @@ ERRORS = [
     (lambda: Program.from_json("{"), pc.ProgramError,
      "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     (lambda: Program.from_json("[" * 100_000), pc.ProgramError, None),
-    (lambda: Program.from_json("[]"), pc.ProgramError, "a program is an object with 'edits' and 'capture', not list"),
+    (lambda: Program.from_json("[]"), pc.ProgramError, "expected an object with 'edits' and 'capture', got list"),
     (lambda: Program.from_json('{"edit": []}'), pc.UnknownName,
      "edit: no part of a program 'edit' (did you mean 'edits'?); there are: edits, capture"),
     (lambda: Program.from_json('{"edits": {}}'), pc.ProgramError, "edits: expected a list of ops"),
     (lambda: Program.from_json('{"edits": [], "edits": []}'), pc.ProgramError,
-     "the field 'edits' stands twice in one object"),
+     "duplicate key 'edits'"),
     (lambda: Program.from_json('{"edits": [{"type": "zero", "at": "embed", "at": "logits"}]}'), pc.ProgramError,
-     "the field 'at' stands twice in one object"),
+     "duplicate key 'at'"),
     (lambda: Program.from_json('{"capture": [{"type": "zero", "at": "embed"}]}'), pc.ProgramError,
-     "capture[0]: only Capture may stand here, not Zero"),
-    (lambda: read([]), pc.ProgramError, "edits[1]: an op is an object, not list"),
+     "capture[0]: expected a Capture, got Zero"),
+    (lambda: read([]), pc.ProgramError, "edits[1]: expected an op as an object, got list"),
     (lambda: read({"type": "replce"}), pc.UnknownName,
      f"edits[1].type: no op 'replce' (did you mean 'replace'?); there are: {ALL_OPS}"),
     (lambda: read({"at": "embed"}), pc.UnknownName,

@@ -183,7 +183,7 @@ def test_an_entry_with_code_is_named_when_it_cannot_be_written(tmp_path):
     with pytest.raises(pc.ProgramError) as caught:
         bank.save(tmp_path / "bank.safetensors")
     assert str(caught.value) == (
-        "names: 'mood' cannot be written: edits[1]: Apply is code, which is neither written down nor sent; "
+        "names: 'mood' cannot be written: edits[1]: Apply is code, and cannot be saved or sent; "
         "name what is to be written"
     )
     assert list(tmp_path.iterdir()) == []

@@ -172,7 +172,7 @@ class TestStudy:
             ({"dtype": "int8"}, "dtype: no tolerances for 'int8'; there are: float32, float16, bfloat16"),
             ({"tolerance": 0.0}, "tolerance: expected a number above 0, got 0.0"),
             ({"prompts": [3, 4]}, "prompts[0]: expected one prompt, text or token ids, got int 3"),
-            ({"prompts": []}, "prompts: a list of prompts is needed, each text or token ids"),
+            ({"prompts": []}, "prompts: expected a list of prompts, each text or token ids"),
         ],
     )
     def test_what_is_wrong_is_told_before_a_model_is_loaded(self, wrong, text, monkeypatch):
@@ -205,7 +205,7 @@ class TestCommand:
         assert output.splitlines()[0].startswith("fake (llama, float32): fake")
         assert "1 prompts" not in output
         assert "1 prompt, " in output
-        assert "2 of 2 generated tokens alike" in output
+        assert "2 of 2 generated tokens equal" in output
         for name in pc.LM("fake").sites.names:
             assert any(line.startswith(f"{name} ") for line in output.splitlines())
         assert output.splitlines()[-1] == (

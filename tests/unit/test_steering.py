@@ -320,10 +320,10 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
     ("asked", "text"),
     [
         (dict(method="men"), "method: no method 'men'"),
-        (dict(positive=[]), "positive: a list of at least one prompt"),
+        (dict(positive=[]), "positive: expected at least one"),
         (dict(negative=["a", None]), "negative[1]: expected a prompt"),
         (dict(negative=NEGATIVE[:3], method="pca"), "method: PCA is of pairs"),
-        (dict(site="resid_post[2]"), "site: a site's word is needed"),
+        (dict(site="resid_post[2]"), "site: expected a site without layers"),
         (dict(site="neurons"), "site: the rows of neurons are not as wide"),
         (dict(site="embed"), "site: embed has no layers"),
         (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
@@ -351,8 +351,8 @@ def test_what_cannot_be_made_is_an_error(lm, asked, text):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (dict(scales=(1, 0)), "scales: ascending numbers"),
-        (dict(scales=()), "scales: ascending numbers"),
+        (dict(scales=(1, 0)), "scales: expected ascending"),
+        (dict(scales=()), "scales: expected ascending"),
         (dict(scales="ab"), "scales: expected a list"),
         (dict(answer=[" on"]), "answer: 1 texts for 2 prompts"),
         (dict(answer=[5, 640]), "answer: a continuation is a text or token ids"),

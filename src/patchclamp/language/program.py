@@ -70,7 +70,7 @@ def to_dict(program: Program) -> dict[str, Any]:
     """
     for path, op in program.ops:
         if isinstance(op, Apply):
-            raise ProgramError("Apply is code, which is neither written down nor sent", path)
+            raise ProgramError("Apply is code, and cannot be saved or sent", path)
     return {part: [_fields(op) | _texts(op) for op in getattr(program, part)] for part in ("edits", "capture")}
 
 
@@ -96,14 +96,14 @@ def _texts(op: Op) -> dict[str, Any]:
 def from_dict(data: object) -> Program:
     """Parse the output of `to_dict`. Raises `ProgramError` with the path of the invalid field."""
     if not isinstance(data, dict):
-        raise ProgramError(f"a program is an object with 'edits' and 'capture', not {type(data).__name__}")
+        raise ProgramError(f"expected an object with 'edits' and 'capture', got {type(data).__name__}")
     for key in data:
         if key not in ("edits", "capture"):
             raise unknown("part of a program", key, ("edits", "capture"), key)
     edits, capture = (_read_ops(data.get(part, []), part) for part in ("edits", "capture"))
     for i, op in enumerate(capture):
         if not isinstance(op, Capture):
-            raise ProgramError(f"only Capture may stand here, not {type(op).__name__}", f"capture[{i}]")
+            raise ProgramError(f"expected a Capture, got {type(op).__name__}", f"capture[{i}]")
     return Program(edits, tuple(op for op in capture if isinstance(op, Capture)))
 
 
@@ -115,7 +115,7 @@ def _read_ops(data: object, part: str) -> tuple[Op, ...]:
 
 def _read_op(data: object, path: str) -> Op:
     if not isinstance(data, dict):
-        raise ProgramError(f"an op is an object, not {type(data).__name__}", path)
+        raise ProgramError(f"expected an op as an object, got {type(data).__name__}", path)
     kind = OPS.get(str(data.get("type")))
     if kind is None:
         raise unknown("op", str(data.get("type")), OPS, f"{path}.type")
@@ -195,6 +195,6 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, item in pairs:
         if key in fields:
-            raise ProgramError(f"the field {key!r} stands twice in one object")
+            raise ProgramError(f"duplicate key {key!r}")
         fields[key] = item
     return fields

@@ -403,7 +403,7 @@ def as_dtype(value: object, path: str | None = None) -> str:
 def as_numbers(value: ValueLike) -> Vector | Named:
     vector = as_value(value)
     if not isinstance(vector, (Vector, Named)):
-        raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {value}")
+        raise ProgramError(f"expected numbers, got a row that is not read yet; write run[site][i] for {value}")
     return vector
 
 

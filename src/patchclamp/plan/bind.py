@@ -487,7 +487,7 @@ class _OpBinder:
         Raises `MissingSource` for a name that the bank does not have, `ShapeError` for a vector of another width.
         """
         if isinstance(value, (From, SameRun)):
-            raise ProgramError(f"numbers are needed here, not a row of a run: give run[site][i] for {value}", field)
+            raise ProgramError(f"expected numbers, got a row of a run; write run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
 

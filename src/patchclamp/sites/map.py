@@ -79,7 +79,7 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         missing = "num_hidden_layers" if width else "hidden_size"
         raise ModelError(
             f"expected one {missing} for all layers in the config of {', '.join(architectures_of(config))}, got none: "
-            "sites are those of decoders whose layers are alike"
+            "sites are for decoders with equal layers"
         )
     kinds = layer_kinds(config, layers)
     heads = setting("num_attention_heads", otherwise=0)

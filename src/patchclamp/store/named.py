@@ -317,6 +317,6 @@ def numbers_of_json(data: bytes) -> Vector:
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProgramError(f"a list of numbers, or of such lists, is needed: {error}"[:400]) from None
+        raise ProgramError(f"expected a list of numbers, or of such lists: {error}"[:400]) from None
     except PatchclampError as error:
         raise type(error)(error.message[:400]) from None

@@ -55,8 +55,8 @@ class Checkpoint:
         weight = self.tensor(f"{module}.weight")
         if weight is None:
             beside = [name for name in self._file_of if f"{module}." in name]
-            found = f"; it has {', '.join(sorted(beside)[:4])}, which may be packed" if beside else ""
-            raise ModelError(f"{self.folder} has no {module}.weight{found}: its numbers are needed as they are")
+            found = f"; it has {', '.join(sorted(beside)[:4])}, possibly packed" if beside else ""
+            raise ModelError(f"{self.folder} has no {module}.weight{found}; expected it as plain numbers")
         return weight
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -448,7 +448,7 @@ def proved_projection(
     candidates = [OutputProjection(matrix, bias_D, factor, norm) for matrix, norm in itertools.product(matrices, norms)]
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(rows_NW), written_ND))
     if best is None or not gap <= tolerance(lm.model.dtype):
-        told = f"{gap:.2g} off" if best else f"{list(weight.shape)}, and [{shape[1]}, {shape[0]}] is needed"
+        told = f"{gap:.2g} off" if best else f"of shape {list(weight.shape)}, expected [{shape[1]}, {shape[0]}]"
         raise ModelError(
             f"what {module}.weight in {checkpoint.folder} makes of {word}[{layer}] is not this model's "
             f"{WRITES[word]}[{layer}]: it is {told}. Are these another model's files?"

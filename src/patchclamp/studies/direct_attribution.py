@@ -206,7 +206,7 @@ class DirectAttribution(Study):
             if listed(self.prompt) else [as_prompt(self.prompt, "prompt")]
         )  # fmt: skip
         if not prompts:
-            raise ProgramError("at least one prompt is needed", "prompt")
+            raise ProgramError("expected at least one prompt, got none", "prompt")
         answers = _each(lm, self.answer, len(prompts), "answer")
         foils = [] if self.foil is None else _each(lm, self.foil, len(prompts), "foil")
         inner: list[Word] = [word for one, word in WITHIN.items() if one in self.by and word in lm.sites.names]

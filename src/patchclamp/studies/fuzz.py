@@ -123,7 +123,7 @@ class Fuzz(msgspec.Struct, frozen=True):
             raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
         sites = as_sites(at, "at")
         if not sites:
-            raise ProgramError("at least one site is needed", "at")
+            raise ProgramError("expected at least one site, got none", "at")
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
@@ -225,7 +225,7 @@ def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) 
         return default
     numbers = as_floats(strengths, "strengths")
     if not numbers or list(numbers) != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
-        raise ProgramError(f"ascending numbers from 0 on are needed, none twice, not {numbers}", "strengths")
+        raise ProgramError(f"expected ascending, distinct numbers from 0 on, got {numbers}", "strengths")
     return numbers
 
 

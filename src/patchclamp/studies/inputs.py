@@ -367,7 +367,7 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
     Raises: `ProgramError` if this is not a list of prompts, or with the path of a prompt that cannot be read.
     """
     if not (prompts := as_items(prompts, path)):
-        raise ProgramError("a list of at least one prompt is needed", path)
+        raise ProgramError("expected at least one prompt, got none", path)
     asked = []
     for i, prompt in enumerate(prompts):
         try:
@@ -539,7 +539,7 @@ def numbers_of(layers: Any, path: str = "layers") -> list[int]:
     several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not is_token_id(layer):
-            raise ProgramError(f"a layer is a whole number, not {layer!r}", path)
+            raise ProgramError(f"expected a layer as a whole number, got {layer!r}", path)
     return [int(layer) for layer in several]
 
 

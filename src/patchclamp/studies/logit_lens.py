@@ -396,7 +396,7 @@ def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Ten
     fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
     if not fits:
         wanted = ", ".join("K" if n is None else str(n) for n in shape)
-        raise ShapeError(f"[{wanted}] is needed, and this is {list(tensor.shape)}", path)
+        raise ShapeError(f"expected shape [{wanted}], got {list(tensor.shape)}", path)
     return tensor
 
 

@@ -163,7 +163,7 @@ def parity(
     bounds = _bounds(dtype, tolerance)
     prompts = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_items(prompts, "prompts"))]
     if not prompts:
-        raise pc.ProgramError("a list of prompts is needed, each text or token ids", "prompts")
+        raise pc.ProgramError("expected a list of prompts, each text or token ids", "prompts")
     shared, options = given(options, engines)
     tell(f"running {model} on {engines[0]} …")
     theirs = _observe(model, engines[0], {"dtype": dtype, **shared}, prompts, max_tokens, None)

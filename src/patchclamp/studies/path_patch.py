@@ -267,7 +267,7 @@ def _receivers(lm: LM, receivers: Any) -> list[PathReceiver]:
             raise error.under(f"receivers[{i}]") from None
         found.append(PathReceiver(" + ".join(map(str, sites)), inner))
     if not found or len({of.label for of in found}) < len(found):
-        raise ProgramError("at least one receiver is needed, and none twice", "receivers")
+        raise ProgramError("expected at least one receiver, each named once", "receivers")
     return found
 
 

@@ -276,7 +276,7 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
         return FromBank(lm, source.name, mixing)
     prompts = [words_of(lm, prompt, f"source.prompts[{i}]") for i, prompt in enumerate(source.prompts)]
     if not prompts:
-        raise ProgramError("at least one prompt is needed", "source.prompts")
+        raise ProgramError("expected at least one prompt, got none", "source.prompts")
     sites = list(dict.fromkeys(site for row in rows for site in row.sites))
     if isinstance(source, Resampled):
         _check_lengths([len(words.ids) for words in prompts], length)

@@ -624,7 +624,7 @@ def _site(lm: LM, site: str | Site) -> Site:
     except PatchclampError as error:
         raise error.under("site") from None
     if named.layers is not None or named.index is not None:
-        raise ProgramError(f"a site's word is needed, such as {named.name!r}: layers= says which", "site")
+        raise ProgramError(f"expected a site without layers, such as {named.name!r}; layers= chooses them", "site")
     refs = lm.sites.resolve(named)
     if any(ref.layer is None for ref in refs):
         raise UnsupportedSite(f"{named} has no layers, and vectors are made for each layer", "site")
@@ -793,7 +793,7 @@ class StrengthCurve(Study):
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
         steps = as_floats(self.scales, "scales")
         if not steps or list(steps) != sorted(set(steps)):
-            raise ProgramError(f"ascending numbers are needed, none twice, not {steps}", "scales")
+            raise ProgramError(f"expected ascending, distinct numbers, got {steps}", "scales")
         edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else () for scale in steps]
         question = {
             "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
