@@ -26,7 +26,7 @@ BAD = [
     (dict(capture=[pc.logits @ pc.prompt[0]]), pc.UnsupportedSite, "logits exist only where a token is sampled"),
     (dict(edits=[pc.Add([1.0, 2.0], at=pc.embed)]), pc.ShapeError, "edits[0].value: embed is 576 wide; the vector is [2]"),
     (dict(edits=[pc.Add(np.ones((3, D)), at=pc.embed, tokens=pc.prompt)]), pc.ShapeError, "has 5 positions; the vector has 3 rows"),
-    (dict(edits=[pc.Replace(pc.From("gone"), at=pc.embed)]), pc.MissingSource, "edits[0].value: run gone is not here"),
+    (dict(edits=[pc.Replace(pc.From("gone"), at=pc.embed)]), pc.MissingSource, "edits[0].value: unknown run gone"),
     (dict(edits=[pc.Zero(pc.embed, pc.prompt[5])]), pc.TokensError, "edits[0].tokens: prompt[5]: there is no position 5"),
     (dict(edits=[pc.Zero(pc.embed, pc.prompt[-6])]), pc.TokensError, "the prompt has 5 tokens (0 to 4)"),
     (dict(edits=[pc.Zero(pc.embed, pc.every[7])]), pc.TokensError, "there is no position 7"),

@@ -131,7 +131,7 @@ OTHERS: tuple[tuple[str, str, Any], ...] = (
     *(("GET", path, None) for path in ("/v1/models", "/version", "/health", "/ping", "/load", "/v1/models/x", "/nowhere", "/v1/completions")),
     *(("POST", "/tokenize", body) for body in TOKENIZED), ("POST", "/ping", None), ("POST", "/health", None),
     *(("POST", "/detokenize", body) for body in ({"tokens": [1, 2, 30]}, {"tokens": []}, {"tokens": [-1]}, {"tokens": [9_999_999]}, {"tokens": "x"}, {})),
-    *(("POST", "/v1/completions", body) for body in ([], "x", b"{", b"", b"\xff", b'{"prompt": "a", "prompt": "b"}')),
+    *(("POST", "/v1/completions", body) for body in ([], "x", b"{", b"", b"\xff", b'{"prompt": "a", "prompt": "b", "temperature": 0}')),
     *(("POST", "/v1/chat/completions", body) for body in ({}, b"{", b"[]", None)),
     ("POST", "/v1/chat/completions/batch", {"messages": [CHAT, CHAT[1:]], "max_tokens": 3, "temperature": 0}),
     ("POST", "/v1/responses", {"input": "what is 1+1?", "max_output_tokens": 3, "temperature": 0, "store": False}),

@@ -132,7 +132,7 @@ def test_a_streamed_run_is_a_source():
     ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: expected a whole number from 1 to"),
     ({"prompt": PROMPT, "edits": pc.Zero("resid_post[9]")}, "edits[0].at: resid_post[9]: this model has 3 layers"),
     ({"prompt": PROMPT, "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
-    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: at least one token"),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: expected at least 1 token, got 0"),
     ({}, "give either a prompt or messages"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_call_is_raised_by_it(call, text):
