@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test processes families soak oracle check docs clean
+.PHONY: help setup demo test slow families soak oracle check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
@@ -27,11 +27,11 @@ demo: setup  ## run the demo on the CPU, with the small real model, into out/dem
 test: setup  ## run the tests, in two processes, each group of files in one, which shares its engines (tests/conftest.py)
 	$(BIN)/python -m pytest -n 2
 
-processes: setup  ## run the tests that make test leaves out: second servers, replicas, several workers, vLLM's own compiler, each in processes of its own
-	$(BIN)/python -m pytest -n 2 -m processes
+slow: setup  ## run the tests that make test leaves out: second servers, several workers, compiled variants, most families, storms
+	$(BIN)/python -m pytest -n 2 -m slow
 
-families: setup  ## prove every site table on both engines; make test proves a part of them
-	PATCHCLAMP_FAMILIES=all $(BIN)/python -m pytest tests/engines/test_families.py
+families: setup  ## prove every site table on both engines; make test and make slow prove a part of them
+	PATCHCLAMP_FAMILIES=all $(BIN)/python -m pytest -m "slow or not slow" tests/engines/test_families.py
 
 soak: setup  ## random search for MINUTES=2, from SEED=... or one that it prints; what fails is kept for make test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -151,8 +151,8 @@ def _torchvision():
 def alone(shortened, shortest):
     """`alone("float32", compiled=True)` is what `PROMPTS` give on stock vLLM without the plugin and on patchclamp
     without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, one engine after the
-    other: eagerly in both dtypes and compiled (on fewer layers) in bf16; and compiled in fp32, where that is asked for."""
-    together = [[("float32", False), ("bfloat16", False), ("bfloat16", True)], [("float32", True)]]
+    other: eagerly in both dtypes, and compiled (on fewer layers) in both, where that is requested."""
+    together = [[("float32", False), ("bfloat16", False)], [("bfloat16", True), ("float32", True)]]
     answers: dict[tuple[str, bool], tuple[list, list]] = {}
 
     def engine(dtype: str, compiled: bool) -> dict:

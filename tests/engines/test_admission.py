@@ -1017,7 +1017,7 @@ def elsewhere(folder):
         yield lm
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_core_in_its_own_process_does_the_same_and_its_end_is_everyones(elsewhere):
     lm = elsewhere
     v = vector(0)

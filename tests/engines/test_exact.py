@@ -8,10 +8,11 @@ import patchclamp as pc
 from .conftest import PROMPTS
 
 MODES = [
-    ("vllm", "float32", False), ("vllm", "bfloat16", False), ("vllm", "float32", True), ("vllm", "bfloat16", True),
-    ("transformers", "float32", False), ("transformers", "bfloat16", False),
+    pytest.param((engine, dtype, compiled), id=f"{engine} {dtype} {'compiled' if compiled else 'eager'}",
+                 marks=[pytest.mark.slow] if compiled and dtype == "bfloat16" else [])
+    for engine, compiled in (("vllm", False), ("vllm", True), ("transformers", False))
+    for dtype in ("float32", "bfloat16")
 ]  # fmt: skip
-NAMES = [f"{engine} {dtype} {'compiled' if compiled else 'eager'}" for engine, dtype, compiled in MODES]
 STREAMS = [pc.embed, pc.resid_pre, pc.resid_mid, pc.resid_post]
 
 
@@ -19,7 +20,7 @@ def bits(run) -> tuple[list[int], list[str]]:
     return run.token_ids, [x.hex() for x in run.logprobs]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=NAMES)
+@pytest.mark.parametrize("mode", MODES)
 def test_self_patch_is_bit_identical(shallow, mode):
     """Each stream word at all its layers at once, then single layers, over prompt and generated tokens."""
     lm = shallow.get(*mode)
@@ -35,7 +36,7 @@ def test_self_patch_is_bit_identical(shallow, mode):
     assert bits(lm.run(PROMPTS[1], max_tokens=4, edits=[row], logprobs=True)) != bits(run)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=NAMES)
+@pytest.mark.parametrize("mode", MODES)
 def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(shallow, mode):
     lm = shallow.get(*mode)
     corrupt = lm.tokens(PROMPTS[1])

@@ -73,6 +73,15 @@ TRANSFORMERS_ALONE = {
 }
 # what the others' tables have that those of FAMILIES do not: a copied input, groups of columns, kinds of layers
 FEW = ["cohere2", "falcon_new", "granite_hybrid", "nemotron_h", "mamba2"]
+QUICK = {
+    "llama",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "deepseek_v3",
+    *FEW,
+}  # proved in make test; the others in make slow
 ALL = "PATCHCLAMP_FAMILIES" in os.environ
 LATER = [name for name in MORE if name not in TRANSFORMERS_ALONE] if ALL else FEW
 # layers with a state, or that share keys and values
@@ -94,7 +103,10 @@ def opened(name: str, folder: str, **options) -> Pair:
     return Pair(name, pc.LM(folder, engine="vllm", **IDS, **chosen), hub)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *LATER])
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *LATER)],
+)
 def pair(request, tmp_path_factory, inspected_here):
     # vLLM's BLOOM has the exact GELU, Transformers' the approximation that it was trained with
     approximate = mock.patch("vllm.model_executor.models.bloom.get_act_fn", return_value=torch.nn.GELU("tanh"))
@@ -313,6 +325,7 @@ def test_qwen3_next_is_proved_on_vllm_in_the_dtype_that_it_runs_in(tmp_path):
             assert worst_row(flat(ours[place]), flat(theirs[place])) <= 0.25, place  # another tensor's would be 1 away
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe"])
 def test_compiled_too(name, tmp_path):
     made = opened(name, of_family(tmp_path, name), enforce_eager=False)

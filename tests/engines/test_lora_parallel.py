@@ -16,7 +16,7 @@ from tests.models import with_weights
 from .lora import adapter, merged
 from .test_lora import EVERYTHING, IDS, OPTIONS, SAMPLING, worst_row
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 512}
 WAYS = {

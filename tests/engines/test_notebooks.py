@@ -18,7 +18,7 @@ def code_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "quickstart" else pytest.mark.processes) for name in NOTEBOOKS]
+    "name", [pytest.param(name, marks=() if name == "quickstart" else pytest.mark.slow) for name in NOTEBOOKS]
 )
 def test_every_cell_runs(name, engine, engines, monkeypatch, tmp_path):
     lm, opened = engines.get(engine, "float32"), pc.LM
@@ -32,7 +32,7 @@ def test_every_cell_runs(name, engine, engines, monkeypatch, tmp_path):
     lm.bank.clear()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_the_quickstart_runs_in_a_jupyter_kernel(tmp_path):
     """With a vLLM engine inside the kernel, whose event loop is running; results show as HTML and pictures."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

@@ -12,8 +12,8 @@ from .conftest import PROMPTS
     [
         pytest.param("float32", False, id="fp32 eager"),
         pytest.param("bfloat16", False, id="bf16 eager"),
-        pytest.param("bfloat16", True, id="bf16 compiled, casts emulated"),
-        pytest.param("float32", True, id="fp32 compiled", marks=pytest.mark.processes),
+        pytest.param("bfloat16", True, id="bf16 compiled, casts emulated", marks=pytest.mark.slow),
+        pytest.param("float32", True, id="fp32 compiled", marks=pytest.mark.slow),
     ],
 )
 def test_without_a_program_every_bit_is_stocks(alone, dtype, compiled):

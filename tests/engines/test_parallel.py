@@ -16,7 +16,7 @@ import patchclamp as pc
 from patchclamp.proving import prove
 from tests.models import with_weights
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 D, LAYERS, RECORDS = 128, 4, 64
 SHAPE = {"hidden_size": D, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,

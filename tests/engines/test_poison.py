@@ -8,7 +8,7 @@ import pytest
 
 from . import poison
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def lookups_of_the_drafter(lm: pc.LM, method: str) -> list[bool]:
     return answers
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "eagle"])
 def test_two_workers_draft_as_one_does(method, tmp_path):
     with both(method, tmp_path, workers=2) as made:
@@ -284,7 +284,7 @@ def test_two_workers_draft_as_one_does(method, tmp_path):
             runs_are_alike(made, edits)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_adapters_beside_drafts(method, tmp_path):
     with both(method, tmp_path, enable_lora=True, max_lora_rank=16, max_num_seqs=4) as made:
@@ -294,7 +294,7 @@ def test_adapters_beside_drafts(method, tmp_path):
         assert runs_of(made[1], [], lora=str(own))[1].token_ids != runs_of(made[1], [])[1].token_ids
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_blocks_that_were_cached_beside_drafts_are_as_without(tmp_path):
     """EAGLE has vLLM compute a prompt's last cached block again; edits are part of a block's key as ever."""
     with both("eagle", tmp_path) as made:

@@ -16,7 +16,11 @@ ALWAYS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*ALWAYS, *kept("storm")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [ALWAYS[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*ALWAYS[1:], *kept("storm")))],
+    ids=str,
+)
 def test_whoever_comes_and_goes_beside_it_a_request_is_as_if_alone(tiny, case, tmp_path):
     """Each round has what is wanted of it, whatever the seed: so many rounds, however quick the machine."""
     with engine(tiny, case.what) as lm:

@@ -355,7 +355,7 @@ def elsewhere(shortened):
         yield lm
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_core_in_its_own_process_serves_the_same(elsewhere, shallow):
     lm, here = elsewhere, shallow.get("vllm", "float32")
     ids = here.tokens(PROMPTS[0])
@@ -368,7 +368,7 @@ def test_a_core_in_its_own_process_serves_the_same(elsewhere, shallow):
     assert steered.logprobs != run.logprobs
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_with_the_core_in_another_process_and_without_a_tokenizer(elsewhere):
     """What listens stays here: nothing of it goes to the core. And closing the engine tells who reads."""
     lm = elsewhere

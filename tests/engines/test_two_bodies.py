@@ -13,7 +13,7 @@ import torch
 import patchclamp as pc
 from tests.models import that_reads_images, with_weights
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip

@@ -38,7 +38,10 @@ def their_tables_are_not_there():
         yield
 
 
-@pytest.fixture(scope="module", params=HAS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in ("starcoder2", "llama") else pytest.param(name, marks=pytest.mark.slow) for name in HAS],
+)
 def pair(request, tmp_path_factory, inspected_here):
     name = request.param
     folder = of_family(tmp_path_factory.mktemp(name), name)
@@ -78,6 +81,7 @@ def test_transformers_runs_models_of_the_class_that_vllm_decorated(pair):
     assert torch.equal(*made)
 
 
+@pytest.mark.slow
 def test_parity_of_a_class_of_vllms_own(tmp_path):
     folder = of_family(tmp_path, "bloom", num_hidden_layers=2)
     options: dict[str, Any] = {**EAGER, "skip_tokenizer_init": True, "max_model_len": 64}  # which ALiBi does not tell
@@ -128,6 +132,7 @@ def test_what_does_not_add_up_is_withdrawn(tmp_path, monkeypatch):
         assert "resid_pre[0] + attn_out[0] is not resid_mid[0]" in lm.sites.withdrawn["attn_out"]
 
 
+@pytest.mark.slow
 def test_compiled_too(tmp_path):
     folder = of_family(tmp_path, "starcoder2", num_hidden_layers=2)
     with (
@@ -163,6 +168,7 @@ def test_results_that_are_normed_before_they_are_projected_are_not_offered(tmp_p
             lm.run(PROMPTS[0], capture=["z"])
 
 
+@pytest.mark.slow
 def test_a_config_that_comes_with_its_checkpoint(tmp_path):
     """InternLM2 is a Llama under other names, whose config Transformers does not have. vLLM's runner gives its class
     arguments that have no default there."""

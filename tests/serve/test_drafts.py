@@ -12,7 +12,7 @@ import patchclamp as pc
 
 from .conftest import start, stop
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 TEXT = "one two three one two three one two"
 GREEDY = {"max_tokens": 24, "sampling": {"ignore_eos": True}}

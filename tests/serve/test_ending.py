@@ -31,7 +31,7 @@ def ask(server, path: str, body) -> str:
     return text
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "dead core"])
 def test_everybody_is_answered_and_the_process_exits(model, tmp_path, how):
     server = start(model, tmp_path / "log")

@@ -19,7 +19,7 @@ from .. import without_torchvision
 from ..models import that_reads_images, with_gemma_processor
 from .conftest import KEYS, Server, start, stop
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 TEMPLATE = (
     "{% for m in messages %}w400 {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
     "<start_of_image>{% endif %} {% endfor %} w401 {% endfor %}"

@@ -19,7 +19,7 @@ from .conftest import Server, start, stop
 from .stock_requests import differences, metric_names
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
-pytestmark = pytest.mark.processes  # a second server
+pytestmark = pytest.mark.slow  # a second server
 PLUGIN = """
 from pathlib import Path
 

@@ -27,7 +27,7 @@ from .test_client import (
     test_a_client_that_is_killed_leaves_nothing as killed,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from .conftest import KEYS, Server
 from .storm import KINDS, storm
 
 
+@pytest.mark.slow
 def test_many_clients_at_once(server: Server):
     made, left, _ = asyncio.run(storm(server.url, server.model, KEYS[0], clients=16, actions=8, seed=1))
     assert made.wrong == []
