@@ -1,5 +1,6 @@
 """The patch sweep equals a plain loop of Transformers hooks, cell by cell, and the fake engine can carry it too."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -89,6 +90,23 @@ def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, sm
     answer, foil = (lm.tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
     expected = plain_grid(plain, a, b, ["resid_pre"], [20], sweep.alignment, answer, foil)
     assert np.abs(sweep.grid - expected).max() <= 1e-3
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_subjects_of_unequal_length_are_matched(engines, engine):
+    lm = engines.get(engine, "float32")
+    clean, corrupt = "The Statue of Liberty is in the city of", "Big Ben is in the city of"
+    match = pc.studies.Match(clean="span('Statue of Liberty')", corrupt="span('Big Ben')")
+    sweep = patch_sweep(
+        lm, clean=clean, corrupt=corrupt, answer=" New", foil=" London", layers=[0, 12], positions=[match]
+    )
+    assert (sweep.columns[0].clean, sweep.columns[0].corrupt) == ((2, 3), (0, 1))
+    with contextlib.closing(lm.run(clean, max_tokens=1, capture=["resid_pre"])) as run:
+        for layer, value in zip((0, 12), sweep.values[:, 0], strict=True):
+            at = pc.resid_pre[layer]
+            op = pc.Replace(pc.From(run, at, pc.prompt[2:4]), at=at, tokens=pc.prompt[0:2])
+            one, other = lm.run(corrupt, max_tokens=1, score=[" New", " London"], edits=[op]).scores.values()
+            assert abs(value - (one - other)) <= 1e-4
 
 
 def test_metrics_spans_and_unlayered_sites(engines):

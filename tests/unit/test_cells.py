@@ -622,3 +622,68 @@ def test_the_number_of_trials_is_computed_without_making_them():
         for reruns in (1, 3, 8, 32):
             assert planned([count, 5], reruns) == sum(len(list(_spread(one, reruns))) for one in (count, 5))
     assert planned([10**15], 8) > 10**15
+
+
+class TestMatch:
+    """Positions that pair parts of prompts of different lengths."""
+
+    LONG, SHORT = [1, 2, 3, 4, 5, 6], [1, 12, 13, 5, 6]
+
+    @pytest.mark.parametrize("direction", ["denoising", "noising"])
+    @pytest.mark.parametrize(("align", "pairs"), [("last", ((2, 1), (3, 2))), ("first", ((1, 1), (2, 2)))])
+    @pytest.mark.parametrize("as_json", [False, True])
+    def test_a_cell_is_the_replace_written_by_hand(self, lm, direction, align, pairs, as_json):
+        fields = {"clean": "prompt[1:4]", "corrupt": "prompt[1:3]", "align": align}
+        match = fields if as_json else pc.studies.Match(**fields)
+        sweep = patch_sweep(lm, clean=self.LONG, corrupt=self.SHORT, answer=7, foil=9, sites=["resid_pre", "attn_out"],
+                            positions=[match, -1], direction=direction)  # fmt: skip
+        clean, corrupt = zip(*pairs, strict=True)
+        assert (sweep.columns[0].clean, sweep.columns[0].corrupt) == (clean, corrupt)
+        alone = ({1, 2, 3} - set(clean)).pop()
+        assert [(side, p) for side, p, _ in sweep.skipped] == [("clean", alone)]
+        read, write, source, target = (
+            (clean, corrupt, self.LONG, self.SHORT)
+            if direction == "denoising"
+            else (corrupt, clean, self.SHORT, self.LONG)
+        )
+        with contextlib.closing(lm.run(source, max_tokens=1, capture=["resid_pre", "attn_out"])) as run:
+            for row, values in zip(sweep.rows, sweep.values, strict=True):
+                at = pc.site(str(row))
+                op = pc.Replace(pc.From(run, at, pc.prompt[list(read)]), at=at, tokens=pc.prompt[list(write)])
+                scores = lm.run(target, max_tokens=1, score=[7, 9], edits=[op]).scores
+                assert values[0] == scores[7] - scores[9]
+        assert (sweep.values[:, 0] != sweep.baseline).any()
+
+    def test_each_pair_of_prompts_has_its_own(self, lm):
+        several = [pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3]),
+                   pc.studies.Match(clean=pc.prompt[1:3], corrupt=pc.prompt[1:4])]  # fmt: skip
+        sweep = patch_sweep(lm, clean=[self.LONG, self.SHORT], corrupt=[self.SHORT, self.LONG], answer=7, foil=9,
+                            positions={"subject": several, "last": -1})  # fmt: skip
+        assert [of.label for of in sweep.columns] == ["subject", "last"]
+        for i, pair in enumerate(((self.LONG, self.SHORT), (self.SHORT, self.LONG))):
+            alone = patch_sweep(lm, clean=pair[0], corrupt=pair[1], answer=7, foil=9, positions=[several[i], -1])
+            assert np.array_equal(sweep.each[i], alone.values)
+
+    def test_prompts_that_share_no_token_can_be_matched(self, lm):
+        match = pc.studies.Match(clean=pc.prompt, corrupt=pc.prompt)
+        sweep = patch_sweep(lm, clean=[1, 2, 3], corrupt=[4, 5], answer=7, foil=9, positions=[match])
+        assert sweep.alignment == ((1, 0), (2, 1))
+        with pytest.raises(pc.TokensError, match=r"^positions: .*Match"):
+            patch_sweep(lm, clean=[1, 2, 3], corrupt=[4, 5], answer=7, foil=9)
+
+    @pytest.mark.parametrize(("match", "error", "path"), [
+        ({"clean": 1, "corrupt": 1, "align": "middle"}, pc.ProgramError, "positions[0]"),
+        ({"clean": 1}, pc.ProgramError, "positions[0]"),
+        ({"clean": 99, "corrupt": 1}, pc.TokensError, "positions[0].clean"),
+        ({"clean": "prompt[1:4]", "corrupt": 1, "align": "each"}, pc.TokensError, "positions[0]"),
+    ])  # fmt: skip
+    def test_wrong_ones_are_refused(self, lm, match, error, path):
+        with pytest.raises(error) as caught:
+            patch_sweep(lm, clean=self.LONG, corrupt=self.SHORT, answer=7, foil=9, positions=[match])
+        assert caught.value.path == path
+
+    def test_studies_of_one_prompt_refuse_it(self, lm):
+        match = pc.studies.Match(clean=1, corrupt=1)
+        for study, rest in ((ablation_sweep, {}), (causal_trace, {"subject": pc.prompt[1]})):
+            with pytest.raises(pc.ProgramError, match=r"^positions\[0\]: .*match"):
+                study(lm, prompt=self.LONG, answer=7, foil=9, positions=[match], **rest)

@@ -24,6 +24,7 @@ from patchclamp.cli import commands
 from patchclamp.cli.commands import read_options
 from patchclamp.cli.study_commands import app, options_of, studies_by_command
 from patchclamp.plots import style
+from patchclamp.plots.style import visible
 from patchclamp.proving import Proof, ensure_proved
 from patchclamp.studies import AblationSweepResult, CausalTraceResult, MeanOf, PatchSweepResult, PathPatchResult
 
@@ -236,7 +237,7 @@ class TestSweep:
             (
                 ("paths", *SWEEP[1:], "--receiver", "q[2,0]+k[2,0]", "--receiver", "logits"),
                 PathPatchResult,
-                "q[2,·0]·+·k[2,·0]",
+                "q[2, 0] + k[2, 0]",
             ),
         ],
     )
@@ -280,7 +281,7 @@ class TestSweep:
         assert len(rows) == 3
         for row, cell in zip(rows, sweep.best(3), strict=True):
             assert row.startswith(cell.site)
-            assert cell.column.label.replace(" ", "·") in row
+            assert visible(cell.column.label) in row
         assert f"wrote {png}" in output.replace("\n", "")
         assert png.read_bytes().startswith(b"\x89PNG")
         assert "Eiffel" in page.read_text(encoding="utf-8")

@@ -153,9 +153,25 @@ class TestReading:
         assert (found.low, found.centre, found.high, found.towards) == (-10.0, -3.0, 4.0, 1.0)
         assert found.to_goal
 
-    def test_where_no_cell_comes_near_clean_the_largest_effect_is_the_strong_end(self):
-        found = with_grid(make_sweep(clean=4.0, corrupt=-3.0), _0_2_3=-1.0).picture().scale
-        assert (found.low, found.centre, found.high, found.to_goal) == (-5.0, -3.0, -1.0, False)
+    def test_small_effects_keep_the_scale_and_the_title_says_when_all_are_below_1_percent(self):
+        small = with_grid(make_sweep(clean=4.0, corrupt=-3.0), _0_2_3=-1.0).picture()
+        assert (small.scale.low, small.scale.centre, small.scale.high) == (-10.0, -3.0, 4.0)
+        assert "1 %" not in small.title
+        tiny = with_grid(make_sweep(clean=4.0, corrupt=-3.0), _0_2_3=-2.95).picture()
+        assert tiny.title.endswith("(all effects below 1 % of the way to clean)")
+
+    def test_intervals_of_the_best_cells_are_drawn_for_several_prompts(self, tmp_path):
+        one = make_sweep(clean=4.0, corrupt=-3.0)
+        assert one.picture().intervals == []
+        effect = one.values - one.baseline
+        several = msgspec.structs.replace(one, low=one.values - 1, high=one.values + 2, effect_low=effect - 1,
+                                          effect_high=effect + 2, p=effect * 0 + 0.1, p_family=effect * 0 + 0.25)  # fmt: skip
+        found, best = several.picture().intervals, several.best(1)[0]
+        assert found[0].name == f"{best.where} @ {style.visible(best.column.label)}, p 0.25"
+        assert found[0].effect == best.value - one.baseline
+        assert (found[0].low, found[0].high) == (found[0].effect - 1, found[0].effect + 2)
+        assert several.plot(tmp_path / "a.png").stat().st_size > one.plot(tmp_path / "b.png").stat().st_size
+        assert several.figure().data[-1].error_x.array[0] == pytest.approx(2.0)
 
     def test_noising_is_centred_on_clean_and_keeps_the_colours_of_the_sides(self):
         found = make_sweep(clean=4.0, corrupt=-3.0, direction="noising").picture()
@@ -241,7 +257,7 @@ class TestWords:
     @pytest.mark.parametrize(
         ("token", "seen"),
         [
-            (" Tower", "·Tower"), ("a b", "a·b"), ("\n\n", "↵↵"), ("\t\r", "⇥␍"), ("", "∅"), ("\u202e", "⟨202E⟩"),
+            (" Tower", "␣Tower"), ("a b", "a b"), ("a  b ", "a␣␣b␣"), (" .·", "␣.·"), ("\n\n", "↵↵"), ("\t\r", "⇥␍"), ("", "∅"), ("\u202e", "⟨202E⟩"),
             ("\x00", "⟨0000⟩"), ("\u00a0", "⟨00A0⟩"), ("\ud800", "⟨D800⟩"), ("東京", "東京"), ("<b>", "<b>"),
         ],
     )  # fmt: skip
@@ -495,7 +511,7 @@ class TestPage:
     def test_a_cell_says_its_place_and_numbers(self):
         sweep = with_grid(make_sweep(clean=4.0, corrupt=-4.0), _0_2_1=2.0)
         assert grids(sweep)[0].customdata[2][1].split("<br>") == [
-            "resid_pre[2] @ ·Colosseum (position 1 → 1)", "logit_diff 2.00, effect +6.00", "75 % of the way to clean",
+            "resid_pre[2] @ ␣Colosseum (position 1 → 1)", "logit_diff 2.00, effect +6.00", "75 % of the way to clean",
         ]  # fmt: skip
         assert "not above the noise floor" in grids(sweep)[0].customdata[0][0]
 
@@ -523,12 +539,12 @@ class TestPage:
                      "org/model · vllm 0.32.0 · float32", "logit(' Paris') − logit(' Rome')", "favours ' Paris' over ' Rome'",
                      "4.00", "−3.00", "1.0 × 10⁻⁶", *(style.number(cell.value) for cell in sweep.best(10))):  # fmt: skip
             assert part in page.prose
-        assert ("·Louvre", "differs") in page.tokens()
-        assert ("·Colosseum", "differs") in page.tokens()
+        assert ("␣Louvre", "differs") in page.tokens()
+        assert ("␣Colosseum", "differs") in page.tokens()
 
     def test_tokens_without_a_partner_are_marked(self, tmp_path):
         _, page = page_of(SWEEPS["skipped positions"], tmp_path)
-        assert [token for token, mark in page.tokens() if mark == "skipped"] == ["·Louvre", "·Col", "osseum"]
+        assert [token for token, mark in page.tokens() if mark == "skipped"] == ["␣Louvre", "␣Col", "osseum"]
         assert "5 of 6 clean and 5 of 7 corrupt positions are paired" in page.prose
 
     def test_hostile_tokens_stay_text(self, tmp_path):

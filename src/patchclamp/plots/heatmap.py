@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-NEAR = 0.35  # share of the way to the goal; if no effect reaches it, the colours end at the largest effect
-BEST = 10  # cells in a page's table
+BEST = 10  # cells in a page's table and with drawn intervals
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches
 
@@ -153,6 +152,15 @@ class HeatmapCell(msgspec.Struct, frozen=True):
     value: float
 
 
+class Interval(msgspec.Struct, frozen=True):
+    """The effect of a cell with the ends of its interval."""
+
+    name: str
+    effect: float
+    low: float
+    high: float
+
+
 class Heatmap(msgspec.Struct, frozen=True, eq=False):
     """`panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the one that patches
     approach.
@@ -178,14 +186,29 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scale(self) -> ColourRange:
-        """The colour scale: its strong end is the goal, or the largest effect if no cell comes near the goal."""
+        """The colour scale: white is the baseline and its strong end the goal; without one, the largest effect."""
         centre, goal = self.baseline.value, self.goal
         shown = np.concatenate([panel.shown for panel in self.panels])
         largest = float(np.nanmax(np.abs(shown - centre), initial=0.0))
         half = 0.0 if goal is None else abs(goal.value - centre)
-        to_goal = half > self.noise_floor and largest >= NEAR * half
+        to_goal = half > self.noise_floor
         blue_above = (self.towards > 0) == (goal is None or goal.side == "clean")
         return ColourRange(centre, half if to_goal else largest or half or 1.0, self.towards, to_goal, blue_above)
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """The effects of the best cells with their 95 % intervals, best first; empty for a single prompt."""
+        found = []
+        for spot in self.ranked(BEST):
+            panel = self.panels[spot.panel]
+            of = {name: float(values[spot.row, spot.column]) for name, values in panel.details}
+            if "effect from" not in of:
+                return []
+            row, label = panel.cell_name(spot.row, self.columns[spot.column])
+            p = of.get("p among all cells")
+            name = f"{row} @ {shorten(visible(label), LONGEST_LABEL)}" + ("" if p is None else f", p {number(p)}")
+            found.append(Interval(name, self.effect(spot.value), of["effect from"], of["effect to"]))
+        return found
 
     @property
     def towards(self) -> float:
@@ -268,8 +291,14 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         turned = max(map(len, labels)) * 0.075 + 0.1 > cell_width
         height = sum(heights) + len(lines) * (1.0 + (min(max(map(len, labels)) * 0.06, 1.2) if turned else 0)) + 0.8
         width = max(across * (cell_width * len(labels) + 0.9) + 0.4, 8.4)
-        figure = style.new_figure(self.title, self._notes(), width, height)
-        grid = figure.subplots(len(lines), across, squeeze=False, gridspec_kw={"height_ratios": heights})
+        intervals = self.intervals
+        tall = 0.17 * len(intervals) + 0.5
+        figure = style.new_figure(self.title, self._notes(), width, height + (tall if intervals else 0))
+        places = figure.add_gridspec(len(lines) + bool(intervals), across,
+                                     height_ratios=[*heights, tall] if intervals else heights)  # fmt: skip
+        grid = np.array([[figure.add_subplot(places[i, j]) for j in range(across)] for i in range(len(lines))])
+        if intervals:
+            self._draw_intervals(figure.add_subplot(places[len(lines), :]), intervals)
         best = self.ranked(1)
         for i, axes in enumerate(grid.flat):
             if i >= len(self.panels):
@@ -308,6 +337,15 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             size = min(max(10 * min(width, height), 0.8), 2.2)
             axes.plot(x, y, linestyle="none", marker="o", markersize=size, color=FAINT, markeredgewidth=0)
 
+    def _draw_intervals(self, axes: Axes, intervals: list[Interval]) -> None:
+        style.bare(axes, "Best cells, with 95 % intervals", f"effect on {self.metric}", "")
+        places, effects = range(len(intervals)), [of.effect for of in intervals]
+        axes.hlines(places, [of.low for of in intervals], [of.high for of in intervals], color=style.INK, linewidth=1.4)
+        axes.plot(effects, places, linestyle="none", marker="o", markersize=4, color=style.INK)
+        axes.axvline(0, color=style.RULE, linewidth=1, zorder=0)
+        axes.set_yticks(places, [of.name for of in intervals])
+        axes.set_ylim(len(intervals) - 0.5, -0.5)
+
     def _draw_bar(self, figure: Figure, grid: np.ndarray) -> None:
         """The colour bar above the panels, with the unpatched runs marked on it."""
         from matplotlib.cm import ScalarMappable
@@ -337,11 +375,17 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         across = max(1, min(len(self.panels), 1200 // (20 * len(labels) + 80)))
         down = math.ceil(len(self.panels) / across)
         tall = [max(len(panel.rows) for panel in self.panels[i * across : (i + 1) * across]) for i in range(down)]
+        intervals = self.intervals
+        tall += [len(intervals)] if intervals else []
         height = sum(max(20 * rows, 40) + 120 for rows in tall) + 60
+        titles = [style.html_text(panel.name) for panel in self.panels]
+        specs = [[{} if i * across + j < len(titles) else None for j in range(across)] for i in range(down)]
+        if intervals:
+            titles.append("Best cells, with 95 % intervals")
+            specs.append([{"colspan": across}, *[None] * (across - 1)])
         figure = subplots.make_subplots(
-            down, across, subplot_titles=[style.html_text(panel.name) for panel in self.panels],
-            row_heights=[max(rows, 2) for rows in tall], horizontal_spacing=min(0.06, 0.8 / across),
-            vertical_spacing=110 / height,
+            len(specs), across, specs=specs, subplot_titles=titles, row_heights=[max(rows, 2) for rows in tall],
+            horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=110 / height,
         )  # fmt: skip
         best, scale = self.ranked(1), self.scale
         for i, panel in enumerate(self.panels):
@@ -368,6 +412,16 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             )  # fmt: skip
             if best and best[0].panel == i:
                 figure.add_shape(**style.frame(best[0].row, best[0].column, i + 1))
+        if intervals:
+            at = {"row": len(specs), "col": 1}
+            figure.add_trace(graphs.Scatter(
+                x=[of.effect for of in intervals], y=[style.html_text(of.name) for of in intervals], mode="markers",
+                marker={"color": style.INK}, showlegend=False,
+                error_x={"type": "data", "array": [of.high - of.effect for of in intervals],
+                         "arrayminus": [of.effect - of.low for of in intervals], "color": style.INK},
+            ), **at)  # fmt: skip
+            figure.update_yaxes(autorange="reversed", **at)
+            figure.update_xaxes(title_text=f"effect on {self.metric}", zeroline=True, **at)
         anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
         figure.update_layout(
             coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -54,8 +55,9 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """A token as a label: spaces and line breaks are visible, and no character is invisible or changes direction."""
-    return plain(token).replace(" ", "·") or "∅"
+    """A token as a label: line breaks and spaces at its ends are visible, and no character is invisible or changes
+    direction."""
+    return re.sub(r"^ | $| (?= )|(?<= ) ", "␣", plain(token)) or "∅"
 
 
 def plain(text: str) -> str:

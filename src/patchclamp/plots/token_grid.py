@@ -83,8 +83,8 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def cell(self) -> tuple[float, float]:
         """Width and height of a cell in inches, with room for its text unless the picture would be too wide."""
         longest = max((len(shorten(t, self.longest_text)) for row in self.texts or () for t in row), default=0)
-        wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.6)
-        if len(self.columns) <= 8:
+        wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.45)
+        if longest and len(self.columns) <= 8:
             wide = max(wide, CELL_TEXT * max(len(shorten(c, LONGEST_LABEL)) for c in self.columns) + 0.1)
         room = (WIDEST - 1.5) / len(self.columns)
         width = min(wide, room) if room >= 0.4 else max(min(room, 0.26), 0.05)
@@ -102,7 +102,8 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     prompt: tuple[str, ...] = ()
     table: Texts = ()
 
-    def draw(self) -> Figure:
+    @property
+    def lines(self) -> list[list[GridPanel]]:
         """The panels one below the other, or side by side if they have the same rows and fit."""
         lines: list[list[GridPanel]] = []
         for panel in self.panels:
@@ -111,6 +112,11 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 lines[-1].append(panel)
             else:
                 lines.append([panel])
+        return lines
+
+    def draw(self) -> Figure:
+        """The panels with a text in every cell that has room."""
+        lines = self.lines
         heights = [max(len(panel.rows) * panel.cell[1] for panel in line) + 1.1 for line in lines]
         width = max(6.4, *(sum(map(_width, line)) for line in lines))
         notes = [self.explained, f"Ran on {self.provenance}."]
@@ -123,15 +129,20 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The panels one below the other, with the notes of every cell on hover."""
+        """The panels with the notes of every cell on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
-        rows = [max(len(panel.rows), 2) for panel in self.panels]
+        lines = self.lines
+        across = max(map(len, lines))
+        rows = [max(len(line[0].rows), 2) for line in lines]
         height = 120 + sum(24 * count + 110 for count in rows)
         figure = subplots.make_subplots(
-            len(rows), 1, subplot_titles=[style.html_text(panel.name) for panel in self.panels], row_heights=rows,
-            vertical_spacing=95 / height,
+            len(rows), across, subplot_titles=[style.html_text(panel.name) for panel in self.panels], row_heights=rows,
+            vertical_spacing=95 / height, horizontal_spacing=0.3 / across if across > 1 else None,
+            specs=[[{}] * len(line) + [None] * (across - len(line)) for line in lines],
         )  # fmt: skip
-        for i, panel in enumerate(self.panels, 1):
+        places = [(row, column) for row, line in enumerate(lines, 1) for column in range(1, len(line) + 1)]
+        for i, (panel, (row, column)) in enumerate(zip(self.panels, places, strict=True), 1):
+            at = {"row": row, "col": column}
             shades, axis = panel.shades, f"coloraxis{'' if i == 1 else i}"
             texts = [[style.html_text(shorten(t, panel.longest_text)) for t in row] for row in panel.texts or ()]
             figure.add_trace(graphs.Heatmap(
@@ -139,18 +150,20 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 texttemplate="%{text}" if texts and len(panel.columns) <= 40 else None, hoverongaps=False,
                 customdata=[[_note(panel, r, c) for c in range(len(panel.columns))] for r in range(len(panel.rows))],
                 hovertemplate="%{customdata}<extra></extra>",
-            ), row=i, col=1)  # fmt: skip
-            for row, column in panel.outlined:
-                figure.add_shape(**style.frame(row, column, i))
+            ), **at)  # fmt: skip
+            for cell in panel.outlined:
+                figure.add_shape(**style.frame(*cell, i))
             names = [style.html_text(shorten(column, LONGEST_LABEL)) for column in panel.columns]
             figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, title_text=panel.column_name,
-                                row=i, col=1)  # fmt: skip
+                                **at)  # fmt: skip
             figure.update_yaxes(tickvals=list(range(len(panel.rows))), title_text=panel.row_name,
-                                ticktext=[style.html_text(name) for name in panel.rows], row=i, col=1)  # fmt: skip
-            low, high = figure.get_subplot(i, 1).yaxis.domain
+                                ticktext=[style.html_text(name) for name in panel.rows], **at)  # fmt: skip
+            part = figure.get_subplot(row, column)
+            low, high = part.yaxis.domain
             figure.update_layout({axis: {
                 "colorscale": shades.colours, "cmin": shades.low, "cmax": shades.high,
-                "colorbar": {"y": (low + high) / 2, "len": max(high - low, 110 / height)},
+                "colorbar": {"y": (low + high) / 2, "len": max(high - low, 110 / height), "x": part.xaxis.domain[1],
+                             "thickness": 12},
             }})  # fmt: skip
         return style.lay_out(figure, height)
 

@@ -18,7 +18,7 @@ from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttri
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, HarvestResult, Project, harvest
-from patchclamp.studies.inputs import Column
+from patchclamp.studies.inputs import Column, Match
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
@@ -43,14 +43,15 @@ from patchclamp.studies.sweep_result import (
 )
 
 __all__ = [
-    "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
-    "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult", "EdgeAttribution",
-    "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult",
-    "Harvested", "LogitLens", "LogitLensResult", "MeanOf", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
-    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
-    "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros", "ablation_sweep", "attribution_patching",
-    "causal_trace", "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",
-    "patch_sweep", "patchscope", "path_patch", "steering_vectors", "strength_curve",
+    "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked",
+    "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult",
+    "EdgeAttribution", "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
+    "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Match", "MeanOf", "Parity", "PatchSweep",
+    "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled",
+    "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros",
+    "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution",
+    "fuzz_sweep", "harvest", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch",
+    "steering_vectors", "strength_curve",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

@@ -18,7 +18,20 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import style
 from patchclamp.run import Run
-from patchclamp.studies.inputs import Answer, Column, OnLM, Positive, Progress, Prompt, Whole, align, words_of
+from patchclamp.studies.inputs import (
+    Answer,
+    Column,
+    Match,
+    Matched,
+    OnLM,
+    Positive,
+    Progress,
+    Prompt,
+    Whole,
+    align,
+    with_pairs,
+    words_of,
+)
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.study import (
     UNDER_WAY,
@@ -40,16 +53,20 @@ class Between:
     clean_at, corrupt_at: the same positions as arrays
     """
 
-    def __init__(self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None) -> None:
+    def __init__(
+        self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None, match: Match | None = None
+    ) -> None:
         self._lm = lm
         self.answer = single_token(lm, answer, "answer")
         self.foil = None if foil is None else single_token(lm, foil, "foil")
         metric = "logprob" if self.foil is None else "logit_diff"
         self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
-        self.ids = [list(words_of(lm, one, path).ids) for one, path in ((clean, "clean"), (corrupt, "corrupt"))]
-        self.tokens = [tuple(lm.tokenizer.token_strings(one)) for one in self.ids]
-        pairs = align(*self.ids).pairs
-        self.columns = tuple(Column(self.tokens[1][b], (a,), (b,)) for a, b in pairs)
+        one, other = words_of(lm, clean, "clean"), words_of(lm, corrupt, "corrupt")
+        self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
+        matched = () if match is None else match.pairs(lm, one, other, "match")
+        pairs = with_pairs(align(one.ids, other.ids, match is not None), matched).pairs
+        labels = {(a, b): f"{self.tokens[1][b]}←{self.tokens[0][a]}" for a, b in matched}
+        self.columns = tuple(Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs)
         self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
         self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
         self._first = lm.sites.resolve(Site("resid_pre", 0))[0].point
@@ -272,6 +289,9 @@ class GradientStudy(Study):
     """Expected answer of the clean prompt: one token, with its leading space."""
     foil: Answer = None
     """Answer of the corrupt prompt: one token."""
+    match: Matched = None
+    """Match of tokens that belong together although the prompts differ in length there; as text, JSON with clean,
+    corrupt and align."""
     steps: Whole = 0
     """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
     verify: Whole = 32
@@ -286,7 +306,7 @@ class GradientStudy(Study):
         raise NotImplementedError
 
     def _run(self, lm: LM, *, on: OnLM = None, batch: Positive = 256, show_progress: Progress = None) -> Proposal:
-        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
+        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil, self.match), on or lm
         check_same(lm, serving)
         candidates = self.candidates(lm, between)
         estimates = candidates.estimates(self.steps)

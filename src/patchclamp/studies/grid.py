@@ -35,6 +35,7 @@ from patchclamp.studies.inputs import (
     Answers,
     Column,
     Layers,
+    Match,
     OptionalCount,
     Positive,
     Progress,
@@ -50,6 +51,7 @@ from patchclamp.studies.inputs import (
     one_each,
     panels_of,
     same_columns,
+    with_pairs,
     words_of,
 )
 from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
@@ -143,8 +145,10 @@ class PairGrid(Grid):
             where = f"[{i}]" if count > 1 else ""
             clean, corrupt = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
             try:
-                alignment = align(clean.ids, corrupt.ids)
+                alignment = align(clean.ids, corrupt.ids, positions is not None)
                 columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
+                pairs = (pair for of in columns for pair in zip(of.clean, of.corrupt, strict=True))
+                alignment = with_pairs(alignment, pairs)
             except PatchclampError as error:
                 raise error.under(f"pair {i}") if where else error from None
             cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
@@ -164,13 +168,19 @@ def _pair_columns(
         if alone:
             raise TokensError(
                 f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
-                f"prompt; aligned are {sorted(partner)}",
-                path,
-            )
+                f"prompt; aligned are {sorted(partner)}. Say which tokens belong together with "
+                "pc.studies.Match(clean=…, corrupt=…)", path
+            )  # fmt: skip
         partners = tuple(partner[p] for p in chosen)
         return Column(label, *((partners, chosen) if denoising else (chosen, partners)))
 
-    return tuple(columns_of(lm, words, sorted(partner), positions, *of, make))
+    def matched(label: str | None, match: Match, path: str) -> Column:
+        pairs = match.pairs(lm, clean, corrupt, path)
+        texts = ["".join(of.tokens[pair[side]] for pair in pairs) for side, of in enumerate((clean, corrupt))]
+        written, read = reversed(texts) if denoising else texts
+        return Column(label or f"{written}←{read}", *zip(*pairs, strict=True))
+
+    return tuple(columns_of(lm, words, sorted(partner), positions, *of, make, matched))
 
 
 class PromptGrid(Grid):

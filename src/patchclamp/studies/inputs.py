@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, SupportsIndex, TypeVar
 
 import msgspec
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, At, parse_edited_site
@@ -128,26 +128,79 @@ def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int,
     return tuple(selected)
 
 
+class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pairs a part of the clean prompt with a part of the corrupt prompt, for subjects of different lengths.
+
+    A position of a patching study: `positions=[pc.studies.Match(clean="span('Statue of Liberty')",
+    corrupt="span('Big Ben')")]` patches the paired tokens together. Of n and m tokens, "last" pairs the min(n, m) last
+    ones, "first" the first ones, and "each" requires n = m. The others stay unpatched, and are listed with the result
+    (`skipped`). As JSON it is an object with these fields.
+
+    clean, corrupt: selections of the two prompts
+    align: "last", "first" or "each"
+    """
+
+    clean: Any
+    corrupt: Any
+    align: Literal["last", "first", "each"] = "last"
+
+    @classmethod
+    def of(cls, value: Any, path: str) -> Match | None:
+        """A match, or an object with its fields; None for any other selection."""
+        if isinstance(value, Mapping):
+            try:
+                value = msgspec.convert(value, cls)
+            except msgspec.ValidationError as error:
+                raise ProgramError(f"expected a match of clean and corrupt: {error}", path) from None
+        if isinstance(value, cls) and value.align not in ALIGNMENTS:
+            raise unknown("alignment", str(value.align), ALIGNMENTS, f"{path}.align")
+        return value if isinstance(value, cls) else None
+
+    def pairs(self, lm: LM, clean: Words, corrupt: Words, path: str) -> tuple[tuple[int, int], ...]:
+        """The paired (clean, corrupt) positions, ascending."""
+        one = sorted(chosen_positions(lm, clean, self.clean, f"{path}.clean"))
+        other = sorted(chosen_positions(lm, corrupt, self.corrupt, f"{path}.corrupt"))
+        if self.align == "each" and len(one) != len(other):
+            raise TokensError(
+                f'align="each" pairs equal numbers of tokens, got {len(one)} clean ones and {len(other)} corrupt ones; '
+                'align="last" or "first" pairs as many as there are', path
+            )  # fmt: skip
+        count = min(len(one), len(other))
+        return tuple(zip(*((of[:count] if self.align == "first" else of[-count:]) for of in (one, other)), strict=True))
+
+
+ALIGNMENTS = ("last", "first", "each")
+
 Make = Callable[[str, tuple[int, ...], str], Column]
 """Makes a column from a label, positions of the patched prompt, and the path of the selection."""
+MakeMatched = Callable[[str | None, Match, str], Column]
+"""Makes a column from a label, by default that of its tokens, a match, and the path of the match."""
 
 
 def columns_of(
-    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make
-) -> list[Column]:
+    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make,
+    matched: MakeMatched | None = None,
+) -> list[Column]:  # fmt: skip
     """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
 
     positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
         selection per pair
+    matched: makes the column of a `Match`; None in studies of one prompt
     """
     if positions is None:
         return [make(words.tokens[p], (p,), "positions") for p in all_positions]
     columns: list[Column] = []
     for label, selection, path in _selections(positions, number, count):
-        chosen = chosen_positions(lm, words, selection, path)
-        column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
+        match = Match.of(selection, path)
+        if match is None:
+            chosen = chosen_positions(lm, words, selection, path)
+            column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
+        elif matched is None:
+            raise ProgramError("expected a selection, got a match, which needs a clean and a corrupt prompt", path)
+        else:
+            column = matched(label, match, path)
         if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
-            raise TokensError(f"{selection} selects {list(chosen)}, which another column has already", path)
+            raise TokensError(f"{selection} selects the tokens of another column", path)
         columns.append(column)
     return columns
 
@@ -323,9 +376,9 @@ class Alignment(msgspec.Struct, frozen=True):
     corrupt_only: tuple[int, ...]
 
 
-def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
+def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -> Alignment:
     """Align prompts of equal length position by position, others by their common prefix and common suffix. Positions
-    between the two have no partner. Raises `TokensError` if nothing can be paired.
+    between the two have no partner. Raises `TokensError` if nothing can be paired, unless positions are `matched`.
     """
     shorter = min(len(clean), len(corrupt))
     if len(clean) == len(corrupt):
@@ -335,17 +388,29 @@ def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
     suffix = next((s for s in range(rest) if clean[-1 - s] != corrupt[-1 - s]), rest)
     pairs = [(p, p) for p in range(prefix)]
     pairs += [(len(clean) - s, len(corrupt) - s) for s in range(suffix, 0, -1)]
-    if not pairs:
+    if not pairs and not matched:
         raise TokensError(
             f"the clean and the corrupt prompt ({len(clean)} and {len(corrupt)} tokens) share no first or last token, "
-            "so no position of one is a position of the other; give prompts that differ in the middle, or positions= "
-            "in pairs"
-        )
+            "so no position of one is a position of the other; give prompts that differ in the middle, or say which "
+            "tokens belong together with pc.studies.Match(clean=…, corrupt=…)", "positions"
+        )  # fmt: skip
     return Alignment(
         tuple(pairs),
         tuple(range(prefix, len(clean) - suffix)),
         tuple(range(prefix, len(corrupt) - suffix)),
     )
+
+
+def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignment:
+    """An alignment with further pairs, of positions that have no partner yet."""
+    clean, corrupt = set(alignment.clean_only), set(alignment.corrupt_only)
+    added: list[tuple[int, int]] = []
+    for a, b in pairs:
+        if a in clean and b in corrupt:
+            added.append((a, b))
+            clean.remove(a)
+            corrupt.remove(b)
+    return Alignment(tuple(sorted((*alignment.pairs, *added))), tuple(sorted(clean)), tuple(sorted(corrupt)))
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
@@ -546,8 +611,10 @@ def numbers_of(layers: Any, path: str = "layers") -> list[int]:
 # -- the types of study fields, each with its reader
 
 
-def as_position(text: str) -> int | str:
-    """A selection on the command line: a number, or the text of a selection."""
+def as_position(text: str) -> Any:
+    """A selection on the command line: a number, the text of a selection, or a `Match` as JSON."""
+    if text.lstrip().startswith("{"):
+        return msgspec.json.decode(text)
     return int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
 
 
@@ -569,6 +636,13 @@ def lines_of(file: Path) -> list[str]:
 
 def _receiver(text: str) -> str | list[str]:
     return text.split("+") if "+" in text else text
+
+
+def as_match(value: Any, path: str) -> Match:
+    match = Match.of(value, path)
+    if match is None:
+        raise ProgramError(f"expected a Match of clean and corrupt, got {type(value).__name__} {value!r:.100}", path)
+    return match
 
 
 def as_progress(show: Any, path: str) -> bool | Reporter:
@@ -601,6 +675,7 @@ Layers = Annotated[Any, Arg(as_layers)]
 Positions = Annotated[Any, Arg(parse=as_position, many=True)]
 Position = Annotated[Any, Arg(parse=as_position)]
 Selected = Annotated[TokensLike, Arg()]
+Matched = Annotated[Any, Arg(as_match, as_position)]
 ChosenTokens = Annotated[Any, Arg(as_items, many=True, option="token")]
 Labels = Annotated[Any, Arg(as_texts, None)]
 Parts = Annotated[Any, Arg(as_texts, many=True)]

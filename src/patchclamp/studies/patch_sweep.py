@@ -44,7 +44,8 @@ class PatchSweep(PairGrid):
     """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
     positions: Positions = None
     """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
-    mapping gives them labels; its values may be lists with one selection per pair. All aligned positions by default."""
+    mapping gives them labels; its values may be lists with one selection per pair. A Match (as text, JSON with clean,
+    corrupt and align) pairs parts of different lengths. All aligned positions by default."""
     group: OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     window: Positive = 1

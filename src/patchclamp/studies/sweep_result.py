@@ -321,6 +321,7 @@ def place(cell: Cell) -> str:
     return f"{cell.where} @ {cell.column.label!r}"
 
 
+WEAK = 0.01  # share of the way to the goal; if no effect reaches it, the title says so
 ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go across, in a panel for each column
 EFFECT = (("effect from", "effect_low"), ("effect to", "effect_high"))
 DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), ("p among all cells", "p_family"))
@@ -332,8 +333,12 @@ def heatmap(sweep: Sweep) -> Heatmap:
     panels, columns, axis = _by_part(sweep) if _parts_across(sweep) else _by_site(sweep)
     base, goal, words = sweep.patched, sweep.goal, metric_words(sweep)
     other = "clean" if base == "corrupt" else "corrupt"
+    title = f"{sweep.in_words(sweep.done)}: {words.quantity}"
+    largest = np.nanmax(np.abs(sweep.values - sweep.baseline), initial=0.0)
+    if goal is not None and largest < WEAK * abs(goal - sweep.baseline):
+        title += f" (all effects below {WEAK * 100:.0f} % of the way to {other})"
     return Heatmap(
-        title=f"{sweep.in_words(sweep.done)}: {words.quantity}", metric=sweep.metric, formula=words.formula,
+        title=title, metric=sweep.metric, formula=words.formula,
         explained=words.explained, provenance=sweep.provenance.where, panels=panels, columns=columns,
         baseline=Anchor(sweep.in_words(sweep.unpatched), base, sweep.baseline),
         goal=None if goal is None else Anchor(other, other, goal), noise_floor=sweep.noise_floor, strips=_strips(sweep),
