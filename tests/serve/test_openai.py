@@ -64,6 +64,14 @@ def test_a_program_gives_what_it_gives_here_bit_for_bit(server, local):
         assert torch.equal(torch.from_numpy(rows), run[site])
 
 
+def test_captures_may_be_sites_as_text(server, local):
+    run = local.run(PROMPT, max_tokens=6, capture=["resid_post[2]"])
+    response = complete(server, {"patchclamp": {"capture": ["resid_post[2]"]}})
+    rows = tensors(response.model_extra["patchclamp"]["runs"][0]["captures"])
+    assert list(rows) == ["resid_post[2]"]
+    assert np.array_equal(rows["resid_post[2]"], run["resid_post[2]"].numpy())
+
+
 def test_a_stream_has_the_same_parts_and_ours_at_its_end(server, local):
     run = local.run(PROMPT, max_tokens=6, edits=[STEERED])
     chunks = list(complete(server, program([STEERED]), stream=True))

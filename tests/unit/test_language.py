@@ -807,3 +807,34 @@ def test_a_span_that_occurs_several_times_must_be_chosen():
     assert prompt.select(pc.span("cat"), 3).tolist() == [1]
     assert [prompt.select(pc.span("a", n), 3).tolist() for n in (0, 1, 2, -1)] == [[0], [1], [2], [2]]
     assert str(pc.span("a")) == 'span("a")' != str(pc.span("a", 0))
+
+
+@pytest.mark.parametrize(("module", "written"), [
+    ("model.layers.5", "resid_post[5]"), ("model.layers.5.self_attn", "attn_out[5]"), ("model.layers.5.mlp", "mlp_out[5]"),
+    ("transformer.h.3.attn", "attn_out[3]"), ("model.layers.5.self_attn.o_proj", "z[5]"), ("h.2.mlp.down_proj", "neurons[2]"),
+    ("gpt_neox.layers.3.attention", "attn_in[3]"),
+])  # fmt: skip
+def test_a_module_of_transformers_is_answered_with_the_site_there(module, written):
+    with pytest.raises(pc.UnknownName) as caught:
+        pc.site(module)
+    assert written in str(caught.value)
+    names = re.findall(r"\w+\[\d+(?:, \d+)?\]", str(caught.value))
+    assert all(pc.site(name) for name in names)
+
+
+def test_a_site_is_a_tuple_of_name_and_layer_too():
+    assert pc.site(("resid_post", 5)) == pc.resid_post[5]
+    assert pc.site(("z", 5, 3)) == pc.z[5, 3]
+    with pytest.raises(pc.UnknownName):
+        pc.site(("resid_pots", 5))
+
+
+def test_captures_in_json_are_objects_or_sites():
+    text = pc.Program.from_json('{"capture": ["resid_post[5]", {"type": "capture", "at": "z[2, 0]"}]}')
+    assert text == pc.Program.of([], ["resid_post[5]", "z[2, 0]"])
+    with pytest.raises(pc.UnknownName) as caught:
+        pc.Program.from_json('{"capture": ["resid_pots[5]"]}')
+    assert caught.value.path.startswith("capture[0]")
+    with pytest.raises(pc.ProgramError) as caught:
+        pc.Program.from_json('{"edits": ["resid_post[5]"]}')
+    assert caught.value.path == "edits[0]"

@@ -125,6 +125,22 @@ def test_serve_reads_the_options_that_say_where_a_model_is(monkeypatch):
     assert resolved == expected
 
 
+@pytest.mark.parametrize(("words", "added"), [
+    (["smollm2"], ["--served-model-name", "smollm2"]),
+    (["smollm2", "--served-model-name", "mine"], []),
+    (["smollm2", "--served_model_name=mine"], []),
+    (["org/m"], []),
+])  # fmt: skip
+def test_the_demos_model_is_served_under_its_name(monkeypatch, words, added):
+    pytest.importorskip("patchclamp.engines.vllm.server")
+    given: list[str] = []
+    monkeypatch.setattr("patchclamp.engines.resolve", lambda model, options: model)
+    monkeypatch.setattr("patchclamp.engines.preflight.model_name", lambda model: model)
+    monkeypatch.setattr("patchclamp.engines.vllm.server.run_server", lambda model, options: given.extend(options))
+    assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
+    assert given == [*words[1:], *added]
+
+
 def test_small_models_run_in_fp32_on_a_cpu(tmp_path, caplog):
     path = folder(tmp_path)
     assert default_dtype(path) == "float32" == default_dtype(path)

@@ -511,7 +511,10 @@ def serve(model: Model, context: typer.Context) -> None:
     words = dict(zip(context.args, [*context.args[1:], ""], strict=True))
     given = {name.lstrip("-").replace("-", "_"): value if same else words[word] or word for word in context.args
              if word[:2] == "--" for name, same, value in [word.partition("=")]}  # fmt: skip
-    run_server(resolve(model_name(model), given), context.args)
+    options = context.args
+    if model == "smollm2" and given.keys().isdisjoint(("served_model_name", "config")):
+        options = [*options, "--served-model-name", model]  # instead of the path of its folder
+    run_server(resolve(model_name(model), given), options)
 
 
 serve.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}

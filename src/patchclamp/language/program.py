@@ -114,6 +114,8 @@ def _read_ops(data: object, part: str) -> tuple[Op, ...]:
 
 
 def _read_op(data: object, path: str) -> Op:
+    if isinstance(data, str) and path.startswith("capture"):  # a site
+        return _read_at(as_capture, data, path)
     if not isinstance(data, dict):
         raise ProgramError(f"expected an op as an object, got {type(data).__name__}", path)
     kind = OPS.get(str(data.get("type")))

@@ -11,7 +11,7 @@ import importlib.resources
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from patchclamp.engines.base import Captured, Window
 from patchclamp.errors import Gone, PatchclampError, Unlisted
@@ -51,6 +51,12 @@ PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_
 async def page() -> HTMLResponse:
     """Returns the page. It contains no user data and needs no API key; the routes that it calls do."""
     return HTMLResponse(PAGE)
+
+
+@page_router.get("/", include_in_schema=False)
+async def root() -> RedirectResponse:
+    """Redirects a browser to the page."""
+    return RedirectResponse("/patchclamp")
 
 
 Name = Annotated[str, Path(description="of a run", examples=["italy"])]

@@ -280,7 +280,7 @@ PatchclampRequest = create_model(
     __base__=Closed,
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
     edits=(_list_of(ANY_OP), []),
-    capture=(_list_of(OP_MODELS["capture"]), []),
+    capture=(_list_of(OP_MODELS["capture"] | SiteText), []),
     run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
     keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
     tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),

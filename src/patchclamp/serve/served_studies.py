@@ -191,7 +191,9 @@ async def study(
     front, owner = caller(request)
     kind = served(name)
     asked, resume = read_study(front, kind, await read_body(request, front.limits, "json_bytes"))
-    front.limits.check_room("sweeps", _under_way[id(front), owner], 1, "studies at once")
+    front.limits.check_room(
+        "sweeps", _under_way[id(front), owner], 1, "studies at once", fix="wait until one has finished, or cancel one"
+    )
     running = RunningStudy(front, owner, asked, resume)
     try:
         first = await running.events.get()

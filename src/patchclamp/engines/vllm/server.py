@@ -100,15 +100,14 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if most is not None and asked > most:
             raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
 
-    def check_room(self, limit: str, used: int, more: int, what: str, path: str | None = None) -> None:
+    def check_room(
+        self, limit: str, used: int, more: int, what: str, path: str | None = None,
+        fix: str = "delete what is no longer needed",
+    ) -> None:  # fmt: skip
         """Raise `CapacityError` if an owner's usage leaves no room for `more`."""
         most = getattr(self, limit)
         if used + more > most:
-            raise CapacityError(
-                f"{what}: {more} more, and {used} of {most} are taken: delete what is no longer needed "
-                f"({_larger(limit)})",
-                path,
-            )
+            raise CapacityError(f"{what}: {more} more, and {used} of {most} are taken: {fix} ({_larger(limit)})", path)
 
 
 def _larger(limit: str) -> str:
