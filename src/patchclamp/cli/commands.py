@@ -4,6 +4,7 @@ options."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -508,7 +509,7 @@ def serve(model: Model, context: typer.Context) -> None:
     from patchclamp.engines.preflight import model_name
     from patchclamp.engines.vllm.server import run_server
 
-    words = dict(zip(context.args, [*context.args[1:], ""], strict=True))
+    words = dict(itertools.pairwise([*context.args, ""]))
     given = {name.lstrip("-").replace("-", "_"): value if same else words[word] or word for word in context.args
              if word[:2] == "--" for name, same, value in [word.partition("=")]}  # fmt: skip
     options = context.args
