@@ -98,7 +98,7 @@ whose its bytes are:
 {chunk}
 
 **6. Go on.** In the next step each request computes one token: "steer" at position {second[0]}, "read" at
-{second[1]}. The batch has changed, so the step is planned anew, and its captures begin a second chunk. The plan
+{second[1]}. The batch has changed, so the step is planned again, and its captures begin a second chunk. The plan
 says that it holds for {steady} more steps (`steady_steps`). The step after that has the same requests, one
 token on. `Continuity` calls it "{sameness}": nothing is planned or uploaded, and the chunk takes its buffer as
 a second step. In the second of its {steps} steps the positions are one higher than the table says.

@@ -210,7 +210,7 @@ def test_another_key_reads_and_frees_nothing(lm, server):
         with pytest.raises(pc.MissingSource):
             other.engine._wait(other.engine._ask("POST", "free", {"session": "s", "release": [run.key]}))
     assert run["embed"].shape == (1, 576)
-    with pytest.raises(pc.EngineError, match="another API key"):
+    with pytest.raises(pc.EngineError, match="rejected the API key"):
         pc.LM(server.url, api_key="no-key")
 
 

@@ -124,7 +124,7 @@ def test_a_role_that_the_chat_lacks_and_a_prompt_that_is_no_chat(server):
         server.openai().chat.completions.create(
             model=server.model, messages=[{"role": "user", "content": "Hi"}], extra_body=edits
         )
-    with pytest.raises(openai.BadRequestError, match="the prompt is no chat"):
+    with pytest.raises(openai.BadRequestError, match="the prompt is not a chat"):
         complete(server, edits)
 
 

@@ -215,7 +215,7 @@ def tables(path: Path) -> tuple[list[Any], list[Any]]:
 
 def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
     studies = STUDIES | TALES
-    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(studies)], cwd=tmp_path, timeout=120,
+    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(studies)], cwd=tmp_path, timeout=400,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -557,7 +557,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (causal_trace, dict(seeds=0), "seeds: "),
         (causal_trace, dict(seeds=[1, 1]), "seeds: expected at least one seed"),
         (causal_trace, dict(std=0), "std: expected a number above 0"),
-        (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre is no sender"),
+        (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre cannot be a sender"),
         (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
         (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),

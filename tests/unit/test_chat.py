@@ -110,7 +110,7 @@ def test_a_role_selects_in_a_run_and_in_the_run_that_it_reads():
             lm.run(messages=messages, max_tokens=4, logprobs=True, edits=edits) for edits in ([edit], [by_hand], [])
         ]
         assert runs[0].logprobs == runs[1].logprobs != runs[2].logprobs
-        with pytest.raises(pc.TokensError, match="the prompt is no chat"):
+        with pytest.raises(pc.TokensError, match="the prompt is not a chat"):
             lm.run("the cat", edits=[pc.Zero(pc.embed, tokens=pc.role("user"))])
 
 

@@ -85,12 +85,12 @@ def test_a_bank_is_bounded_in_names_and_bytes():
     kept = KeptObjects(ServeLimits(bank_names=2, named_bytes=40))
     kept.put("a", "vector", "x", ROW)
     kept.put("a", "vector", "y", ROW)
-    with pytest.raises(CapacityError, match=r"names in the bank: 1 more, and 2 of 2 are taken.*limit bank_names"):
+    with pytest.raises(CapacityError, match=r"names in the bank: 1 more, 0 of 2 left.*limit bank_names"):
         kept.put("a", "vector", "z", Vector.of([1.0]))
     kept.put("a", "vector", "y", Vector.of([1.0] * 6))  # in place of 16 bytes
     assert kept.named_bytes("a") == 40
     kept.delete("a", "vector", "x")
-    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, and 24 of 40 are taken.*limit named_bytes"):
+    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, 16 of 40 left.*limit named_bytes"):
         kept.put("a", "vector", "x", Vector.of([1.0] * 5))
     kept.put("b", "vector", "x", ROW)
     assert kept.named_bytes("b") == 16

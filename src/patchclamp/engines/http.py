@@ -241,7 +241,7 @@ class HttpEngine(Engine):
         if status == 404:
             return EngineError(f"{self.url} has no {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
         if status == 401:
-            return EngineError(f"{self.url} wants another API key: pc.LM(url, api_key=…), or VLLM_API_KEY")
+            return EngineError(f"{self.url} rejected the API key: give pc.LM(url, api_key=…), or set VLLM_API_KEY")
         return EngineError(f"{self.url} answered {status}: {message}")
 
     def _post(self, batch: _SentBatch) -> None:
@@ -262,12 +262,12 @@ class HttpEngine(Engine):
                 async for data in response.aiter_raw():
                     for event in frames.feed(data):
                         batch.take(event)
-            batch.fail(EngineError(f"{self.url} ended its answer before the runs had ended"))
+            batch.fail(EngineError(f"{self.url} closed the response before all runs had finished"))
         except asyncio.CancelledError:
             batch.fail(EngineError(ABORTED))
             raise
         except self._httpx.TransportError as error:
-            batch.fail(EngineError(f"{self.url} went away: {type(error).__name__}: {error}"))
+            batch.fail(EngineError(f"{self.url} disconnected: {type(error).__name__}: {error}"))
         except Exception as error:
             batch.fail(as_patchclamp_error(error))
         finally:

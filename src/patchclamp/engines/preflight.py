@@ -79,7 +79,7 @@ def model_name(model: Any) -> str:
     """Return a model's name as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
     if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
         if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
-            raise ModelError(f"{name!r} is no model; for a server give its URL, pc.LM('http://{name}')", "model")
+            raise ModelError(f"{name!r} is not a model; for a server give its URL, pc.LM('http://{name}')", "model")
         return name
     if hasattr(model, "submit"):
         fix = "pass an engine object as engine="

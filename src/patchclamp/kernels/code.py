@@ -23,7 +23,7 @@ _within = _Within()
 def check_outside() -> None:
     """Raise `EngineError` on a thread that runs code: a call to the engine would deadlock on the step that runs it."""
     if _within.code:
-        raise EngineError("called from within Apply, where it would wait for itself: have what it needs before the run")
+        raise EngineError("called from within Apply, where it would deadlock: compute what Apply needs before the run")
 
 
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
@@ -43,7 +43,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 arguments["site"] = code.sites[point]
             result = code.fn(rows.clone(), **arguments)  # a normal tensor of its own, which `fn` may keep or modify
             if not isinstance(result, torch.Tensor):
-                raise TypeError(f"it must give a tensor {list(rows.shape)}, and gave {type(result).__name__}")
+                raise TypeError(f"expected a tensor {list(rows.shape)} as its result, got {type(result).__name__}")
             if result.shape != rows.shape or result.layout != torch.strided:
                 raise TypeError(
                     f"it must give a tensor {list(rows.shape)}, and gave {list(result.shape)}, {result.layout}"

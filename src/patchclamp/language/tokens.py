@@ -370,7 +370,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
         if not ids:
             raise TokensError("token() selects nothing: give at least one token id")
         if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
-            raise TokensError(f"token id {ids[0] if ids[0] < 0 else ids[-1]} is not one: 0 to {MAX_TOKEN_ID}")
+            raise TokensError(f"token id {ids[0] if ids[0] < 0 else ids[-1]} is out of range (0..{MAX_TOKEN_ID})")
         if len(ids) > MAX_IDS:
             raise TokensError(f"at most {MAX_IDS} token ids can be selected, not {len(ids)}")
         msgspec.structs.force_setattr(self, "ids", ids)

@@ -106,7 +106,7 @@ class Prompt(msgspec.Struct):
             return np.asarray(tokens.find(offsets, text), np.int64)
         if isinstance(tokens, Role):
             if self.turns is None:
-                raise TokensError(f"{tokens}: the prompt is no chat, so it has no messages; give messages=")
+                raise TokensError(f"{tokens}: the prompt is not a chat, so it has no messages; give messages=")
             return np.asarray(tokens.find(self.turns()), np.int64)
         if isinstance(tokens, ImageTokens):
             return np.asarray(tokens.find(self.images), np.int64)

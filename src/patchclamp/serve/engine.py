@@ -70,7 +70,7 @@ async def run(request: Request) -> Response:
     front, owner = caller(request)
     batch = await _read(request, wire.WireBatch)
     if len(batch.requests) > wire.MAX_REQUESTS:
-        raise CapacityError(f"{len(batch.requests)} requests in a batch; at most {wire.MAX_REQUESTS} go", "requests")
+        raise CapacityError(f"expected at most {wire.MAX_REQUESTS} in a batch, got {len(batch.requests)}", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
@@ -301,7 +301,7 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
         bound = _bound(front, owner, asked)
         missing = [key for key in asked.vectors if key not in vectors]
         if missing:
-            raise MissingSource(f"vector {missing[0]} did not come along", asked.run)
+            raise MissingSource(f"vector {missing[0]} is missing from the batch", asked.run)
     return EngineRequest(
         asked.run, ids, asked.max_tokens, bound, {key: vectors[key] for key in asked.vectors}, asked.sampling,
         tuple(asked.score), asked.logprobs,

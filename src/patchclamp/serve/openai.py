@@ -68,7 +68,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
         if call is None:
             return await stock(request=request, raw_request=raw_request)
         if call.compare and request.stream:
-            raise ProgramError("an answer that is streamed has no unedited one beside it", "patchclamp.compare")
+            raise ProgramError("compare is not supported with stream=true", "patchclamp.compare")
         front: Front = raw_request.app.state.patchclamp
         twin = asyncio.ensure_future(_twin(stock, request, raw_request)) if call.compare else None
         try:

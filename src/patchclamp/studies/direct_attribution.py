@@ -294,8 +294,8 @@ def _parts(rows: _LastRows, lm: LM) -> dict[str, torch.Tensor]:
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what the embedding, attention and MLPs of this model added is {gap:.2g} off its last stream: a part of "
-            "it is not known, so no sum over its parts is its logit"
+            f"embedding, attention and MLPs of this model do not add up to its last stream (off by {gap:.2g}): it has "
+            "other parts, so its logit cannot be attributed"
         )
     return parts
 

@@ -386,8 +386,8 @@ class FuzzSweep(Study):
         )  # fmt: skip
         if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
             raise ProgramError(
-                f"expected one seed, got {len(plan.seeds)}: scaling and greedy decoding draw nothing, so all answers "
-                "would be the same; or give a temperature in sampling=", "seeds"
+                f"expected one seed, got {len(plan.seeds)}: scaling with greedy decoding is deterministic, so all "
+                "answers would be the same. To use several, give a temperature in sampling=", "seeds"
             )  # fmt: skip
         pattern, (P, L, S) = pattern_of(self.refusal), plan.shape
         with keeping(lm, plan.question, resume) as journal:

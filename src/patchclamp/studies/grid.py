@@ -250,7 +250,7 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """A group of sites patched together: a row, and a column of the prompts of each case. `at`: the numbers of row and
+    """Sites patched together: one row, and one column per case. `at`: the numbers of row and
     column in the grid; for several cells, those of the first."""
 
     row: Row
@@ -261,7 +261,7 @@ class GridPlace(NamedTuple):
 class Unit(NamedTuple):
     """One unpatched run.
 
-    before: edits that all of its runs have, ahead of a cell's edits
+    before: edits shared by all its runs, before the cell's own
     base: its metric; offset, factor: the grid holds (metric − offset) · factor
     writer: returns the writer of some places, when one is first needed
     number: of its case among all
@@ -657,7 +657,7 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The extent of the computation in words: whole runs, or from the first edit on; empty without a choice."""
+        """A phrase for what was computed: whole runs, or from the first edit on. Empty if the engine cannot choose."""
         if self._cut:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because

@@ -245,7 +245,7 @@ def _senders(lm: LM, senders: Any, layers: Any, group: OptionalCount) -> list[Ro
         try:
             site = parse_edited_site(text)
             if site.name not in (*ATTENTION, *MLP):
-                raise UnsupportedSite(f"{site} is no sender; these are: {', '.join((*ATTENTION, *MLP))}")
+                raise UnsupportedSite(f"{site} cannot be a sender; expected one of {', '.join((*ATTENTION, *MLP))}")
         except PatchclampError as error:
             raise error.under(f"senders[{i}]") from None
         rows.update(dict.fromkeys(rows_of(lm, [site], layers, group if SITES[site.name].index else None)))
@@ -261,7 +261,7 @@ def _receivers(lm: LM, receivers: Any) -> list[PathReceiver]:
             sites = [parse_edited_site(site) for site in together]
             ends = [site for site in sites if site.name in ENDS]
             if ends and len(sites) > 1:
-                raise ProgramError(f"{ends[0]} is the end of the model, and stands alone")
+                raise ProgramError(f"{ends[0]} is the end of the model, and cannot be combined with other sites")
             inner = tuple(_one_layer(lm, site) for site in sites if site.name not in ENDS)
         except PatchclampError as error:
             raise error.under(f"receivers[{i}]") from None

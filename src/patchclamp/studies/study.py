@@ -559,8 +559,8 @@ def run_batches(
     under_way: int = UNDER_WAY,
     pace: Pace | None = None,
 ) -> None:
-    """Make every call, the keyword arguments of an `lm.arun` of a list, and pass its runs to `read` in call order. Up
-    to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
+    """Call `lm.arun` with each of `calls`, keyword arguments for a list of prompts, and pass the runs to `read` in call
+    order. Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
     `read` is called on another thread. The first error of a call or of `read`, or an interrupt, cancels the calls in
     flight and is raised.

@@ -121,7 +121,7 @@ class Arithmetic:
 
     def __enter__(self) -> NoReturn:
         raise ProgramError(
-            "a tensor is no block: write `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
+            "a tensor is not a block: write `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
         )
 
     def __exit__(self, *_: Any) -> None: ...

@@ -346,7 +346,7 @@ class Recording:
         self.run: Run | None = None
 
     def drop(self, error: BaseException) -> None:
-        """Marks the block as left by an error, so that it does not run."""
+        """Marks the block as exited with an error, so that it does not run."""
         self.state = "left"
         if isinstance(error, PatchclampError):
             self.failure = error

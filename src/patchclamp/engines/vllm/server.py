@@ -107,7 +107,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `CapacityError` if an owner's usage leaves no room for `more`."""
         most = getattr(self, limit)
         if used + more > most:
-            raise CapacityError(f"{what}: {more} more, and {used} of {most} are taken: {fix} ({_larger(limit)})", path)
+            raise CapacityError(f"{what}: {more} more, {most - used} of {most} left: {fix} ({_larger(limit)})", path)
 
 
 def _larger(limit: str) -> str:

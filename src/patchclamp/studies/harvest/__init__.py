@@ -217,7 +217,7 @@ class Harvest(Study):
     sums: Flag = False
     """Store the sum over each document's rows."""
     context: OptionalCount = None
-    """Tokens of the longest prompt; the model's by default."""
+    """Maximum prompt length in tokens; the model's limit by default."""
     overlong: Text = "refuse"
     """Treatment of longer documents: refuse, cut or split."""
     seed: Annotated[int, Arg(_seed, int)] = 0

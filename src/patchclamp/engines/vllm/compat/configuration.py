@@ -112,7 +112,7 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> UsageContext:
-    """Return the usage from which vLLM chooses the largest batch: on a GPU as for `vllm.LLM`, on a CPU unknown.
+    """Return the `UsageContext` that sets vLLM's default batch limit: that of `vllm.LLM` on a GPU, unknown on a CPU.
 
     The start runs a step of the largest size, which is slow on a CPU.
     """
