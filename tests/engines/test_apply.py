@@ -98,8 +98,8 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
     wrong = {
         "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1, logprobs=True), "SystemExit: 3": fails(SystemExit(3)),
         "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
-        "and gave [9, 1]": lambda h: h.new_zeros(9, 1), "gave NoneType": lambda h: None, "gave str": lambda h: "rows",
-        "gave [576,": lambda h: h.t_(), "gave [8, 576]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
+        "got [9, 1]": lambda h: h.new_zeros(9, 1), "got NoneType": lambda h: None, "got str": lambda h: "rows",
+        "got [576,": lambda h: h.t_(), "got [8, 576]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
         "torch.sparse": lambda h: h.to_sparse(), "not finite": lambda h: h / 0.0,
     }  # fmt: skip
     programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[1:] | pc.generated)] for fn in wrong.values()]

@@ -73,15 +73,8 @@ TRANSFORMERS_ALONE = {
 }
 # what the others' tables have that those of FAMILIES do not: a copied input, groups of columns, kinds of layers
 FEW = ["cohere2", "falcon_new", "granite_hybrid", "nemotron_h", "mamba2"]
-QUICK = {
-    "llama",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "mixtral",
-    "deepseek_v3",
-    *FEW,
-}  # proved in make test; the others in make slow
+# proved in make test; the others in make slow
+QUICK = {"llama", "gemma2", "gpt2", "gpt_neox", "mixtral", "deepseek_v3", *FEW}
 ALL = "PATCHCLAMP_FAMILIES" in os.environ
 LATER = [name for name in MORE if name not in TRANSFORMERS_ALONE] if ALL else FEW
 # layers with a state, or that share keys and values

@@ -1,6 +1,7 @@
 """Lens, direct attribution, patchscope and attribution patching equal plain loops of ours over Transformers, on either
 engine; their matrices are of the checkpoint, and a checkpoint that is another model's is found out."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -206,6 +207,36 @@ class TestAttributionPatching:
         # completeness: what is attributed to the embedding is what tells the two runs apart
         finer = attribution_patching(lm, steps=24, layers=0, **asked)
         assert finer.estimates.sum() == pytest.approx(result.clean - result.corrupt, abs=0.25)
+
+    @both_engines
+    def test_matched_tokens_are_estimated_and_patched_together(self, shallow, plain, ids, engine):
+        lm, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
+        clean, corrupt = "The Statue of Liberty is in the city of", "Big Ben is in the city of"
+        match = pc.studies.Match(clean="span('Statue of Liberty')", corrupt="span('Big Ben')")
+        asked = dict(clean=clean, corrupt=corrupt, answer=" Paris", foil=" Rome")
+        result = attribution_patching(
+            lm, on=on, sites=["resid_pre"], layers=[1, 4], verify=14, sample=0, match=match, **asked
+        )
+        assert [(of.clean, of.corrupt) for of in result.columns[:2]] == [((2,), (0,)), ((3,), (1,))]
+        both = [readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (clean, corrupt)]
+        with contextlib.closing(on.run(clean, max_tokens=1, capture=["resid_pre"])) as run:
+            for r, row in enumerate(result.rows):
+                (rows, _), (base, slope) = both[0][row.site, row.layer], both[1][row.site, row.layer]
+                for p, column in enumerate(result.columns):
+                    (a,), (b,), at = column.clean, column.corrupt, pc.resid_pre[row.layer]
+                    assert result.estimates[r, p] == pytest.approx(
+                        float(((rows[a] - base[b]) * slope[b]).sum()), abs=1e-3
+                    )
+                    op = pc.Replace(pc.From(run, at, pc.prompt[a]), at=at, tokens=pc.prompt[b])
+                    one, other = on.run(corrupt, max_tokens=1, score=[" Paris", " Rome"], edits=[op]).scores.values()
+                    assert result.exact[r, p] == pytest.approx(one - other - result.corrupt, abs=1e-3)
+        assert np.abs(result.exact[:, :2]).max() > 0.01
+
+    def test_a_match_takes_the_place_of_the_alignment(self, shallow):
+        lm = shallow.get("transformers", "float32")
+        result = attribution_patching(lm, clean=[5, 6, 7, 8], corrupt=[5, 9, 10, 8], answer=11, foil=12, verify=0, sample=0,
+                                      sites=["resid_pre"], layers=0, match={"clean": 1, "corrupt": 2})  # fmt: skip
+        assert [(of.clean, of.corrupt) for of in result.columns] == [((0,), (0,)), ((1,), (2,)), ((3,), (3,))]
 
     @both_engines
     def test_exact_patches_are_those_of_the_sweep(self, shallow, engine):

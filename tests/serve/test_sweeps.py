@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -234,6 +235,31 @@ def programs(http) -> int:
     """How many programs the server has run."""
     lines = http.get("/metrics").text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("patchclamp:programs_total{")))
+
+
+def test_matched_subjects_are_the_same_as_here(server, local):
+    match = {"clean": "span('Statue of Liberty')", "corrupt": "span('Big Ben')", "align": "first"}
+    body = {"clean": "The Statue of Liberty is in", "corrupt": "Big Ben is in", "answer": " Paris", "foil": " Rome",
+            "layers": [1, 4], "positions": [match, -1]}  # fmt: skip
+    there, here = load(base64.b64decode(run(server, body)["result"][0]["safetensors"])), patch_sweep(local, **body)
+    assert there.columns == here.columns
+    assert (there.columns[0].clean, there.columns[0].corrupt) == ((1, 2), (0, 1))
+    np.testing.assert_allclose(there.grid, here.grid, atol=1e-3)
+
+
+def test_one_study_more_than_the_limit_is_asked_to_wait(server):
+    body = ASKED | {"sites": ["z", "q"], "group": 1}
+    with server.http() as http, contextlib.ExitStack() as until:
+        readers = []  # one that is dropped closes its response, and with it its study
+        for _ in range(4):
+            response = until.enter_context(http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=body))
+            readers.append(events(response.iter_lines()))
+            assert next(readers[-1])[0] == "start"
+        refused = http.post("/v1/patchclamp/studies/patch_sweep", json=body)
+    assert refused.status_code == 429, refused.text
+    assert refused.json()["error"]["type"] == "CapacityError"
+    assert "wait" in refused.text
+    assert "delete" not in refused.text
 
 
 def test_it_ends_when_the_client_goes(server):

@@ -664,6 +664,27 @@ class TestMatch:
             alone = patch_sweep(lm, clean=pair[0], corrupt=pair[1], answer=7, foil=9, positions=[several[i], -1])
             assert np.array_equal(sweep.each[i], alone.values)
 
+    def test_the_path_of_a_matched_sender_is_the_one_written_by_hand(self, lm):
+        clean, corrupt = [1, 2, 3, 4], [1, 12, 13, 4]
+        match = {"clean": 1, "corrupt": 2}
+        result = path_patch(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, senders=["z[1, 0]"], freeze=("z",),
+                            positions=match)  # fmt: skip
+        sender, later = pc.z[1, 0], pc.z[2]
+        with (
+            contextlib.closing(lm.run(clean, max_tokens=1, capture=[sender])) as source,
+            contextlib.closing(lm.run(corrupt, max_tokens=1, capture=[later])) as base,
+        ):
+            edits = [pc.Replace(pc.From(source, sender, pc.prompt[1]), at=sender, tokens=pc.prompt[2]),
+                     pc.Replace(pc.From(base, later), at=later, tokens=pc.prompt)]  # fmt: skip
+            scores = lm.run(corrupt, max_tokens=1, score=[7, 9], edits=edits).scores
+        assert result.values[0, 0] == scores[7] - scores[9]
+
+    def test_a_match_that_is_not_in_a_list_is_refused_because_a_mapping_labels_columns(self, lm):
+        match = {"clean": "prompt[1:4]", "corrupt": "prompt[1:3]"}
+        with pytest.raises(pc.ProgramError) as caught:
+            patch_sweep(lm, clean=self.LONG, corrupt=self.SHORT, answer=7, foil=9, positions=match)
+        assert caught.value.path == "positions"
+
     def test_prompts_that_share_no_token_can_be_matched(self, lm):
         match = pc.studies.Match(clean=pc.prompt, corrupt=pc.prompt)
         sweep = patch_sweep(lm, clean=[1, 2, 3], corrupt=[4, 5], answer=7, foil=9, positions=[match])
@@ -675,6 +696,8 @@ class TestMatch:
         ({"clean": 1, "corrupt": 1, "align": "middle"}, pc.ProgramError, "positions[0]"),
         ({"clean": 1}, pc.ProgramError, "positions[0]"),
         ({"clean": 99, "corrupt": 1}, pc.TokensError, "positions[0].clean"),
+        *(({"clean": 1, "corrupt": wrong}, pc.ProgramError, "positions[0].corrupt")
+          for wrong in (None, 1.5, True, b"a", {"a": 1}, [1.5])),
         ({"clean": "prompt[1:4]", "corrupt": 1, "align": "each"}, pc.TokensError, "positions[0]"),
     ])  # fmt: skip
     def test_wrong_ones_are_refused(self, lm, match, error, path):

@@ -254,6 +254,12 @@ class TestSweep:
         assert all(path.stat().st_size > 1000 for path in paths.values())
         assert loaded.load(paths["save"]).cells()
 
+    def test_a_match_is_json(self, tmp_path):
+        match = {"clean": "span('Eiffel')", "corrupt": "span('Colosseum')"}
+        assert run(*SWEEP, "--positions", json.dumps(match), "--save", str(tmp_path / "a"))[0] == 0
+        [column] = PatchSweepResult.load(tmp_path / "a").columns
+        assert "←" in column.label
+
     def test_pairs_of_a_file_have_their_mean(self, tmp_path):
         pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome"}
                  for corrupt in (SWEEP[7], "The cat is in the")]  # fmt: skip

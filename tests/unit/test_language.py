@@ -827,6 +827,18 @@ def test_a_site_is_a_tuple_of_name_and_layer_too():
     assert pc.site(("z", 5, 3)) == pc.z[5, 3]
     with pytest.raises(pc.UnknownName):
         pc.site(("resid_pots", 5))
+    for wrong in (("resid_post[3]", 5), ("blocks.3.hook_resid_post", 5), ("resid_post", None), ("resid_post", 1.5)):
+        with pytest.raises(pc.ProgramError):
+            pc.site(wrong)
+
+
+@pytest.mark.parametrize(
+    "module", ["model.layers.5.mlp.gate_proj", "transformer.h.3.attn.c_attn", "model.layers.5.norm"]
+)
+def test_a_module_without_a_site_gets_no_site(module):
+    with pytest.raises(pc.UnknownName) as caught:
+        pc.site(module)
+    assert "got the module" not in str(caught.value)
 
 
 def test_captures_in_json_are_objects_or_sites():

@@ -123,7 +123,7 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
         elif field.arg.many:
             several = [under(option, field.arg.parse, one) for one in text]
             one_of = field.arg.read is None and name not in ("tokens", "seeds", "at")
-            fields[name] = several[0] if one_of and len(several) == 1 else several
+            fields[name] = several[0] if one_of and len(several) == 1 and not isinstance(several[0], dict) else several
         else:
             fields[name] = under(option, field.arg.parse, text)
     if given["source"]:

@@ -46,7 +46,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 raise TypeError(f"expected a tensor {list(rows.shape)} as its result, got {type(result).__name__}")
             if result.shape != rows.shape or result.layout != torch.strided:
                 raise TypeError(
-                    f"it must give a tensor {list(rows.shape)}, and gave {list(result.shape)}, {result.layout}"
+                    f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
     except BaseException as error:  # even SystemExit must not end the engine

@@ -335,17 +335,17 @@ _BRACKETS = re.compile(
 MAX_TEXT = 1 << 12  # characters of a site's text form
 
 
-_MODULE_PATH = re.compile(r"(?:\w+\.)*(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<part>[\w.]+))?$")
-_PARTS = {  # a part of a module's path, and the sites there
+_MODULE_PATH = re.compile(r"(?:\w+\.)*(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?:\w+\.)*(?P<module>\w+))?")
+_ATTENTION = "attn_out[{0}] is its output, attn_in[{0}] its input, z[{0}, 3] one head"
+_MODULES = {  # the sites at a module of a layer, by the last part of its path; "" is the layer
+    "": "resid_post[{0}] is its output, resid_pre[{0}] its input",
+    **dict.fromkeys(("self_attn", "attn", "attention"), _ATTENTION),
     "o_proj": "attn_out[{0}] is its output, z[{0}] its input",
     "q_proj": "q[{0}] is its output",
     "k_proj": "k[{0}] is its output",
     "v_proj": "v[{0}] is its output",
+    "mlp": "mlp_out[{0}] is its output, mlp_in[{0}] its input",
     "down_proj": "mlp_out[{0}] is its output, neurons[{0}] its input",
-    "attn": "attn_out[{0}] is its output, attn_in[{0}] its input, z[{0}, 3] one head",
-    "attention": "attn_out[{0}] is its output, attn_in[{0}] its input, z[{0}, 3] one head",
-    "mlp": "mlp_out[{0}] is its output, mlp_in[{0}] its input, neurons[{0}] what it activates",
-    "": "resid_post[{0}] is its output, resid_pre[{0}] its input",
 }
 
 
@@ -359,7 +359,7 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
     if isinstance(text, Site):
         return text
     if isinstance(text, tuple) and 1 < len(text) < 4 and isinstance(text[0], str):  # ("resid_post", 12)
-        return Site(parse_site(text[0]).name, *text[1:])
+        return parse_site(text[0])[text[1] if len(text) == 2 else text[1:]]
     if not isinstance(text, str):
         raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
     if len(text) > MAX_TEXT:
@@ -368,10 +368,9 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
         return Site(*hooked)
     if reason := elsewhere(text.strip()):
         raise reason
-    if module := _MODULE_PATH.match(text.strip()):
-        part = module["part"] or ""
-        if names := next((names for name, names in _PARTS.items() if name in part and bool(name) == bool(part)), ""):
-            raise UnknownName(f"expected a site, got the module {text!r}: {names.format(module['layer'])}")
+    module = _MODULE_PATH.fullmatch(text.strip())
+    if module is not None and (sites := _MODULES.get(module["module"] or "")):
+        raise UnknownName(f"expected a site, got the module {text!r}: {sites.format(module['layer'])}")
     words = _BRACKETS.fullmatch(text)
     if words is None:
         raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
+EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are drawn
 BEST = 10  # cells in a page's table and with drawn intervals
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches
@@ -197,17 +198,17 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def intervals(self) -> list[Interval]:
-        """The effects of the best cells with their 95 % intervals, best first; empty for a single prompt."""
+        """The effects of the best cells with their 95 % intervals, best first; empty if the study has none."""
         found = []
         for spot in self.ranked(BEST):
             panel = self.panels[spot.panel]
             of = {name: float(values[spot.row, spot.column]) for name, values in panel.details}
-            if "effect from" not in of:
+            if EFFECT_FROM not in of:
                 return []
             row, label = panel.cell_name(spot.row, self.columns[spot.column])
-            p = of.get("p among all cells")
+            p = of.get(P_FAMILY)
             name = f"{row} @ {shorten(visible(label), LONGEST_LABEL)}" + ("" if p is None else f", p {number(p)}")
-            found.append(Interval(name, self.effect(spot.value), of["effect from"], of["effect to"]))
+            found.append(Interval(name, self.effect(spot.value), of[EFFECT_FROM], of[EFFECT_TO]))
         return found
 
     @property

@@ -56,7 +56,7 @@ async def page() -> HTMLResponse:
 @page_router.get("/", include_in_schema=False)
 async def root() -> RedirectResponse:
     """Redirects a browser to the page."""
-    return RedirectResponse("/patchclamp")
+    return RedirectResponse("patchclamp")  # relative, for servers behind a proxy's prefix
 
 
 Name = Annotated[str, Path(description="of a run", examples=["italy"])]

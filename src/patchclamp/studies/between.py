@@ -29,7 +29,6 @@ from patchclamp.studies.inputs import (
     Prompt,
     Whole,
     align,
-    with_pairs,
     words_of,
 )
 from patchclamp.studies.metric import Graded, grade, single_token
@@ -64,7 +63,10 @@ class Between:
         one, other = words_of(lm, clean, "clean"), words_of(lm, corrupt, "corrupt")
         self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
         matched = () if match is None else match.pairs(lm, one, other, "match")
-        pairs = with_pairs(align(one.ids, other.ids, match is not None), matched).pairs
+        clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
+        rest = (pair for pair in align(one.ids, other.ids, match is not None).pairs
+                if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
+        pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
         labels = {(a, b): f"{self.tokens[1][b]}←{self.tokens[0][a]}" for a, b in matched}
         self.columns = tuple(Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs)
         self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
@@ -290,8 +292,8 @@ class GradientStudy(Study):
     foil: Answer = None
     """Answer of the corrupt prompt: one token."""
     match: Matched = None
-    """Match of tokens that belong together although the prompts differ in length there; as text, JSON with clean,
-    corrupt and align."""
+    """Match of tokens that belong together although the prompts differ in length there, instead of their alignment; as
+    text, JSON with clean, corrupt and align."""
     steps: Whole = 0
     """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
     verify: Whole = 32

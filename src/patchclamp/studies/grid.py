@@ -250,8 +250,8 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """Sites patched together: one row, and one column per case. `at`: the numbers of row and
-    column in the grid; for several cells, those of the first."""
+    """Sites patched together: one row, and one column per case. `at`: the numbers of row and column in the grid; for
+    several cells, those of the first."""
 
     row: Row
     columns: Sequence[Column]

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, SupportsIndex, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, SupportsIndex, TypeVar, get_args
 
 import msgspec
 
@@ -128,6 +128,9 @@ def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int,
     return tuple(selected)
 
 
+Alignments = Literal["last", "first", "each"]
+
+
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pairs a part of the clean prompt with a part of the corrupt prompt, for subjects of different lengths.
 
@@ -142,7 +145,7 @@ class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     clean: Any
     corrupt: Any
-    align: Literal["last", "first", "each"] = "last"
+    align: Alignments = "last"
 
     @classmethod
     def of(cls, value: Any, path: str) -> Match | None:
@@ -152,8 +155,8 @@ class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 value = msgspec.convert(value, cls)
             except msgspec.ValidationError as error:
                 raise ProgramError(f"expected a match of clean and corrupt: {error}", path) from None
-        if isinstance(value, cls) and value.align not in ALIGNMENTS:
-            raise unknown("alignment", str(value.align), ALIGNMENTS, f"{path}.align")
+        if isinstance(value, cls) and value.align not in get_args(Alignments):
+            raise unknown("alignment", str(value.align), get_args(Alignments), f"{path}.align")
         return value if isinstance(value, cls) else None
 
     def pairs(self, lm: LM, clean: Words, corrupt: Words, path: str) -> tuple[tuple[int, int], ...]:
@@ -168,8 +171,6 @@ class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         count = min(len(one), len(other))
         return tuple(zip(*((of[:count] if self.align == "first" else of[-count:]) for of in (one, other)), strict=True))
 
-
-ALIGNMENTS = ("last", "first", "each")
 
 Make = Callable[[str, tuple[int, ...], str], Column]
 """Makes a column from a label, positions of the patched prompt, and the path of the selection."""
@@ -209,6 +210,8 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
     """(label, selection, path) of every column of a pair."""
     positions = as_plain(positions, "positions")
     if isinstance(positions, Mapping):
+        if {"clean", "corrupt"} <= positions.keys() <= {*Match.__struct_fields__}:
+            raise ProgramError('a mapping labels columns; a match stands in a list, [{"clean": …}]', "positions")
         chosen = []
         for label, selection in positions.items():
             path = f"positions[{label!r}]"

@@ -13,6 +13,7 @@ import numpy as np
 
 from patchclamp.language.site import SITES
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
+from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
 from patchclamp.plots.style import number, quoted, visible
 from patchclamp.studies.inputs import Column, Row, layers_in, panels_of
 from patchclamp.studies.study import StudyResult
@@ -323,8 +324,8 @@ def place(cell: Cell) -> str:
 
 WEAK = 0.01  # share of the way to the goal; if no effect reaches it, the title says so
 ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go across, in a panel for each column
-EFFECT = (("effect from", "effect_low"), ("effect to", "effect_high"))
-DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), ("p among all cells", "p_family"))
+EFFECT = ((EFFECT_FROM, "effect_low"), (EFFECT_TO, "effect_high"))
+DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), (P_FAMILY, "p_family"))
 OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # for one prompt: no p-values
 
 
