@@ -212,6 +212,11 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return found
 
     @property
+    def intervals_title(self) -> str:
+        tested = P_FAMILY in dict(self.panels[0].details)
+        return "Best cells: effects with 95 % intervals" + (f", and {P_FAMILY}" if tested else "")
+
+    @property
     def towards(self) -> float:
         """−1 if the goal is below the baseline, else 1."""
         return -1.0 if self.goal is not None and self.goal.value < self.baseline.value else 1.0
@@ -339,7 +344,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             axes.plot(x, y, linestyle="none", marker="o", markersize=size, color=FAINT, markeredgewidth=0)
 
     def _draw_intervals(self, axes: Axes, intervals: list[Interval]) -> None:
-        style.bare(axes, "Best cells, with 95 % intervals", f"effect on {self.metric}", "")
+        style.bare(axes, self.intervals_title, f"effect on {self.metric}", "")
         places, effects = range(len(intervals)), [of.effect for of in intervals]
         axes.hlines(places, [of.low for of in intervals], [of.high for of in intervals], color=style.INK, linewidth=1.4)
         axes.plot(effects, places, linestyle="none", marker="o", markersize=4, color=style.INK)
@@ -382,7 +387,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         titles = [style.html_text(panel.name) for panel in self.panels]
         specs = [[{} if i * across + j < len(titles) else None for j in range(across)] for i in range(down)]
         if intervals:
-            titles.append("Best cells, with 95 % intervals")
+            titles.append(self.intervals_title)
             specs.append([{"colspan": across}, *[None] * (across - 1)])
         figure = subplots.make_subplots(
             len(specs), across, specs=specs, subplot_titles=titles, row_heights=[max(rows, 2) for rows in tall],
@@ -422,12 +427,15 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
                          "arrayminus": [of.effect - of.low for of in intervals], "color": style.INK},
             ), **at)  # fmt: skip
             figure.update_yaxes(autorange="reversed", **at)
+            figure.add_shape(type="rect", xref="x domain", yref="y domain", x0=0, x1=1, y0=0, y1=1, fillcolor="white",
+                             line_width=0, layer="below", **at)  # fmt: skip
             figure.update_xaxes(title_text=f"effect on {self.metric}", zeroline=True, **at)
         anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
         figure.update_layout(
             coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
-                       "colorbar": {"title": {"text": self.metric}, "y": 1, "yanchor": "top", "lenmode": "pixels",
-                                    "len": min(height - 60, 420), "tickvals": [anchor.value for anchor in anchors],
+                       "colorbar": {"title": {"text": self.metric, "side": "right"}, "y": 1, "yanchor": "top",
+                                    "lenmode": "pixels", "len": min(height - 60, 420),
+                                    "tickvals": [anchor.value for anchor in anchors],
                                     "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in anchors]}},
         )  # fmt: skip
         return style.lay_out(figure, height)
