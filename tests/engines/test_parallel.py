@@ -244,7 +244,9 @@ def test_two_workers_do_what_one_does(start, alone, options):
         name: float((rows - alone[name]).float().abs().max() / alone[name].abs().max().clamp(min=1e-6))
         for name, rows in found.items()
     }
-    assert {name: far for name, far in apart.items() if not far <= 1e-4} == {}
+    # a product kept in bfloat16 may lie between two steps of that type, and fall on either
+    near = {name: 2**-8 if rows.dtype == torch.bfloat16 else 1e-4 for name, rows in found.items()}
+    assert {name: far for name, far in apart.items() if not far <= near[name]} == {}
     assert abs(size - bytes_alone) < 0.01 * bytes_alone  # each row once
     changed = [float((alone[f"0 steered {n}"] - alone["0 plain"]).abs().max()) for n in range(LAYERS)]
     assert min(changed) > 1e-2  # the edits that agree are edits
