@@ -951,6 +951,7 @@ def test_edited_blocks_are_shared_as_soon_as_the_prompt_is_proved(lm):
 # -- many
 
 
+@pytest.mark.slow
 def test_two_thousand_programs_at_random_leave_every_count_as_it_was(lm):
     storm(lm, 2_000, seed=0)
 

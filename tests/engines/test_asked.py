@@ -42,6 +42,35 @@ def test_log_probabilities_are_those_of_the_logits(shallow, engine):
 
 
 @BOTH
+def test_each_prompt_of_a_batch_has_its_own(shallow, engine):
+    """Scores of some prompts, and the likeliest tokens of others: stock's V1 sampler gives a batch only one of them."""
+    lm, call = shallow.get(engine, "float32"), {"max_tokens": 4, "sampling": {"ignore_eos": True}}
+    asked: list[dict] = [
+        {"logprobs": 8},
+        {"score": [7, 9, 11]},
+        {"logprobs": True},
+        {"logprobs": 2},
+        {"score": [7]},
+        {},
+    ]
+    runs = lm.run(
+        [PROMPTS[i % 3] for i in range(len(asked))], score=[one.get("score", []) for one in asked],
+        logprobs=[one.get("logprobs", False) for one in asked], **call,
+    )  # fmt: skip
+    for i, (run, one) in enumerate(zip(runs, asked, strict=True)):
+        alone = lm.run(PROMPTS[i % 3], **call, **one)
+        assert run.scores == pytest.approx(alone.scores, abs=1e-4)
+        if one.get("logprobs"):
+            assert run.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        if isinstance(one.get("logprobs"), int) and one["logprobs"] is not True:
+            assert [list(of) for of in run.top_logprobs] == [list(of) for of in alone.top_logprobs]
+            for ours, theirs in zip(run.top_logprobs, alone.top_logprobs, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
+    with pytest.raises(pc.ProgramError, match="logprobs: 2 values for 1 prompts"):
+        lm.run(PROMPTS[0], logprobs=[True, 2])
+
+
+@BOTH
 def test_a_stream_has_them_if_it_asked(shallow, engine):
     lm = shallow.get(engine, "float32")
     asked = lm.stream(PROMPTS[0], max_tokens=4, logprobs=2)
@@ -61,6 +90,7 @@ def test_what_cannot_be_asked_for_is_refused(shallow, wrong):
         lm.run(PROMPTS[0], max_tokens=1, logprobs=3, score=[1])
 
 
+@pytest.mark.slow
 @BOTH
 def test_text_that_is_decoded_when_read_is_what_a_stream_gives(shallow, engine):
     """Characters of several tokens, special tokens, a token that ends the run: as when it is decoded token by token."""

@@ -103,6 +103,7 @@ def test_captures_are_complete_on_a_warm_cache(lm, prompt):
     assert torch.allclose(projected["resid_post[3]"], run["resid_post[3]"] @ W.T, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_preempted_requests_come_back_with_the_same_rows(shallow):
     """A cache of a few blocks: requests are thrown out, recomputed and still edited and captured as if alone."""
     small = shallow.get(

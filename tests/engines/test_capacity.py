@@ -73,6 +73,7 @@ def check(run: pc.Run, program: list, chosen: list[int], source: pc.Run) -> None
     assert not torch.equal(after, before[chosen]), op
 
 
+@pytest.mark.slow
 def test_thousands_of_programs_leave_every_table_empty(lm, monkeypatch):
     """More at once than there are slots, so that most of them wait; of each batch some do not even fit beside others,
     and one never does."""

@@ -119,7 +119,8 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
 def test_rounds_of_the_same_captures_take_the_memory_of_one(shallow, monkeypatch, apart):
     """In the core's process rows are views of what was captured; from another process all pass through one file."""
     options = {"enable_prefix_caching": False, "multiprocess_mode": True} if apart else {"enable_prefix_caching": False}

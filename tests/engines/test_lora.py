@@ -219,6 +219,7 @@ def test_targets_are_every_linear_layer(tiny, adapters):
         assert len(file.keys()) == 3 * len(LINEAR) * 2
 
 
+@pytest.mark.slow
 def test_layers_of_experts_are_refused_by_name(tmp_path):
     """Stock vLLM starts with them on a CPU, and ends at its first step."""
     moe = of_family(tmp_path, "qwen3_moe")

@@ -70,6 +70,7 @@ def test_calls_awaited_together_are_each_as_if_alone(shallow, engine):
         assert float(far.max()) <= 1e-4
 
 
+@pytest.mark.slow
 @BOTH
 def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
     lm = shallow.get(engine, "float32")

@@ -21,6 +21,7 @@ MODES = {
     "chunks of 16": ("vllm", CHUNKED), "preempted": ("vllm", SMALL), "cold": ("vllm", {}), "warm": ("vllm", {}),
 }  # fmt: skip
 FROM_THE_CACHE = ("cold", "warm")
+USUAL_MODES = [pytest.param(mode, marks=[pytest.mark.slow] if mode == "preempted" else []) for mode in MODES]
 TEXT = " ".join([*PROMPTS, PROMPTS[1], PROMPTS[2]])
 SPAN, BEGIN = " France is", 3
 PROGRAMS = parity.programs(576, SHALLOW, SPAN, BEGIN)
@@ -66,7 +67,7 @@ def modes(shallow, shortened) -> Modes:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL_MODES)
 def test_it_does_not_matter_how_a_request_is_run(modes, mode, name):
     """The rows before and after every edit, the rows it touched, and the log-probabilities, as in the plain pass."""
     run = modes.run(mode)[list(PROGRAMS).index(name)]

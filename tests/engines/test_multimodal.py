@@ -24,7 +24,7 @@ from .test_admission import raw, scaled
 from .test_families import EAGER, IDS, PROMPTS, SAMPLED, Pair, every_edit_is_equal, flat, rows_are_equal
 from .test_parity import worst_row
 
-pytestmark = pytest.mark.usefixtures("inspected_here", "_torchvision")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("inspected_here", "_torchvision")]
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 # text decoders of their own, which compute the same
 ALONE = {"gemma3": "Gemma3", "llama4": "Llama4", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2",
@@ -127,11 +127,11 @@ def test_the_decoder_is_that_of_text_alone(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_the_lens_reads_such_a_checkpoint(name, tmp_path):
-    """Its files call the modules by other names, and a readout is proved on the live model before it is used."""
+def test_the_lens_reads_such_a_model(name, tmp_path):
+    """Its modules have other names, and a readout is proved on the live model before it is used."""
     that_reads_images(tmp_path, name)
     with pc.LM(str(tmp_path), engine="transformers", prove=False, **IDS) as lm:
-        assert pc.studies.logit_lens(lm, PROMPTS[1], readout="checkpoint").readout == "checkpoint"
+        assert pc.studies.logit_lens(lm, PROMPTS[1], readout="weights").readout == "weights"
 
 
 gemma = pytest.mark.parametrize("pair", ["gemma3"], indirect=True)  # the others are started for text alone

@@ -31,7 +31,7 @@ def test_every_site_equals_transformers(shallow, compiled):
     assert checked == len(PROMPTS) * (12 * SHALLOW + 3)
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("padding", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_transformers_engine_equals_plain_hooks(shallow, shortened, padding):
     lm, plain = shallow.get("transformers", "float32", padding_side=padding), PlainModel(str(shortened))
     runs = lm.run(list(PROMPTS), max_tokens=1, capture=lm.sites.names, logprobs=True)

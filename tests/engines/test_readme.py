@@ -44,7 +44,7 @@ def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
 
 
-@both_engines
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
 def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)

@@ -15,7 +15,9 @@ MODES = {"transformers": {}, "cold": {}, "warm": {}, "chunks of 16": CHUNKED, "p
 BLOCK = 32
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode == "preempted" else []) for mode in MODES]
+)
 def test_what_is_written_is_what_the_run_itself_had(shallow, mode):
     lm = shallow.get("transformers" if mode == "transformers" else "vllm", "float32", **MODES[mode])
     before = lm.engine.status().get("preemptions", 0)

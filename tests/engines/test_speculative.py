@@ -240,6 +240,7 @@ def test_sampling_is_refused_where_vllm_does_not_sample_of_the_model(pair):
     assert not torch.equal(expanded, torch.tensor([0.5, 0.5, 0.7]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_models_that_draft_are_not_edited_and_what_they_draft_for_is(method, tmp_path):
     """EAGLE's and MTP's look tokens up in the embedding of the model that is edited, and read its last stream."""

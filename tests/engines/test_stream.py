@@ -117,6 +117,7 @@ def test_stop_texts_are_never_begun(shallow, engine):
             read(lm.stream(PROMPTS[0], **call), run)
 
 
+@pytest.mark.slow
 @BOTH
 def test_characters_of_several_tokens_come_whole(shallow, engine):
     lm = shallow.get(engine, "float32")
@@ -276,6 +277,7 @@ def test_what_is_wrong_with_a_call_is_raised_by_it(shallow, engine):
             lm.stream(**call)
 
 
+@pytest.mark.slow
 @BOTH
 def test_many_streams_at_once_are_each_as_if_alone(shallow, engine):
     lm, number = shallow.get(engine, "float32"), 12

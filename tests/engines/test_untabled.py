@@ -22,7 +22,7 @@ from ..models import no_table, of_config, of_family
 from . import test_families
 from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_equal
 
-pytestmark = pytest.mark.usefixtures("inspected_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("inspected_here")]
 WHOLE = ["embed", "resid_pre", "z", "attn_out", "resid_mid", "neurons", "mlp_out", "resid_post", "final_norm", "logits"]
 # what each has
 HAS = {"starcoder2": WHOLE, "phi": [name for name in WHOLE if name != "resid_mid"], "nemotron": WHOLE,

@@ -23,7 +23,7 @@ from ..models import no_table, of_family, randomise
 from .test_families import EAGER, IDS, PROMPTS
 from .test_parity import worst_row
 
-pytestmark = pytest.mark.usefixtures("inspected_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("inspected_here")]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])

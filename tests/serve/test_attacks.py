@@ -29,6 +29,7 @@ from tests.soak.blocking import LONG, refusal
 from .conftest import KEYS, LIMITS
 from .test_openai import PROMPT, VECTOR, complete
 
+pytestmark = pytest.mark.slow
 JSON = {"Content-Type": "application/json"}
 named = pytest.mark.parametrize("attack", [*FILES, *NUMBERS], ids=lambda attack: attack.name)
 

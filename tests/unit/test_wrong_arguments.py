@@ -199,7 +199,9 @@ def arguments_of(name: str) -> list[str]:
             if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in SKIPPED]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "parity" else []) for name in CALLS]
+)
 def test_a_wrong_argument_works_or_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     function, right = CALLS[name]
@@ -408,7 +410,6 @@ def test_what_no_file_is_called_is_no_path(path):
         "resume": lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], resume=path),
         "folder": lambda: pc.studies.harvest(LM, [IDS], path, sites="embed"),
         "documents": lambda: pc.studies.harvest(LM, path, "harvest", sites="embed"),
-        "weights": lambda: pc.studies.logit_lens(LM, IDS, weights=path),
         "lora": lambda: LM.run(IDS, lora=path), "lora[1]": lambda: LM.run([IDS, IDS], lora=[None, path]),
         "path": lambda: LENS.save(path), "file": lambda: LM.bank.load(path),
     }.items():  # fmt: skip
