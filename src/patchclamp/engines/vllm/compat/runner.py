@@ -41,6 +41,8 @@ seam(
     "allow_microbatching=True, skip_eplb=False, is_profile=False, create_mixed_batch=False, remove_lora=True, "
     "is_graph_capturing=False, num_active_loras=0, profile_seq_lens=None, randomize_inputs=False", part="v1",
 )  # fmt: skip
+seam("vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs", "keep other requests' top log-probabilities",
+     "self, logprobs, logprob_token_ids, sampled", part="v1")  # fmt: skip
 seam(_V2 + "prepare_inputs", "plan rows", "self, scheduler_output, batch_req_state, batch_desc, num_active_loras",
      part="v2")  # fmt: skip
 seam(
@@ -262,6 +264,36 @@ def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
         return result
 
     runner.execute_model, runner._prepare_inputs = execute_model, prepare_inputs
+    _keep_top_logprobs(runner)
+
+
+def _keep_top_logprobs(runner: V1Runner) -> None:
+    """Keep the top log-probabilities of requests beside one that scores given tokens: stock's V1 sampler returns either
+    the ones or the others for a whole batch, and -inf to who asked for the others."""
+    sampler = runner.sampler
+    stock = sampler.gather_specific_token_logprobs
+
+    @forwards(stock)
+    def gather(logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor) -> Any:
+        scored = stock(logprobs, logprob_token_ids, sampled)
+        most = runner.input_batch.sampling_metadata.max_num_logprobs
+        if scored is None or not most or most < 0 or len(logprob_token_ids) == len(logprobs):
+            return scored
+        top = sampler.gather_logprobs(logprobs, most, token_ids=sampled)
+        width = max(scored.logprobs.shape[1], top.logprobs.shape[1])
+        ids, values = (
+            top.logprob_token_ids.new_zeros(len(logprobs), width),
+            logprobs.new_full((len(logprobs), width), -torch.inf),
+        )
+        is_scored = torch.zeros(len(logprobs), dtype=torch.bool)
+        is_scored[list(logprob_token_ids)] = True
+        for found, rows in ((scored, is_scored), (top, ~is_scored)):
+            rows = rows.to(logprobs.device)
+            ids[rows, : found.logprobs.shape[1]] = found.logprob_token_ids[rows]
+            values[rows, : found.logprobs.shape[1]] = found.logprobs[rows]
+        return top._replace(logprob_token_ids=ids, logprobs=values)
+
+    sampler.gather_specific_token_logprobs = gather
 
 
 def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
