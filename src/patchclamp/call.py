@@ -26,7 +26,7 @@ class CallArguments(TypedDict, total=False):
     sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
     temperature: float | None
     score: Any
-    logprobs: bool | int
+    logprobs: bool | int | Sequence[bool | int]
     lora: Any
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -110,8 +110,16 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
     return [items] * prompts
 
 
-def top_logprobs_of(logprobs: Any, scored: bool) -> int | None:
-    """The number of top tokens to report at each generated token; 0: only that token; None: no log-probabilities."""
+def top_logprobs_of(logprobs: Any, scores: Sequence[Any]) -> list[int | None]:
+    """For each prompt, whose tokens to score are given, the number of top tokens to report at each generated token; 0:
+    only that token; None: no log-probabilities."""
+    each = logprobs if isinstance(logprobs, (list, tuple)) else [logprobs] * len(scores)
+    if len(each) != len(scores):
+        raise ProgramError(f"{len(each)} values for {len(scores)} prompts", "logprobs")
+    return [_top_logprobs_of(one, len(tokens) > 0) for one, tokens in zip(each, scores, strict=True)]
+
+
+def _top_logprobs_of(logprobs: Any, scored: bool) -> int | None:
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:

@@ -109,6 +109,21 @@ def test_subjects_of_unequal_length_are_matched(engines, engine):
             assert abs(value - (one - other)) <= 1e-4
 
 
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_function_of_the_likeliest_tokens_is_a_metric(engines, smollm2, engine):
+    lm, plain = engines.get(engine, "float32"), PlainModel(str(smollm2))
+    entropy = pc.studies.Metric(lambda p: -sum(np.exp(x) * x for x in p.top.values()) + p[" Rome"], (" Rome",), top=20)
+    sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Paris", sites=["resid_pre"], layers=[24], positions=[-1, 1],
+                        metric=entropy)  # fmt: skip
+    clean, corrupt = lm.tokens(CLEAN), lm.tokens(CORRUPT)
+    for column, p in enumerate((len(clean) - 1, 1)):
+        rows = plain.read(clean, "resid_pre", 24)
+        logprobs = plain.patched_logits(corrupt, "resid_pre", 24, p, rows[p]).float().log_softmax(-1)
+        top = logprobs.topk(20).values
+        expected = float(-(top.exp() * top).sum() + logprobs[lm.tokenizer.bare(" Rome")[0]])
+        assert sweep.values[0, column] == pytest.approx(expected, abs=1e-3)
+
+
 def test_metrics_spans_and_unlayered_sites(engines):
     lm = engines.get("vllm", "float32")
     asked = dict(

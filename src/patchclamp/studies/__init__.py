@@ -20,6 +20,7 @@ from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, HarvestResult, Project, harvest
 from patchclamp.studies.inputs import Column, Match
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
+from patchclamp.studies.metric import Logprobs, Metric
 from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
 from patchclamp.studies.patchscope import Patchscope, PatchscopeResult, patchscope
@@ -46,9 +47,9 @@ __all__ = [
     "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked",
     "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult",
     "EdgeAttribution", "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
-    "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Match", "MeanOf", "Parity", "PatchSweep",
-    "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled",
-    "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros",
+    "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf", "Metric", "Parity",
+    "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project",
+    "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros",
     "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution",
     "fuzz_sweep", "harvest", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch",
     "steering_vectors", "strength_curve",

@@ -16,10 +16,10 @@ from patchclamp.studies.grid import GridCase, GridPlan, PromptGrid
 from patchclamp.studies.inputs import (
     Alignment,
     Column,
+    MetricField,
     Positions,
     Sites,
     SourceField,
-    Text,
     Whole,
     Words,
     columns_of,
@@ -47,7 +47,7 @@ class AblationSweep(PromptGrid):
     positions: Positions = None
     """Columns of the grid: selections of the prompt, each ablated together, a mapping of labels to selections, or
     "each" for one column per token. One column of the whole prompt by default."""
-    metric: Text = "logit_diff"
+    metric: MetricField = "logit_diff"
     """logit_diff, logprob or prob."""
     source: SourceField = "zeros"
     """Values to write: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""

@@ -25,13 +25,13 @@ from patchclamp.lm import LM
 from patchclamp.studies.grid import Cells, GridCase, GridListener, GridPlan, PromptGrid
 from patchclamp.studies.inputs import (
     Column,
+    MetricField,
     Positions,
     Positive,
     Seeds,
     Sites,
     Std,
     Subject,
-    Text,
     align,
     check_whole,
     chosen_positions,
@@ -65,7 +65,7 @@ class CausalTrace(PromptGrid):
     """Sites to restore: resid_post, attn_out, mlp_out."""
     positions: Positions = None
     """Columns of the grid; one per token by default."""
-    metric: Text = "prob"
+    metric: MetricField = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
     window: Positive = 1
     """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""

@@ -36,6 +36,7 @@ from patchclamp.studies.inputs import (
     Column,
     Layers,
     Match,
+    MetricField,
     OptionalCount,
     Positive,
     Progress,
@@ -54,7 +55,16 @@ from patchclamp.studies.inputs import (
     with_pairs,
     words_of,
 )
-from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
+from patchclamp.studies.metric import (
+    Graded,
+    Metric,
+    Recorded,
+    answer_tokens,
+    grade,
+    single_token,
+    spread,
+    text_of,
+)
 from patchclamp.studies.sources import (
     CellWriter,
     FromRun,
@@ -122,8 +132,8 @@ class PairGrid(Grid):
     One for all pairs, or a list with one per pair."""
     foil: Answers = None
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
-    metric: Text = "logit_diff"
-    """logit_diff, recovered, logprob or prob."""
+    metric: MetricField = "logit_diff"
+    """logit_diff, recovered, logprob or prob; in Python also a function or `Metric`."""
     direction: Text = "denoising"
     """denoising, or noising: cells of the corrupt run into the clean one."""
     layers: Layers = None
@@ -200,7 +210,7 @@ class PromptGrid(Grid):
     window: Positive = 1
     """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
 
-    def read(self, lm: LM, metric: str) -> list[tuple[Words, Graded]]:
+    def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """The prompts with their graded tokens."""
         prompts = list(self.prompt) if listed(self.prompt) else [self.prompt]
         if not prompts:
@@ -211,14 +221,19 @@ class PromptGrid(Grid):
         return list(zip(words, graded, strict=True))
 
 
-def graded_of(lm: LM, answer: Any, foil: Any, metric: str, count: int) -> list[Graded]:
+def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) -> list[Graded]:
     """The metric and the graded tokens of each of `count` prompts."""
-    graded = []
+    graded: list[Graded] = []
+    own: dict[str | int, int] = {}
+    for i, token in enumerate(metric.tokens if isinstance(metric, Metric) else ()):
+        own[token] = one = single_token(lm, token, f"metric.tokens[{i}]")
+        own[one] = one
     each = zip(one_each(answer, count, "answer"), one_each(foil, count, "foil"), strict=True)
     for i, (one, other) in enumerate(each):
         where = f"[{i}]" if count > 1 else ""
         tokens = answer_tokens(lm, one, f"answer{where}")
-        graded.append(grade(metric, tokens, None if other is None else answer_tokens(lm, other, f"foil{where}")))
+        foils = None if other is None else answer_tokens(lm, other, f"foil{where}")
+        graded.append(grade(metric, tokens, foils, own))
     return graded
 
 
@@ -408,7 +423,7 @@ class GridPlan:
     @functools.cached_property
     def question(self) -> dict[str, Any]:
         """Everything that decides the values, as plain data: the key of the journal."""
-        pairs = [(case.clean.ids, case.corrupt.ids, case.graded, case.columns) for case in self.cases]
+        pairs = [(case.clean.ids, case.corrupt.ids, case.graded.key, case.columns) for case in self.cases]
         return {
             "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
             "direction": self.direction, "source": question_of_source(self.lm, self.source),
@@ -591,7 +606,8 @@ class GridPlan:
             unit = units[number]
             finished.add(begin + which // self.draws, (values - unit.offset) * unit.factor)
 
-        found = cells.run([len(places) * self.draws] * len(units), rounds, tell, self.reruns)
+        counts = [len(places) * self.draws] * len(units)
+        found = cells.run([unit.graded for unit in units], counts, rounds, tell, self.reruns)
         values = [(of.trials.reshape(-1, self.draws).mean(1) - unit.offset) * unit.factor
                   for unit, of in zip(units, found, strict=True)]  # fmt: skip
         floors = [np.max(np.abs(of.baselines - unit.base)) * abs(unit.factor)
@@ -665,17 +681,19 @@ class Cells:
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
         """The metric of trials, before normalisation. Trials in the journal are not run again."""
-        values = self._take(len(trials))
+        values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         if len(values) < len(trials):
             self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
         return values
 
     def run(
-        self, counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell, reruns: int = BASELINES
-    ) -> list[Values]:
+        self, graded: Sequence[Graded], counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell,
+        reruns: int = BASELINES,
+    ) -> list[Values]:  # fmt: skip
         """The value of every trial, one round at a time.
 
-        counts: the number of trials of each round; `rounds` makes them, and is called only if some are missing
+        graded: the metric of each round, and `counts` the number of its trials; `rounds` makes them, and is called only
+            if some are missing
         tell: called as trials finish, on another thread unless the journal had them; an error it raises stops the runs
         reruns: the approximate number of baselines per round
         """
@@ -698,7 +716,7 @@ class Cells:
             told(which)
 
         known = self._take(len(plan))
-        values[: len(known)] = known
+        values[: len(known)] = [graded[number].value(of) for (number, _), of in zip(plan, known, strict=False)]
         told(range(len(known)))
         if len(known) < len(plan):
             made = rounds()
@@ -709,8 +727,9 @@ class Cells:
         return [Values(values[(numbers == n) & is_trial], values[(numbers == n) & ~is_trial])
                 for n in range(len(counts))]  # fmt: skip
 
-    def _take(self, count: int) -> list[float]:
-        return self.journal.take(float, count) if self.journal is not None else []
+    def _take(self, count: int) -> list[Recorded]:
+        kind: Any = Recorded
+        return self.journal.take(kind, count) if self.journal is not None else []
 
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
@@ -728,11 +747,12 @@ class Cells:
         def read_batch(runs: list[Run]) -> None:
             nonlocal done
             part = unread.popleft()
-            graded = iter(runs)
-            new = [trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part]
+            rest = iter(runs)
+            records = [trial.graded.record([next(rest) for _ in trial.graded.questions]) for trial in part]
             if self.journal is not None:
-                self.journal.append(np.array(new, float).tolist())
-            read(range(done, done := done + len(part)), runs, new)
+                self.journal.append(records)
+            values = [trial.graded.value(of) for trial, of in zip(part, records, strict=True)]
+            read(range(done, done := done + len(part)), runs, values)
 
         run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
 
@@ -759,6 +779,7 @@ def _call(part: Sequence[Trial]) -> dict[str, object]:
         "prompt": [[*trial.prompt, *question.suffix] for trial, question in runs],
         "max_tokens": 1,
         "score": [question.score for _, question in runs],
+        "logprobs": [question.top or False for _, question in runs],
         "edits": [trial.edits for trial, _ in runs],
     }
 

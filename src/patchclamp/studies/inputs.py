@@ -25,6 +25,7 @@ from patchclamp.lm import LM
 from patchclamp.plan import Prompt as PlanPrompt
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
+from patchclamp.studies.metric import Metric
 from patchclamp.studies.study import Arg, Reporter, Resumable, bind_call
 
 
@@ -657,6 +658,7 @@ def _frozen(names: Any, path: str) -> Any:
 
 
 Text = Annotated[str, Arg(as_text)]
+MetricField = Annotated[Any, Arg(Metric.of)]
 Whole = Annotated[int, Arg(check_whole)]
 _at_least_one = functools.partial(check_whole, least=1, most=math.inf)
 Positive = Annotated[int, Arg(_at_least_one)]

@@ -7,6 +7,8 @@ A metric is one number from the log-probabilities of an answer, of one or severa
     logit_diff  log p(answer) − log p(foil); for one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
+`Metric` is one of your own.
+
 For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
 positions of the prompt, so they act the same in each run. A run grades every token asked after the same prefix.
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
@@ -25,33 +27,127 @@ N pairs · C cells
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.lm import LM
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
+from patchclamp.lm import LM, MAX_SCORES
+
+Recorded = float | tuple[list[float], dict[int, float]]
+
+
+class Scored(Protocol):
+    """The parts of a run that metrics read."""
+
+    @property
+    def scores(self) -> Mapping[int, float]: ...
+    @property
+    def top_logprobs(self) -> Sequence[Mapping[int, float]]: ...
+
 
 METRICS = ("logit_diff", "recovered", "logprob", "prob")
 ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 
 
+class Logprobs(msgspec.Struct, frozen=True):
+    """The log-probabilities of one run, for a `Metric`.
+
+    answer, foil: those of the answer and the foil, sums over their tokens; `foil` is NaN without one
+    tokens: of the metric's own tokens, by text and by id · top: of the likeliest next tokens, by id, likeliest first
+    """
+
+    answer: float
+    foil: float
+    tokens: dict[str | int, float]
+    top: dict[int, float]
+
+    def __getitem__(self, token: str | int) -> float:
+        if token not in self.tokens:
+            raise unknown("token", str(token), map(str, self.tokens), "metric.tokens")
+        return self.tokens[token]
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A metric of yours, for `metric=` of the sweeps: a Python function of a run's log-probabilities. A plain function
+    stands for `Metric(function)`.
+
+        def entropy(logprobs):
+            return -sum(math.exp(p) * p for p in logprobs.top.values())
+
+        pc.studies.patch_sweep(lm, clean=..., corrupt=..., answer=" Paris", metric=pc.studies.Metric(entropy, top=50))
+
+    function: called with a `Logprobs` for every run; returns a number
+    tokens: tokens to grade besides answer and foil, as texts of one token or ids: `logprobs[" Berlin"]`
+    top: the number of likeliest next tokens to report, at most 128. Each cell then takes one more run
+    name: in tables and figures; the function's name by default
+    """
+
+    function: Callable[[Logprobs], Any]
+    tokens: tuple[str | int, ...] = ()
+    top: int = 0
+    name: str = ""
+
+    @classmethod
+    def of(cls, metric: Any, path: str) -> str | Metric:
+        """Read a name, a function, or a `Metric`. Raises `ProgramError` for anything else."""
+        if isinstance(metric, str):
+            return metric
+        metric = metric if isinstance(metric, cls) else cls(metric)
+        if not callable(metric.function):
+            raise ProgramError(f"expected the name of a metric or a function, got {metric.function!r:.100}", path)
+        name = metric.name or getattr(metric.function, "__name__", type(metric.function).__name__)
+        if not isinstance(name, str) or name in METRICS:
+            raise ProgramError(f"expected a name other than {', '.join(METRICS)}, got {name!r:.100}", f"{path}.name")
+        tokens = metric.tokens if isinstance(metric.tokens, (list, tuple)) else (metric.tokens,)
+        if not is_token_id(metric.top) or not 0 <= metric.top <= MAX_SCORES:
+            raise ProgramError(f"expected a number from 0 to {MAX_SCORES}, got {metric.top!r}", f"{path}.top")
+        return Metric(metric.function, tuple(tokens), metric.top, name)
+
+    def value(self, logprobs: Logprobs) -> float:
+        """Call the function. Raises `ProgramError` if it fails, or returns no finite number."""
+        try:
+            value = float(self.function(logprobs))
+        except PatchclampError:
+            raise
+        except Exception as error:
+            raise ProgramError(f"{self.name} raised {type(error).__name__}: {error}", "metric") from error
+        if not math.isfinite(value):
+            raise ProgramError(f"expected a finite number from {self.name}, got {value}", "metric")
+        return value
+
+
 class Question(NamedTuple):
-    """One run that grades a part of an answer: the tokens to append to the prompt, and those to score after them."""
+    """One run that grades a part of an answer: the tokens to append to the prompt, those to score after them, and the
+    number of likeliest tokens to report."""
 
     suffix: tuple[int, ...]
     score: tuple[int, ...]
+    top: int = 0
 
 
 class Graded(msgspec.Struct, frozen=True, dict=True):
-    """A metric's name and the exact tokens that it grades."""
+    """A metric and the exact tokens that it grades.
+
+    custom: a metric of the user's · tokens: its own tokens, by text and by id
+    """
 
     metric: str
     answer: tuple[int, ...]
     foil: tuple[int, ...] | None
+    custom: Metric | None = None
+    tokens: dict[str | int, int] = {}
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Everything that decides the records, as plain data. A custom metric is computed from them."""
+        plain: dict[str, Any] = {"metric": self.metric, "answer": self.answer, "foil": self.foil}
+        if self.custom is not None:
+            plain |= {"tokens": sorted({*self.tokens.values()}), "top": self.custom.top}
+        return plain
 
     @property
     def compared(self) -> tuple[tuple[int, ...], ...]:
@@ -66,16 +162,44 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
             for tokens in self.compared:
                 for i, token in enumerate(tokens):
                     score.setdefault(tokens[:i], {})[token] = None
-            vars(self)["questions"] = tuple(Question(suffix, tuple(ids)) for suffix, ids in score.items())
+            score[()] |= dict.fromkeys(self.tokens.values())
+            questions = [Question(suffix, tuple(ids)) for suffix, ids in score.items()]
+            if self.custom is not None and self.custom.top:  # engines do not report them beside scores
+                questions.append(Question((), (), self.custom.top))
+            vars(self)["questions"] = tuple(questions)
         return vars(self)["questions"]
 
+    def record(self, runs: Sequence[Scored]) -> Recorded:
+        """The journal's record of the runs of its questions: the metric before normalisation or, for a custom one, the
+        log-probabilities from which it is computed."""
+        if self.custom is None:
+            return self.read([run.scores for run in runs])
+        scores = [run.scores[token] for run, of in zip(runs, self.questions, strict=True) for token in of.score]
+        top = [dict(run.top_logprobs[0]) for run, of in zip(runs, self.questions, strict=True) if of.top]
+        return scores, top[0] if top else {}
+
+    def value(self, recorded: Recorded) -> float:
+        """The metric before normalisation, of a record."""
+        if not isinstance(recorded, tuple):
+            return recorded
+        assert self.custom is not None
+        rest = iter(recorded[0])
+        scores = [{token: next(rest) for token in of.score} for of in self.questions]
+        logprobs = [self._logprob(tokens, scores) for tokens in self.compared]
+        own = {name: scores[0][token] for name, token in self.tokens.items()}
+        answer, foil = logprobs[0], logprobs[1] if len(logprobs) > 1 else math.nan
+        return self.custom.value(Logprobs(answer, foil, own, recorded[1]))
+
     def read(self, scores: Sequence[Mapping[int, float]]) -> float:
-        """The metric before normalisation, from the scores of the run of each question."""
-        by_suffix = {question.suffix: of for question, of in zip(self.questions, scores, strict=True)}
-        logprobs = [sum(by_suffix[tokens[:i]][token] for i, token in enumerate(tokens)) for tokens in self.compared]
+        """A named metric before normalisation, from the scores of the run of each question."""
+        logprobs = [self._logprob(tokens, scores) for tokens in self.compared]
         if self.metric in ALONE:
             return math.exp(logprobs[0]) if self.metric == "prob" else logprobs[0]
         return logprobs[0] - logprobs[1]
+
+    def _logprob(self, tokens: tuple[int, ...], scores: Sequence[Mapping[int, float]]) -> float:
+        by_suffix = {of.suffix: found for of, found in zip(self.questions, scores, strict=True) if not of.top}
+        return sum(by_suffix[tokens[:i]][token] for i, token in enumerate(tokens))
 
     def scale(self, clean: float, corrupt: float) -> tuple[float, float]:
         """(offset, factor) such that the metric is (value − offset) · factor."""
@@ -86,8 +210,12 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
         return corrupt, 1.0 / (clean - corrupt)
 
 
-def grade(metric: str, answer: Sequence[int], foil: Sequence[int] | None) -> Graded:
-    """Check a metric against the tokens given for it."""
+def grade(
+    metric: str | Metric, answer: Sequence[int], foil: Sequence[int] | None, tokens: Mapping[str | int, int] = {}
+) -> Graded:
+    """Check a metric against the tokens given for it. `tokens`: a custom metric's own, by text and by id."""
+    if isinstance(metric, Metric):
+        return Graded(metric.name, tuple(answer), None if foil is None else tuple(foil), metric, dict(tokens))
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS, "metric")
     if metric not in ALONE and foil is None:

@@ -455,6 +455,8 @@ def _plain_data(value: Any) -> Any:
         return ":".join("" if part is None else str(part) for part in parts)
     if isinstance(value, (str, int, float, type(None))):
         return value
+    if inspect.isroutine(value):
+        return value.__qualname__
     if isinstance(value, Mapping):
         return {str(name): _plain_data(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, range)):

@@ -16,6 +16,7 @@ from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
 from patchclamp.plots.style import number, quoted, visible
 from patchclamp.studies.inputs import Column, Row, layers_in, panels_of
+from patchclamp.studies.metric import METRICS
 from patchclamp.studies.study import StudyResult
 
 if TYPE_CHECKING:
@@ -481,6 +482,9 @@ def metric_words(sweep: Sweep) -> MetricWords:
     one, other = answer, foil
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:
         one, other = "the answer", "the foil"
+    if sweep.metric not in METRICS:
+        return MetricWords(sweep.metric, f"{sweep.metric}(log-probabilities)",
+                           f"{sweep.metric} is a function of log-probabilities, given with the study.")  # fmt: skip
     if sweep.metric == "prob":
         return MetricWords(f"probability of {one}", f"p({answer} | prompt)",
                            f"The probability that the prompt goes on with {answer}.")  # fmt: skip
