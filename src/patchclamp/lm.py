@@ -11,7 +11,7 @@ import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
 import msgspec
 import numpy as np
@@ -41,7 +41,16 @@ from patchclamp.engines.base import (
     adapters_of,
 )
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of, template_options
-from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
+from patchclamp.engines.weights import WEIGHTS, checked_layers
+from patchclamp.errors import (
+    CapacityError,
+    EngineError,
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    TokensError,
+    UnsupportedSite,
+)
 from patchclamp.language import Program, Site
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
@@ -52,6 +61,9 @@ from patchclamp.sites import SiteMap
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.stream import Stream, wake
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_FETCH_BYTES = 1 << 26  # of captures fetched from the engine in one call; the last point may exceed it
 MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures are views and not copies
@@ -148,7 +160,7 @@ class LM:
         score: tokens to score as the next one after the prompt (log-probabilities in `run.scores`), as ids or texts of
             one token, or a list of such lists, one per prompt
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
-            top k tokens too (`run.top_logprobs`)
+            top k tokens too (`run.top_logprobs`); or a list of these, one per prompt
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
             prompt, with None for no adapter
 
@@ -204,7 +216,7 @@ class LM:
         n: int | None = None,
         sampling: Any = None,
         score: Any = (),
-        logprobs: bool | int = False,
+        logprobs: bool | int | Sequence[bool | int] = False,
         lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> _Call:
@@ -224,13 +236,11 @@ class LM:
             self.engine.check_sampling(one)
         scores = per_prompt(() if score is None else score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
-        top, bindings = (
-            top_logprobs_of(logprobs, any(len(tokens) for tokens in scores)),
-            Bindings(self.sites, self._source, self.bank, self.allows_code),
-        )
+        tops = top_logprobs_of(logprobs, scores)
+        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
         requests = [
             self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],
-                          f"prompt {i}" if listed else None, top, bindings, number)
+                          f"prompt {i}" if listed else None, tops[i], bindings, number)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]  # fmt: skip
@@ -328,6 +338,38 @@ class LM:
             return self.tokenizer.encode(text)
         except (TypeError, ValueError) as error:  # a lone surrogate, for example
             raise ProgramError(f"this text cannot be tokenised: {error}", "text") from None
+
+    def weights(self, name: str, layer: int | None = None, head: int | None = None) -> torch.Tensor:
+        """Returns one of the model's weights, by TransformerLens' name, as an fp32 copy on the host. Matrices multiply
+        rows from the right: `z[3, 5] @ lm.weights("W_O", 3, 5)` is what that head adds to the stream.
+
+        name: "W_E" [V, D], "W_pos" [P, D], "W_U" [D, V], "b_U", "ln_final.w", "ln_final.b"; of a layer "W_Q", "W_K",
+            "W_V" [H, D, E] and "W_O" [H, E, D], with keys and values by their own heads; "W_in", "W_gate" [D, M] and
+            "W_out" [M, D]; their biases "b_Q", …; the norms "ln1.w", "ln2.w", and "ln1_post.w", "ln2_post.w" after
+            attention and MLP. Nothing is folded: norms are as the checkpoint stores them
+        layer: the layer, which may be counted from the end; None: all layers that have it, stacked [L, …]
+        head: one head of "W_Q", "b_Q" and the like
+
+        Weights that vLLM fused, split between workers or packed are put together again. Quantized ones are dequantized,
+        to the precision in which the model computes.
+
+        Raises: `UnknownName` for another name, `UnsupportedSite` for what this model does not have, `EngineError` for
+        an engine that returns no weights.
+        """
+        import torch
+
+        layers = checked_layers(self.sites, name, layer)
+        by_head = WEIGHTS[name].shape.startswith("H")
+        if head is not None and not by_head:
+            raise UnsupportedSite(f"{name} has no heads, got head {head!r}", "head")
+        found = [self.engine.weight(name, one) for one in layers or [None]]
+        present = [weight for weight in found if weight is not None]
+        if len(present) < len(found):
+            raise UnsupportedSite(f"{self.sites.family.name} models have no {name}", "name")
+        if head is not None and (not is_token_id(head) or not -len(present[0]) <= head < len(present[0])):
+            raise UnsupportedSite(f"expected a head from 0 to {len(present[0]) - 1}, got {head!r}", "head")
+        chosen = [torch.tensor(weight if head is None else weight[head]) for weight in present]
+        return chosen[0] if layer is not None or not layers else torch.stack(chosen)
 
     def close(self) -> None:
         """Stops the engine. An `LM` that is garbage-collected is closed too, unless it was given an engine object."""

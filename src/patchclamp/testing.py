@@ -207,6 +207,9 @@ class FakeEngine(Engine):
             temperature = sampling["temperature"]
             raise ProgramError(f"the fake engine is greedy: expected 0, got {temperature!r}", "sampling.temperature")
 
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        return self._net.weight(name, layer)
+
     def status(self) -> dict[str, int]:
         """Return counts of resources. Tables exist only during a batch."""
         counts = {"programs": self._programs, "runs": len(self._captured), "steps_planned": self._planned}
@@ -461,6 +464,17 @@ class _Net:
         frequency = 10000.0 ** -(np.arange(self._size // 2) / (self._size // 2))
         angle = np.arange(positions)[:, None] * frequency
         self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        """Return a weight by its name in `engines.weights`; None for biases and norms, which it has none of."""
+        if layer is None:
+            return {"W_E": self._embedding_VD, "W_U": self._unembedding_DV}.get(name)
+        of, split = self._layers[layer], (-1, self._heads, self._size)
+        if name in ("W_Q", "W_K", "W_V"):
+            matrix_DD = {"W_Q": of.q_DD, "W_K": of.k_DD, "W_V": of.v_DD}[name]
+            return matrix_DD.reshape(split).transpose(1, 0, 2)
+        o_HED = of.o_DD.reshape(self._heads, self._size, -1)
+        return {"W_O": o_HED, "W_gate": of.gate_DM, "W_in": of.up_DM, "W_out": of.down_MD}.get(name)
 
     def cache(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
         """Allocate the keys and the values of a request, [layers, T, H, E] each."""

@@ -7,7 +7,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import patchclamp as pc
@@ -57,7 +56,7 @@ def lenses(shallow):
 class TestLens:
     def test_ranks_tokens_and_kl_equal_a_plain_loop(self, lenses, seen, ids):
         lens, chosen = lenses("transformers"), (ids(" Paris"), ids(" the"))
-        assert lens.readout == "checkpoint"
+        assert lens.readout == "weights"
         assert lens.ranks.shape == (8, 10, 2)
         for (layer, position), there in seen.items():
             ranks = lens.ranks[layer, position].tolist()
@@ -74,7 +73,7 @@ class TestLens:
         ours, theirs = lenses("transformers"), lenses("vllm")
         assert np.abs(ours.logprobs - theirs.logprobs).max() < 2e-3
         assert (ours.top_ids[:, :, 0] == theirs.top_ids[:, :, 0]).mean() > 0.99
-        assert ours.readout == theirs.readout == "checkpoint"
+        assert ours.readout == theirs.readout == "weights"
 
     @both_engines
     def test_the_engine_reads_out_what_the_checkpoint_does(self, shallow, lenses, engine):
@@ -99,7 +98,7 @@ class TestLens:
             assert np.abs(lens.kl[i] - [seen[layer, p].kl for p in range(10)]).max() < 1e-3
         assert lens.lens == "tuned lens"
 
-    @pytest.mark.parametrize("readout", ["checkpoint", "engine"])
+    @pytest.mark.parametrize("readout", ["weights", "engine"])
     def test_a_matrix_in_the_unembeddings_place(self, shallow, plain, ids, readout):
         probe = torch.randn(3, 576) / 24
         lens = logit_lens(shallow.get("transformers", "float32"), PROMPT, unembedding=probe, labels=["a", "b", "c"],
@@ -313,7 +312,7 @@ class TestEdges:
 def test_other_families_read_out_add_up_and_have_gradients(family, tmp_path):
     folder = of_family(tmp_path, family)
     with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
-        ours, engines = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("checkpoint", "engine"))
+        ours, engines = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("weights", "engine"))
         assert np.abs(ours.logprobs - engines.logprobs).max() < 1e-5
         assert (ours.ranks == engines.ranks).all()
         result = direct_attribution(lm, IDS, answer=77, foil=200)
@@ -346,27 +345,27 @@ def assert_slope(lm: pc.LM, site: str, position: int) -> None:
     assert change == pytest.approx(float(np.linalg.norm(slope)), rel=2e-2), site
 
 
-def test_a_checkpoint_of_another_model_is_found_out(tmp_path):
-    own, other = tmp_path / "own", tmp_path / "other"
-    for folder in (own, other):
-        folder.mkdir()
-        of_family(folder, "llama")
-    tensors = load_file(other / "model.safetensors")
-    changed = {"model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"}
-    save_file(
-        {k: v * 1.02 if k in changed else v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"}
-    )
-    with pc.LM(str(own), engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
-        with pytest.raises(pc.ModelError, match=r"o_proj.weight in .* makes of z\[1\] is not this model's attn_out\[1\]: "
-                                                r"it is 0.02 off"):  # fmt: skip
-            direct_attribution(lm, IDS, answer=7, weights=other)
-        assert logit_lens(lm, IDS, weights=other).readout == "checkpoint"  # these matrices are its own
-        save_file({k: v + 0.1 * ("embed" in k or "lm_head" in k) for k, v in tensors.items()},
-                  other / "model.safetensors", {"format": "pt"})  # fmt: skip
-        with pytest.raises(pc.ModelError, match=r"off the model's own logits .* readout='engine' needs none"):
-            logit_lens(lm, IDS, weights=other)
-        with pytest.raises(pc.ModelError, match="nowhere are not in the hub's cache on this machine"):
-            logit_lens(lm, IDS, weights="nobody/nowhere")
+def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatch):
+    folder = of_family(tmp_path, "llama")
+    with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+        own = lm.engine.weight
+
+        def change(**factors: float) -> None:
+            monkeypatch.setattr(lm.engine, "weight", lambda name, layer: own(name, layer) * factors.get(name, 1.0)
+                                if own(name, layer) is not None else None)  # fmt: skip
+
+        change(W_O=1.02)
+        with pytest.raises(
+            pc.ModelError, match=r"W_O makes of z\[0\] is not this model's attn_out\[0\]: it is 0.02 off"
+        ):
+            direct_attribution(lm, IDS, answer=7)
+        assert logit_lens(lm, IDS).readout == "weights"  # these matrices are its own
+        change(W_U=1.1)
+        with pytest.raises(pc.ModelError, match=r"off its own logits .* readout='engine' works for every model"):
+            logit_lens(lm, IDS, readout="weights")
+        lens = logit_lens(lm, IDS)
+        assert lens.readout == "engine"
+        assert "off its own logits" in lens.about
 
 
 @pytest.fixture(scope="module")

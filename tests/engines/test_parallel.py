@@ -82,6 +82,9 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])], logprobs=True).logprobs
     )
     found |= by_token_id(lm) | on_parts(lm, runs[1])
+    found |= {
+        f"weights {name}": lm.weights(name) for name in ("W_E", "W_U", "W_Q", "W_K", "W_O", "W_in", "W_out", "ln1.w")
+    }
     for a, b in ((0, LAYERS - 1), (LAYERS - 1, 0), (1, 2)):  # from one stage's rows into the other's, and back
         value = pc.From(runs[1], pc.resid_post[a], pc.prompt[3])
         patched = lm.run(

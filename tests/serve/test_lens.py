@@ -1,4 +1,4 @@
-"""Lens, attribution and patchscope over HTTP: with the model's files here, and without."""
+"""Lens, attribution and patchscope over HTTP: from the weights of the server, and from its engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .conftest import KEYS, Server
 PROMPT = "The capital of France is"
 
 
-def test_a_server_reads_out_what_the_files_here_do(server: Server):
+def test_a_server_reads_out_from_its_weights_what_its_engine_does(server: Server):
     with pc.LM(server.url, api_key=KEYS[0]) as lm:
         asked = dict(tokens=[" Paris"], layers=[1, 7])
-        ours, served = (logit_lens(lm, PROMPT, readout=way, **asked) for way in ("checkpoint", "engine"))
-        assert ours.readout == "checkpoint"
+        ours, served = (logit_lens(lm, PROMPT, readout=way, **asked) for way in ("weights", "engine"))
+        assert ours.readout == "weights"
         assert np.abs(ours.logprobs - served.logprobs).max() < 1e-4
         assert (ours.top_ids[:, :, 0] == served.top_ids[:, :, 0]).all()
         result = direct_attribution(lm, PROMPT, answer=" Paris", foil=" Rome")

@@ -299,6 +299,7 @@ OTHER_STUDIES = {
     "causal_trace": {"prompt": "The Eiffel Tower is in", "subject": "Eiffel", "answer": " Paris", "layers": "2:4", "seeds": 2},
     "path_patch": {"clean": [111, 112, 113, 114], "corrupt": [111, 212, 113, 114], "answer": " Paris", "foil": " Rome",
                    "senders": ["z[1]", "z[2]"], "receivers": ["logits", ["q[4, 0]", "k[4, 0]"]]},
+    "direct_attribution": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome"},
     "logit_lens": {"prompt": "The Eiffel Tower is in", "layers": "2:4", "tokens": [" Paris"]},
     "patchscope": {"source": "The Eiffel Tower is in Paris", "layers": "2:4", "max_tokens": 3},
     "fuzz_sweep": {"prompts": ["The Eiffel Tower is"], "strengths": [0, 0.3], "max_tokens": 3},
@@ -321,8 +322,7 @@ def test_another_study_is_the_same_as_here(server, local, name):
             told.setdefault(event, []).append(data)
     assert "error" not in told, told["error"]
     there = load(b"".join(base64.b64decode(part["safetensors"]) for part in told["result"]))
-    extra = {"readout": "engine"} if name == "logit_lens" else {}
-    here = KINDS[name](**body, **extra).run(local)
+    here = KINDS[name](**body).run(local)
     assert type(there) is type(here)
     assert there.config == here.config
     assert ("cells" in told) == hasattr(here, "grid")
@@ -339,9 +339,7 @@ def test_another_study_is_the_same_as_here(server, local, name):
         ("nothing", {}, 404, "unknown study"),
         ("attribution_patching", {}, 422, "gradients"),
         ("edge_attribution", {}, 422, "gradients"),
-        ("direct_attribution", {}, 422, "files"),
         ("logit_lens", {"prompt": "a", "readout": "checkpoint"}, 400, "readout"),
-        ("logit_lens", {"prompt": "a", "weights": "/etc"}, 400, "weights"),
         ("logit_lens", {"prompt": "a", "unembedding": [[1]]}, 400, "unembedding"),
         ("logit_lens", {"prompt": "a", "top": True}, 400, "top"),
         ("logit_lens", {"prompt": "a", "top": 10**9}, 400, "top"),

@@ -213,6 +213,7 @@ def tables(path: Path) -> tuple[list[Any], list[Any]]:
         return database.execute("SELECT * FROM made").fetchall(), database.execute("SELECT * FROM record").fetchall()
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
     studies = STUDIES | TALES
     done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(studies)], cwd=tmp_path, timeout=400,
@@ -271,7 +272,7 @@ def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: 
     runs, submit = [], lm.engine.submit
     monkeypatch.setattr(lm.engine, "submit", lambda requests: runs.extend(requests) or submit(requests))
     again = study(lm, resume=tmp_path / "j")
-    assert len(runs) == (study is lensed), "a lens runs its prompt"
+    assert len(runs) == 2 * (study is lensed), "a lens runs its prompt, and proves its readout"
     for other in (plain, again):
         assert other.save(tmp_path / "other").read_bytes() == first.save(tmp_path / "first").read_bytes()
     for change in changes:
@@ -303,6 +304,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     heard: list[tuple[int, int]] = []
     cells = Cells(lm, 9, None, lambda done: None)
     (values,) = cells.run(
+        [graded],
         [20],
         lambda: [Round(trials, Trial(prompt, (), graded))],
         lambda n, which, of: heard.extend((n, i) for i in which),

@@ -20,8 +20,8 @@ from patchclamp.studies import (
 )
 from patchclamp.studies.attribution_patching import AttributedRow
 from patchclamp.studies.between import _correlation, _ranks
-from patchclamp.studies.checkpoint import Norm, OutputProjection, Unembedding
 from patchclamp.studies.inputs import Column
+from patchclamp.studies.readout import Norm, OutputProjection, Unembedding
 from patchclamp.studies.study import provenance
 from patchclamp.testing import FakeEngine, _norm
 
@@ -45,8 +45,7 @@ class TestLens:
         rows = np.stack([np.asarray(run[pc.resid_post[layer]]) for layer in range(3)])
         logits = torch.from_numpy(_norm(rows) @ lm.engine._net._unembedding_DV)
         logprobs, ids = logits.log_softmax(-1), [lm.tokenizer.bare(word)[0] for word in (" Paris", " Rome")]
-        assert lens.readout == "engine"
-        assert "not in the hub's cache" in lens.about
+        assert lens.readout == "weights"
         assert np.abs(lens.logprobs - logprobs[..., ids].numpy()).max() < 1e-5
         expected = (logits[..., None, :] > logits[..., ids, None]).sum(-1)
         assert (lens.ranks == expected.numpy()).all()
@@ -86,7 +85,6 @@ class TestLens:
             ({"tokens": [64]}, pc.TokensError, r"tokens\[0\]: .*64"),
             ({"tokens": ["hello world"]}, pc.TokensError, r"tokens\[0\]: 'hello world' is 2 tokens"),
             ({"readout": "engin"}, pc.UnknownName, "readout: no readout 'engin' .*did you mean 'engine'"),
-            ({"readout": "checkpoint"}, pc.ModelError, "the weights of fake are not in the hub's cache"),
             ({"top": 0}, pc.ProgramError, "top: "),
             ({"translators": {1: np.eye(3)}}, pc.ShapeError, r"translators\[1\]: expected shape \[16, 16\], got \[3, 3\]"),
             ({"translators": {5: np.eye(16)}}, pc.ProgramError, r"translators\[5\]: the lens is of the layers \[0, 1, 2\]"),

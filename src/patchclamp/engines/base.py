@@ -500,6 +500,10 @@ class Engine(Protocol):
             f"the {self.model.engine} engine computes no gradients: load the model with engine='transformers' for them"
         )
 
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        """Return a weight by its name in `engines.weights`, fp32; None if the model, or this layer, has none."""
+        raise EngineError(f"the {self.model.engine} engine does not return weights")
+
     def report(self) -> list[Finding]:
         """Return the doctor's findings about this engine."""
         return []

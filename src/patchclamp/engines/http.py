@@ -127,6 +127,10 @@ class HttpEngine(Engine):
             "patchclamp object beside the messages"
         )
 
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        data = self._wait(self._ask("POST", "weight", wire.Weight(name, layer), again=True))
+        return safetensors.numpy.load(data)[name] if data else None
+
     def status(self) -> dict[str, Any]:
         return json.loads(self._wait(self._ask("GET", "status", again=True)))
 

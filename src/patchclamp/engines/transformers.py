@@ -37,6 +37,7 @@ from patchclamp.engines.generation import Generation, Passes, Sampler, StepReado
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
+from patchclamp.engines.weights import read_weight
 from patchclamp.errors import (
     CapacityError,
     EngineError,
@@ -150,12 +151,7 @@ def _columns(tensor: torch.Tensor, view: View | None, width: int) -> np.ndarray:
     if view is not None and view.by_head:  # [1, H, T, E]
         return tensor[0].transpose(0, 1).reshape(-1, width).numpy()
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() == 3 else tensor.reshape(-1, width)
-    if view is not None and view.heads:
-        by_head = rows.reshape(len(rows), view.heads, -1)
-        rows = by_head[:, :, view.first : view.first + view.size].reshape(len(rows), width)
-    elif view is not None and view.tensor_width != width:
-        rows = rows[:, view.first : view.first + width]
-    return rows.reshape(-1, width).numpy()
+    return (rows if view is None else view.columns(rows, width)).reshape(-1, width).numpy()
 
 
 class TransformersEngine(Engine):
@@ -324,6 +320,10 @@ class TransformersEngine(Engine):
         stream: np.ndarray | None = None,
     ) -> Gradients:
         return self._call(gradients, self._net, self.sites, prompt_token_ids, points, weights, stream).result()
+
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        weight = self._call(read_weight, self._net, self.sites, "transformers", name, layer).result()
+        return None if weight is None else weight.numpy()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -8,6 +8,7 @@
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
                      client is considered dead unless it reconnects at once
     POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
+    POST weight      `Weight`; returns safetensors, or no bytes if the model has no such weight
     POST sampling    sampling parameters; an error if the engine does not accept them
     GET  status      counts, as `Engine.status`
 
@@ -92,6 +93,11 @@ class Free(msgspec.Struct):
     session: str
     release: list[str] = []
     abort: list[str] = []
+
+
+class Weight(msgspec.Struct):
+    name: str
+    layer: int | None
 
 
 class Tokenize(msgspec.Struct):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from patchclamp.engines import wire
 from patchclamp.engines.base import ABORTED, Answer, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
+from patchclamp.engines.weights import checked_layers
 from patchclamp.errors import (
     CapacityError,
     EngineError,
@@ -144,6 +145,20 @@ async def tokenizer(request: Request) -> Response:
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
+
+
+@router.post("/weight")
+async def weight(request: Request) -> Response:
+    """Returns one of the model's weights as safetensors."""
+    front, _ = caller(request)
+    asked = await _read(request, wire.Weight)
+    checked_layers(front.engine.sites, asked.name, asked.layer)
+
+    def read() -> bytes:
+        found = front.engine.weight(asked.name, asked.layer)
+        return b"" if found is None else safetensors.numpy.save({asked.name: found})
+
+    return Response(await asyncio.to_thread(read), media_type="application/octet-stream")
 
 
 @router.post("/sampling")

@@ -110,10 +110,6 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
             raise ProgramError(f"expected at most {MAX_ITEMS}, got {count}", name)
         if name == "top" and isinstance(value, (int, float)) and value > MAX_TOP:
             raise ProgramError(f"expected at most {MAX_TOP}, got {value}", name)
-    if kind is studies.LogitLens:
-        if asked.get("readout", "engine") != "engine":
-            raise ProgramError("expected engine: a server reads no files for a client", "readout")
-        asked["readout"] = "engine"
     prompts = sum(_count(asked.get(name)) for name, field in known.items() if _is_prompts(field))
     source = asked.get("source")
     prompts += _count(source.get("prompts")) if isinstance(source, dict) else 0

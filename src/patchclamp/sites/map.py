@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -11,6 +11,9 @@ from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language.site import SITES, Site
 from patchclamp.language.tokens import Index, Range
 from patchclamp.sites.tables import Family, Layers, Size, Tap
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -20,7 +23,7 @@ class Sizes(msgspec.Struct, frozen=True):
     recurrent: the layers whose mixer is a state space or linear attention
     no_mixer, no_mlp: the layers that are only an MLP, or only a mixer
     d_result: the width of a head's result, if it is not `d_head`
-    factors: multipliers of the model, by their names in the config
+    factors: multipliers, the cap of the logits and epsilons of norms, by their names in the config
     """
 
     layers: int
@@ -110,7 +113,11 @@ def _setting(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-FACTORS = ("residual_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
+FACTORS = (
+    "residual_multiplier", "attention_out_multiplier", "ssm_out_multiplier", "logit_scale", "lm_head_multiplier",
+    "logits_scaling", "final_logit_softcapping", *EPSILONS,
+)  # fmt: skip
 
 
 def _kv_heads(config: Any, heads: int) -> int:
@@ -207,6 +214,13 @@ class View(msgspec.Struct, frozen=True):
     by_head: bool = False
     factor: float = 1.0
 
+    def columns(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """The point's columns [N, W] of the tensor's rows, before the factor."""
+        if self.heads:
+            by_head = rows.reshape(len(rows), self.heads, -1)
+            return by_head[:, :, self.first : self.first + self.size].reshape(len(rows), width)
+        return rows[:, self.first : self.first + width] if self.tensor_width != width else rows
+
 
 class SiteRef(msgspec.Struct, frozen=True):
     """A site of one layer, such as `resid_post[3]` or `z[3, 5]`.
@@ -262,6 +276,10 @@ class SiteMap:
         if kind == "" or (self.tensor_parallel > 1 and self.family.points[kind].layout == "partial sum"):
             return False
         return not self.family.points[kind].per_layer or bool(self._having(kind))
+
+    def layers_with(self, kind: str) -> list[int]:
+        """The layers that have a point kind; empty if the family has none."""
+        return self._layers_of.get(kind, [])
 
     def _having(self, kind: str) -> list[int]:
         """The layers in which the site of a point kind has a point."""

@@ -352,9 +352,10 @@ MINIMAX_M2 = without(
     mlp_out=kind(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
 )  # fmt: skip
 _FEED = L + ".feed_forward"
+REORDERED = "vLLM orders the numbers of each head otherwise"
 LLAMA4 = without(
     LLAMA, "llama4", "Llama4ForCausalLM", ATTENTION_ONLY
-    | {"q": "vLLM orders the numbers of each head otherwise", "k": "vLLM orders the numbers of each head otherwise",
+    | {"q": REORDERED, "k": REORDERED,
        "router": "on Transformers the module that makes its logits also makes of them what the experts are given"},
     neurons=sharded(Tap(_FEED + ".down_proj", "in"), width="M", layers="dense"), mlp_out=same(_FEED),
 )  # fmt: skip

@@ -23,20 +23,19 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.checkpoint import (
+from patchclamp.studies.inputs import Answers, Parts, Progress, Prompts, as_prompt, listed
+from patchclamp.studies.metric import single_token
+from patchclamp.studies.readout import (
     LAST,
     LOGITS,
     WRITES,
-    Checkpoint,
     Unembedding,
     Word,
     proved_projection,
     proved_unembedding,
     tolerance,
 )
-from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt, listed
-from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Study, StudyResult, provenance
+from patchclamp.studies.study import Study, StudyResult, progress, provenance
 
 if TYPE_CHECKING:
     import pandas
@@ -175,12 +174,11 @@ WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 class DirectAttribution(Study):
     """Show what each part of the model adds to an answer's logit directly, with the final norm frozen at its scale.
 
-    Raises: `ModelError` if the files are missing or are not the live model's, `TokensError` for an answer of several
+    Raises: `ModelError` if the weights do not reproduce a part of the model, `TokensError` for an answer of several
     tokens, and the error of any run.
     """
 
     command = "attribute"
-    not_served = "it reads the model's files; run it with pc.LM of the server's URL"
     positional = 1
 
     prompt: Prompts
@@ -190,17 +188,14 @@ class DirectAttribution(Study):
     foil: Answers = None
     """Token, or one per prompt, to compare the answer with; without a foil the answer's logit is attributed."""
     by: Parts = BY
-    """layer, head, neuron. Heads and neurons need the matrices in the model's files."""
-    weights: Weights = None
-    """Folder or hub id of the model's files, if not the model's own name."""
+    """layer, head, neuron."""
 
-    def _run(self, lm: LM) -> DirectAttributionResult:
+    def _run(self, lm: LM, *, show_progress: Progress = None) -> DirectAttributionResult:
         import torch
 
         for i, one in enumerate(self.by):
             if one not in BY:
                 raise unknown("part", str(one), BY, f"by[{i}]")
-        checkpoint = Checkpoint(str(self.weights or lm.model.name))
         prompts: list[str | list[int]] = (
             [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(self.prompt)]
             if listed(self.prompt) else [as_prompt(self.prompt, "prompt")]
@@ -211,9 +206,11 @@ class DirectAttribution(Study):
         foils = [] if self.foil is None else _each(lm, self.foil, len(prompts), "foil")
         inner: list[Word] = [word for one, word in WITHIN.items() if one in self.by and word in lm.sites.names]
         read = [Site("embed"), Site("resid_pre", 0), *map(Site, ("attn_out", "mlp_out", *inner)), LAST]
-        runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
+        with progress("attributing", len(prompts), show_progress, "prompts") as advance:
+            runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
+            advance(len(prompts))
         rows = _LastRows(lm, runs)
-        unembedding = proved_unembedding(lm, checkpoint, runs[0].prompt_token_ids)
+        unembedding = proved_unembedding(lm, runs[0].prompt_token_ids)
         last_ND, parts = rows.at(LAST), _parts(rows, lm)
         difference = _LogitDifference(unembedding, answers, foils)
         towards_ND = unembedding.norm.pulled(difference.directions_ND, last_ND)  # of the stream
@@ -224,8 +221,8 @@ class DirectAttribution(Study):
             (last_ND * towards_ND).sum(-1) + difference.biases_N,
             torch.stack(list(shares.values()), 1),
         )
-        heads, head_biases = _within("z", inner, rows, checkpoint, towards_ND)
-        neurons, neuron_biases = _within("neurons", inner, rows, checkpoint, towards_ND)
+        heads, head_biases = _within("z", inner, rows, towards_ND)
+        neurons, neuron_biases = _within("neurons", inner, rows, towards_ND)
         result = DirectAttributionResult(
             provenance=provenance(lm),
             prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
@@ -300,9 +297,7 @@ def _parts(rows: _LastRows, lm: LM) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _within(
-    word: Word, asked: list[Word], rows: _LastRows, checkpoint: Checkpoint, towards_ND: torch.Tensor
-) -> tuple[np.ndarray, np.ndarray]:
+def _within(word: Word, asked: list[Word], rows: _LastRows, towards_ND: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The contribution of each head or neuron of each layer, [N, L, heads or neurons], and of their biases, [N, L]; NaN
     in layers without them."""
     lm, shape = rows.lm, (len(towards_ND), rows.lm.model.layers)
@@ -311,7 +306,7 @@ def _within(
     for ref in lm.sites.resolve(Site(word)) if count else ():
         assert ref.layer is not None
         read_NW, written_ND = rows.at(Site(word, ref.layer)), rows.at(Site(WRITES[word], ref.layer))
-        writer = proved_projection(lm, checkpoint, word, ref.layer, read_NW, written_ND)
+        writer = proved_projection(lm, word, ref.layer, read_NW, written_ND)
         of_numbers = writer.shares(read_NW, towards_ND)
         shares[:, ref.layer] = of_numbers.reshape(-1, count, size).sum(-1).numpy()
         rest[:, ref.layer] = writer.rest(read_NW, towards_ND).numpy()

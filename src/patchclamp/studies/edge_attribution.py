@@ -24,8 +24,7 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.between import Between, Candidates, GradientStudy, Proposal
-from patchclamp.studies.checkpoint import Checkpoint, Norm, proved_norm
-from patchclamp.studies.inputs import Weights
+from patchclamp.studies.readout import Norm, proved_norm
 
 if TYPE_CHECKING:
     import pandas
@@ -102,9 +101,6 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
                 f"{edge.sender} to {edge.receiver}; r {self.pearson():.2f}>")  # fmt: skip
 
 
-INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn", "ln_mlp")  # in layers whose attention and MLP may share a norm
-
-
 class EdgeEnd(msgspec.Struct, frozen=True):
     """A sender, or the input of a receiver. Senders of a lower `order` are computed before a receiver and reach it.
 
@@ -121,17 +117,14 @@ class EdgeAttribution(GradientStudy):
 
     Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
 
-    Raises: `EngineError` for an engine without gradients, `ModelError` for files that are not the live model's,
+    Raises: `EngineError` for an engine without gradients, `ModelError` for a norm that its weights do not reproduce,
     `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
     """
 
     command = "edges"
 
-    weights: Weights = None
-    """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
-
     def candidates(self, lm: LM, between: Between) -> Candidates:
-        return _EdgeCandidates(lm, between, Checkpoint(str(self.weights or lm.model.name)))
+        return _EdgeCandidates(lm, between)
 
 
 edge_attribution = EdgeAttribution.short_form("edge_attribution")
@@ -143,7 +136,7 @@ class _EdgeCandidates(Candidates):
     result = EdgeAttributionResult
     sources = 2
 
-    def __init__(self, lm: LM, between: Between, checkpoint: Checkpoint) -> None:
+    def __init__(self, lm: LM, between: Between) -> None:
         self._between = between
         self._senders, self._receivers = _parts(lm)
         parts = (*self._senders, *self._receivers)
@@ -153,7 +146,7 @@ class _EdgeCandidates(Candidates):
                        "receivers": tuple(str(part.site) for part in self._receivers)}  # fmt: skip
         between.read(list(self._point.values()))
         rows = {site: between.corrupt.rows[at] for site, at in self._point.items()}
-        self._norms = [_norm(lm, checkpoint, part, rows) for part in self._receivers]
+        self._norms = [_norm(lm, part, rows) for part in self._receivers]
 
     def estimates(self, steps: int) -> np.ndarray:
         between = self._between
@@ -211,19 +204,16 @@ def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     return senders, receivers
 
 
-def _norm(lm: LM, checkpoint: Checkpoint, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
+def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
     """The norm through which a receiver reads its stream."""
     import torch
 
     if part.stream is None:
         return None
-    points = lm.sites.family.points
-    tap, layer = points[part.site.name].transformers, points["stream"].transformers.module
-    modules = [tap.module] if tap.moment == "out" else [f"{layer}.{name}" for name in INPUT_NORMS]
     before, after = (torch.from_numpy(rows[site]) for site in (part.stream, part.site))
-    return proved_norm(
-        checkpoint, [module.format(l=part.site.layers) for module in modules], before, after, lm.model.dtype
-    )
+    assert isinstance(part.site.layers, int)
+    names = ["ln1"] if part.site.name == "attn_in" else ["ln2", "ln1"]  # attention and MLP may share one
+    return proved_norm(lm, names, part.site.layers, before, after)
 
 
 def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:

@@ -28,7 +28,6 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.checkpoint import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.inputs import (
     ChosenTokens,
     Labels,
@@ -41,11 +40,11 @@ from patchclamp.studies.inputs import (
     PythonOnly,
     ResumeFile,
     SiteField,
-    Weights,
     layers_of,
     positions_of,
 )
 from patchclamp.studies.metric import single_token
+from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
@@ -196,8 +195,8 @@ ROWS_AT_ONCE = 256  # rows read out together, rounded down to whole positions
 class LogitLens(Study):
     """Read every layer and position of a prompt through the model's final norm and unembedding.
 
-    Raises: `ModelError` for files that are not the live model's, `ShapeError` for matrices that do not fit,
-    `UnsupportedSite` for a site of another width, and the error of the run.
+    Raises: `ModelError` if `readout="weights"` does not reproduce the logits, `ShapeError` for matrices that do not
+    fit, `UnsupportedSite` for a site of another width, and the error of the run.
     """
 
     command = "lens"
@@ -222,10 +221,8 @@ class LogitLens(Study):
     labels: Labels = None
     """Names of the rows of `unembedding`."""
     readout: OptionalText = None
-    """checkpoint: read norm and unembedding from the model's files, verified on the live model; engine: one request per
-    cell. By default the files if they are available."""
-    weights: Weights = None
-    """Folder or hub id of the model's files, if not the model's own name."""
+    """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
+    default the weights if they reproduce its logits."""
 
     def _run(self, lm: LM, *, show_progress: Progress = None, resume: ResumeFile = None) -> LogitLensResult:
         import torch
@@ -239,13 +236,13 @@ class LogitLens(Study):
         own_VD = None if self.unembedding is None else _matrix(self.unembedding, lm.model.d_model)
         names = _labels(own_VD, self.labels)
         chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
-        through = readout_of(lm, self.readout, self.weights, run.prompt_token_ids)
+        through = readout_of(lm, self.readout, run.prompt_token_ids)
         stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
         rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
         run.close()
         question = {
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
-            "positions": columns, "tokens": chosen, "top": top, "readout": through.way, "weights": str(self.weights),
+            "positions": columns, "tokens": chosen, "top": top, "readout": through.way,
             "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
             "unembedding": _digest(own_VD),
         }  # fmt: skip

@@ -18,7 +18,6 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.checkpoint import LOGITS
 from patchclamp.studies.inputs import (
     ChosenTokens,
     Flag,
@@ -33,6 +32,7 @@ from patchclamp.studies.inputs import (
 )
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
+from patchclamp.studies.readout import LOGITS
 from patchclamp.studies.study import UNDER_WAY, Pace, Show, Study, StudyResult, progress, provenance, run_batches
 
 if TYPE_CHECKING:

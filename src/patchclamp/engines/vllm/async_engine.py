@@ -11,11 +11,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from patchclamp.engines.base import ABORTED, Answer, Captured, Request, Wanted, Window, settle
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import clients, configuration
 from patchclamp.engines.vllm.compat.clients import tell_cores, verdict_in
 from patchclamp.engines.vllm.frontend import VllmFrontEnd, confirm, join_captured, merged, results_of, with_rows
+from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, as_patchclamp_error
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -69,6 +72,10 @@ class AsyncEngine(VllmFrontEnd):
 
     def status(self) -> dict[str, Any]:
         return self._wait(self.status_async())
+
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        shards = self._wait(self.ask("weight", name, layer, only=0))
+        return join_shards(name, shards, self.sites.tensor_parallel)
 
     def close(self) -> None:
         """Abort active requests; the `AsyncLLM` belongs to its server."""

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from patchclamp.engines.base import (
     ABORTED,
     MAX_SCORES,
@@ -40,6 +42,7 @@ from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import Underway, VllmFrontEnd, confirm, join_captured, merged, results_of
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
+from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 
@@ -121,6 +124,10 @@ class VllmEngine(VllmFrontEnd):
     def status(self) -> dict[str, Any]:
         """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
         return self._call(lambda: {**merged(self._ask("status")), **ask_core(self._engine, "counts")}).result()
+
+    def weight(self, name: str, layer: int | None) -> np.ndarray | None:
+        shards = self._call(lambda: self._ask("weight", name, layer)).result()
+        return join_shards(name, shards, self.sites.tensor_parallel)
 
     def report(self) -> list[Finding]:
         """Return the doctor's findings about this engine."""
