@@ -148,7 +148,7 @@ def test_every_row_of_a_plain_loop_is_there_once(lm, documents, tmp_path, name):
     assert sorted(places(data)) == sorted(reference[SITES[0]])
     assert places(data) != sorted(places(data))
     for site in SITES:
-        rows = np.concatenate(list(data.blocks(37, site)))
+        rows = np.concatenate(list(data.blocks(site, 37)))
         for place, row in zip(places(data), rows, strict=True):
             assert (row == reference[site][place]).all()
     tokens = data.index()["token"].to_pylist()
@@ -198,7 +198,7 @@ def test_statistics_are_numpys(lm, documents, tmp_path):
         made = make(lm, documents, tmp_path, dtype=dtype)
         data = made.open()
         for site, statistics in data.statistics().items():
-            rows = np.concatenate(list(data.blocks(64, site))).astype(np.float64)
+            rows = np.concatenate(list(data.blocks(site, 64))).astype(np.float64)
             norms = np.linalg.norm(rows, axis=1)
             assert statistics.rows == len(rows)
             np.testing.assert_allclose(statistics.mean, rows.mean(axis=0), atol=1e-6)
@@ -563,9 +563,13 @@ def test_the_result_is_saved_and_loaded(lm, documents, tmp_path):
     assert loaded.provenance.seeds == (0,)
     assert loaded.open().sites == SITES
     assert loaded.tokens == loaded.ran == sum(map(len, documents))
-    for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(ProgramError, match="has no harvest"):
-            Harvested(folder)
+    assert Harvested(tmp_path).folder == Path(loaded.folder)  # the only one in it
+    with pytest.raises(ProgramError, match="has no harvest"):
+        Harvested(tmp_path / "nothing")
+    other = make(lm, documents, tmp_path, seed=99)
+    names = sorted(Path(of.folder).name for of in (loaded, other))
+    with pytest.raises(ProgramError, match=f"has 2 harvests: open one of {', '.join(names)}"):
+        Harvested(tmp_path)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))

@@ -70,6 +70,58 @@ def test_the_same_texts_are_the_same_harvest(lm, tmp_path, kind):
         harvest(lm, source, tmp_path / "out", sites=SITES, column="title")
 
 
+@pytest.mark.parametrize("kind", ["JSON", "Parquet", "datasets", "saved datasets"])
+def test_kept_columns_are_in_the_index_of_every_reader(lm, tmp_path, kind):
+    source, column = written(kind, tmp_path)
+    made = harvest(
+        lm, source, tmp_path / "out", sites=SITES, column=column, keep=["number", "body"], shard_rows=7, parts=3
+    )
+    data, plain = made.open(), harvest(lm, TEXTS, tmp_path / "plain", sites=SITES, shard_rows=7, parts=3).open()
+    assert made.folder != str(plain.folder)  # other columns are another data set
+    index = data.index().to_pydict()
+    assert index["number"] == index["document"] == plain.index().to_pydict()["document"]
+    assert index["body"] == [TEXTS[number] for number in index["number"]]
+    assert data.index(data.shards[1]).column_names == ["document", "position", "token", "number", "body"]
+    batches = list(data.batches(SITES[0], 10, index=True))
+    assert torch.cat([batch["number"] for batch in batches]).tolist() == index["number"]
+    assert [text for batch in batches for text in batch["body"]] == index["body"]
+    assert torch.equal(torch.cat([batch[SITES[0]] for batch in batches]), torch.cat(list(data.batches(SITES[0], 9))))
+    rows = data.torch(SITES[1], index=True)
+    assert [rows[i]["token"] for i in range(len(rows))] == index["token"]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=1)
+    assert [text for batch in loader for text in batch["body"]] == index["body"]
+    assert [record["body"] for record in data.datasets(SITES[0])] == index["body"]
+    frame = data.to_frame(SITES[0])
+    assert frame["body"].tolist() == index["body"]
+    np.testing.assert_array_equal(np.stack(frame[SITES[0]]), np.concatenate(list(data.blocks(SITES[0]))))
+    assert list(data.to_frame().columns) == ["document", "position", "token", "number", "body"]
+    again = harvest(
+        lm, source, tmp_path / "out", sites=SITES, column=column, keep=["number", "body"], shard_rows=7, parts=3
+    )
+    assert (again.folder, again.ran) == (made.folder, 0)
+
+
+def test_what_cannot_be_kept_is_refused(lm, tmp_path):
+    source, column = written("JSON", tmp_path)
+    for documents, keep, path in [(TEXTS, ["label"], "keep"), (source, ["label"], "documents"),
+                                  (source, ["token"], "keep"), (source, 5, "keep")]:  # fmt: skip
+        with pytest.raises(ProgramError) as caught:
+            harvest(
+                lm, documents, tmp_path / "out", sites=SITES, keep=keep, column=None if documents is TEXTS else column
+            )
+        assert caught.value.path == path
+    mixed = datasets.Dataset.from_dict({"text": TEXTS}).map(lambda row, i: {"n": i}, with_indices=True)
+    with pytest.raises(ProgramError, match="no column 'title'; it has text, n") as caught:
+        harvest(lm, mixed, tmp_path / "out", sites=SITES, keep="title")
+    assert caught.value.path == "keep"
+
+
+def test_sites_come_before_sizes(data):
+    for reader in (data.blocks, data.batches):
+        with pytest.raises(ProgramError, match=r"size=64|site"):
+            next(iter(reader(64)))
+
+
 def test_a_streamed_data_set(lm, tmp_path):
     streamed = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS))
     assert harvest(lm, streamed, tmp_path, sites=SITES).folder == harvest(lm, TEXTS, tmp_path, sites=SITES).folder
@@ -126,16 +178,16 @@ def test_torch_reads_rows_by_number(data, wide):
 
 
 def test_torch_reads_batches_from_end_to_end(data, wide):
-    batches = list(data.batches(64, SITES[0]))
+    batches = list(data.batches(SITES[0], 64))
     assert [len(batch) for batch in batches] == [64] * 4 + [4]
     assert (torch.cat(batches).float().numpy() == wide).all()
-    both = next(iter(data.batches(10)))
+    both = next(iter(data.batches(size=10)))
     assert list(both) == SITES
-    again = iter(data.batches(130, SITES[0], repeat=True))
+    again = iter(data.batches(SITES[0], 130, repeat=True))
     rounds = [next(again) for _ in range(4)]
     assert torch.equal(rounds[0], rounds[2])
     assert torch.equal(rounds[1], rounds[3])
-    loader = torch.utils.data.DataLoader(data.batches(30, SITES[0]), batch_size=None, num_workers=2)
+    loader = torch.utils.data.DataLoader(data.batches(SITES[0], 30), batch_size=None, num_workers=2)
     read = torch.cat(list(loader)).float().numpy()
     assert sorted(read.tolist()) == sorted(wide.tolist())
 

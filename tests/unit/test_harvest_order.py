@@ -124,7 +124,7 @@ def test_too_many_rows_are_refused_with_what_to_do():
 def test_all_readers_have_one_order(data, tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("datasets")
-    wide = np.concatenate(list(data.blocks(700, SITES[0])))
+    wide = np.concatenate(list(data.blocks(SITES[0], 700)))
     index = data.index()
     by_place = {}
     for shard in data.shards:
@@ -137,8 +137,8 @@ def test_all_readers_have_one_order(data, tmp_path):
     rows = data.torch(SITES[0])
     for number in (0, 1, 4095, 4096, len(data) - 1, -1):
         assert torch.equal(rows[number], torch.from_numpy(wide[number]))
-    assert torch.equal(torch.cat(list(data.batches(999, SITES[0]))), torch.from_numpy(wide))
-    loader = torch.utils.data.DataLoader(data.batches(512, SITES[0]), batch_size=None, num_workers=2)
+    assert torch.equal(torch.cat(list(data.batches(SITES[0], 999))), torch.from_numpy(wide))
+    loader = torch.utils.data.DataLoader(data.batches(SITES[0], 512), batch_size=None, num_workers=2)
     halves = [wide[: len(wide) // 2], wide[len(wide) // 2 :]]
     of_workers = [torch.cat(list(loader)[begin::2]) for begin in (0, 1)]
     assert all(torch.equal(read, torch.from_numpy(half)) for read, half in zip(of_workers, halves, strict=True))

@@ -69,7 +69,7 @@ def test_a_large_data_set_has_several_parts_by_itself(lm, documents, tmp_path, m
     assert (whole.manifest.recipe.parts, data.manifest.recipe.parts) == (1, recipe.PARTS)
 
     def by_place(data):
-        index, rows = data.index().to_pydict(), np.concatenate(list(data.blocks(64, "resid_post[1]")))
+        index, rows = data.index().to_pydict(), np.concatenate(list(data.blocks("resid_post[1]", 64)))
         places = list(zip(index["document"], index["position"], strict=True))
         return dict(zip(places, map(bytes, rows), strict=True))
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 import patchclamp as pc
+from patchclamp.studies import study
 from patchclamp.studies.study import StudyResult, provenance
 
 
@@ -130,3 +131,15 @@ def test_a_study_may_be_derived_from():
 
 def test_a_result_without_a_picture_shows_as_text():
     assert example()._repr_html_() is None
+
+
+def test_progress_without_a_terminal_is_a_line_at_a_time(monkeypatch, capsys):
+    monkeypatch.setattr(study, "LINE_S", 0.0)
+    with pc.LM("fake", prove=False) as lm:
+        asked = {"prompt": "The cat sat", "answer": " on", "metric": "logprob", "sites": ["resid_pre"]}
+        pc.studies.ablation_sweep(lm, **asked, show_progress=False)
+        assert capsys.readouterr().err == ""
+        pc.studies.ablation_sweep(lm, **asked)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("ablating: ") or " of " in lines[-1]
+    assert all(line.endswith("min left") for line in lines)

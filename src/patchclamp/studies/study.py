@@ -60,13 +60,13 @@ Show = bool | Reporter | None  # show a bar (None: on a terminal only), or a rec
 
 @contextmanager
 def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances the bar; `show` None shows it if standard error is a terminal."""
+    """Yield a function that advances the bar. Without a terminal it writes a line every 30 s; `show` False: nothing."""
     if isinstance(show, Reporter):
         show.begin(what, total)
         yield show.advance
         return
-    if not (sys.stderr.isatty() if show is None else show):
-        yield lambda done: None
+    if show is False or not sys.stderr.isatty():
+        yield (lambda done: None) if show is False else _Lines(what, total, unit).advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -77,6 +77,25 @@ def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, advance=done)
+
+
+LINE_S = 30.0
+
+
+class _Lines:
+    """Writes progress to standard error, a line every `LINE_S`."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit, self._done = what, total, unit, 0
+        self._began_s = self._last_s = time.monotonic()
+
+    def advance(self, done: int) -> None:
+        self._done += done
+        now_s = time.monotonic()
+        if now_s - self._last_s >= LINE_S and self._done:
+            self._last_s, left = now_s, (now_s - self._began_s) * (self._total / self._done - 1)
+            print(f"{self._what}: {self._done:,} of {self._total:,} {self._unit}, about {left / 60:.0f} min left",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".json")

@@ -9,6 +9,8 @@ rounded to the stored dtype.
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +30,7 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.system import write_whole
 from patchclamp.store.tensors import ARRAYS, overflowed, to_dtype
-from patchclamp.studies.harvest.harvested import DOCUMENTS, MANIFEST, Harvested
+from patchclamp.studies.harvest.harvested import COLUMNS, DOCUMENTS, MANIFEST, Harvested
 from patchclamp.studies.harvest.recipe import (
     Filters,
     HarvestPlan,
@@ -42,6 +44,7 @@ from patchclamp.studies.harvest.recipe import (
 )
 from patchclamp.studies.harvest.shards import (
     CHECKPOINT_BYTES,
+    INDEX_COLUMNS,
     OPEN_PARTS,
     WRITING,
     HarvestBatch,
@@ -50,7 +53,7 @@ from patchclamp.studies.harvest.shards import (
     allow_files,
     open_folder,
 )
-from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, check_whole
+from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, as_texts, check_whole
 from patchclamp.studies.study import Arg, Pace, Study, StudyResult, model_identity, progress, provenance, run_batches
 
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
@@ -181,6 +184,13 @@ def _shard(shard: Any, path: str) -> tuple[int, int]:
     return int(shard[0]), int(shard[1])
 
 
+def _kept_columns(keep: Any, path: str) -> list[str]:
+    names = as_texts([keep] if isinstance(keep, str) else keep, path)
+    if reserved := [name for name in names if name in INDEX_COLUMNS]:
+        raise ProgramError(f"the index has a column {reserved[0]} of its own", path)
+    return list(dict.fromkeys(names))
+
+
 def _from_one(value: Any, path: str) -> int:
     return check_whole(value, path, 1)
 
@@ -208,6 +218,8 @@ class Harvest(Study):
     """Sites to keep, as `capture=` takes them; each layer is a site of its own."""
     column: OptionalText = None
     """Field or column with the documents; text by default."""
+    keep: Annotated[Any, Arg(_kept_columns, many=True)] = ()
+    """Further fields or columns of a file or data set, such as label: `Harvested.index` has them for each row."""
     dtype: Annotated[str, Arg(as_dtype)] = "bfloat16"
     """Dtype of the stored rows: bfloat16, float16 or float32."""
     filters: Annotated[Filters | None, Arg(_filters, None)] = None
@@ -250,12 +262,15 @@ class Harvest(Study):
         if self.parts is not None and self.parts < machines:
             raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
         row_bytes = sum(one.site.width for one in reductions) * ARRAYS[self.dtype].itemsize
+        kept: list[tuple[Any, ...]] = []
+        documents = documents_of(self.documents, self.column, self.keep, kept)
         plan = make_plan(
-            lm, documents_of(self.documents, self.column), filters, self.context, self.overlong, self.sums, self.seed,
+            lm, documents, filters, self.context, self.overlong, self.sums, self.seed,
             lambda rows: parts_for(rows, row_bytes, machines) if self.parts is None else self.parts,
         )  # fmt: skip
-        manifest = self._manifest(lm, plan, reductions, filters)
-        place = _write_plan(Path(self.folder), manifest, plan)
+        columns = dict(zip(self.keep, map(list, zip(*kept, strict=True)), strict=True)) if self.keep else {}
+        manifest = self._manifest(lm, plan, reductions, filters, columns)
+        place = _write_plan(Path(self.folder), manifest, plan, columns)
         if batch_tokens is None:
             captured = [one.site.captured * (4 if one.changes else ARRAYS[self.dtype].itemsize) for one in reductions]
             batch_tokens = min(max(BATCH_BYTES // sum(captured), LEAST_TOKENS), MOST_TOKENS)
@@ -269,7 +284,9 @@ class Harvest(Study):
             rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
         )  # fmt: skip
 
-    def _manifest(self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], filters: Filters) -> Manifest:
+    def _manifest(
+        self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], filters: Filters, columns: dict[str, Any]
+    ) -> Manifest:
         model, weights = model_identity(lm)
         tokens = plan.tokens
         recipe = Recipe(
@@ -277,6 +294,7 @@ class Harvest(Study):
             weights_dtype=lm.model.dtype, documents=tokens.digest, sites=tuple(one.site for one in reductions),
             dtype=self.dtype, sums=self.sums, filters=filters, seed=self.seed, parts=plan.parts,
             shard_rows=self.shard_rows,
+            columns=hashlib.sha256(json.dumps(columns, default=str).encode()).hexdigest() if columns else "",
         )  # fmt: skip
         return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
 
@@ -339,8 +357,8 @@ def _width(lm: LM, ref: SiteRef) -> int:
     return end - first
 
 
-def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan) -> Path:
-    """Create the data set's folder with the manifest and the documents' tokens, and return it."""
+def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan, columns: dict[str, Any]) -> Path:
+    """Create the data set's folder with the manifest, the documents' tokens and their columns, and return it."""
     import safetensors.numpy
 
     place, tokens = folder / manifest.recipe.name, plan.tokens
@@ -351,6 +369,13 @@ def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan) -> Path:
     if not (place / DOCUMENTS).exists():
         arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
         write_whole(place / DOCUMENTS, safetensors.numpy.save(arrays))
+    if columns and not (place / COLUMNS).exists():
+        arrow, file = needed("pyarrow"), io.BytesIO()
+        try:
+            needed("pyarrow.parquet").write_table(arrow.table(columns), file)
+        except arrow.ArrowException as error:
+            raise ProgramError(f"a column cannot be stored: {error}", "keep") from None
+        write_whole(place / COLUMNS, file.getvalue())
     if not (place / MANIFEST).exists():
         write_whole(place / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return place

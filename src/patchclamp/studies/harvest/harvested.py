@@ -17,7 +17,6 @@ from patchclamp.store.tensors import to_float32
 from patchclamp.studies.harvest.recipe import READABLE, Columns, Manifest, ReadingOrder, StoredSite, needed, part_of
 from patchclamp.studies.harvest.shards import (
     INDEX,
-    INDEX_COLUMNS,
     READING,
     STATISTICS,
     RowsFile,
@@ -28,15 +27,27 @@ from patchclamp.studies.harvest.shards import (
 )
 
 if TYPE_CHECKING:
+    import pandas
+
     from patchclamp.studies.harvest.training import ActivationBuffer, HarvestBatches, HarvestRows
 
-MANIFEST, DOCUMENTS = "harvest.json", "documents.safetensors"
+MANIFEST, DOCUMENTS, COLUMNS = "harvest.json", "documents.safetensors", "columns.parquet"
+
+
+def _only_harvest(folder: Path) -> Path:
+    """The folder of a data set: this one, or the only one in it. Raises `ProgramError` for several."""
+    if (folder / MANIFEST).exists() or not folder.is_dir():
+        return folder
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    if len(inside) > 1:
+        raise ProgramError(f"{folder} has {len(inside)} harvests: open one of {', '.join(inside)}", "folder")
+    return folder / inside[0] if inside else folder
 
 
 class Harvested:
     """A data set that `harvest` wrote, complete or in part.
 
-    folder: of the data set
+    folder: of the data set, or a folder with one data set in it
     interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
         separately
     manifest: the recipe, and the sizes of the complete data set
@@ -46,7 +57,7 @@ class Harvested:
     """
 
     def __init__(self, folder: str | Path, interleave: bool = True) -> None:
-        self.folder, self.interleave = Path(as_file(folder, "folder")), interleave
+        self.folder, self.interleave = _only_harvest(Path(as_file(folder, "folder"))), interleave
         try:
             content = (self.folder / MANIFEST).read_bytes()
             version = msgspec.json.decode(content)["recipe"]["format"]
@@ -111,20 +122,32 @@ class Harvested:
                                f"{list(file.shape)} of {file.dtype}", "shard")  # fmt: skip
         return file.mapped()
 
-    def blocks(self, rows: int = 4096, site: str | None = None) -> Iterator[np.ndarray]:
-        """All rows of a site in order, float32 [up to `rows`, D] at a time. They were shuffled when they were written,
+    def blocks(self, site: str | None = None, size: int = 4096) -> Iterator[np.ndarray]:
+        """All rows of a site in order, float32 [up to `size`, D] at a time. They were shuffled when they were written,
         and parts are interleaved (`order`), so the files are read sequentially."""
         name = self._site(site).name
-        for piece in self.order.read(self.columns([name]), most=rows):
+        for piece in self.order.read(self.columns([name]), most=size):
             yield to_float32(piece[name], self.dtype)
 
     def index(self, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of each row's document, position and token: of a shard in its rows' order, or of all shards
-        in reading order."""
+        """A `pyarrow.Table` of each row's document, position and token, and of the columns that the harvest kept: of a
+        shard in its rows' order, or of all shards in reading order."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
         table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
+        if (self.folder / COLUMNS).exists():
+            kept = parquet.read_table(self.folder / COLUMNS).take(table["document"])
+            for name in kept.column_names:
+                table = table.append_column(name, kept[name])
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
+
+    def to_frame(self, sites: Any = ()) -> pandas.DataFrame:
+        """One line per row in reading order: its document, position and token, the columns that the harvest kept, and
+        for each of some sites the row, a float32 array [D]."""
+        frame = self.index().to_pandas()
+        for site in self.names(sites):
+            frame[site] = [row for block in self.blocks(site) for row in block]
+        return frame
 
     def statistics(self) -> dict[str, SiteStatistics]:
         """Mean, variance and norms of each site's rows, of the shards that exist."""
@@ -144,27 +167,30 @@ class Harvested:
         allow_files(shards * len(sites), READING)
 
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
-        """`columns`, with each row's document, position and token, as objects because a sum has None."""
+        """`columns`, with each row's document, position, token and kept columns, as objects because a sum has None."""
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
             index = self.index(self.shards[shard])
-            columns = {name: np.array(index[name].to_pylist(), object) for name in INDEX_COLUMNS}
+            columns = {name: np.array(index[name].to_pylist(), object) for name in index.column_names}
             return columns | {site: self.array(site, self.shards[shard]) for site in sites}
 
         return of
 
-    def torch(self, sites: Any = None) -> HarvestRows:
-        """A `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype."""
+    def torch(self, sites: Any = None, index: bool = False) -> HarvestRows:
+        """A `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype. With `index`, an item is a
+        dict that also has the row's document, position, token and kept columns."""
         from patchclamp.studies.harvest.training import HarvestRows
 
-        return HarvestRows(self, self.names(sites))
+        return HarvestRows(self, self.names(sites), index)
 
-    def batches(self, size: int, sites: Any = None, repeat: bool = False) -> HarvestBatches:
-        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files sequentially."""
+    def batches(self, sites: Any = None, size: int = 4096, repeat: bool = False, index: bool = False) -> HarvestBatches:
+        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files sequentially. With
+        `index`, a batch is a dict that also has document, position, token and kept columns: tensors of numbers, lists
+        of anything else."""
         from patchclamp.studies.harvest.training import HarvestBatches
 
-        return HarvestBatches(self, self.names(sites), size, repeat)
+        return HarvestBatches(self, self.names(sites), size, repeat, index)
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
         """A `datasets.IterableDataset`: document, position, token, and a column of float32 lists for each site."""
@@ -194,6 +220,8 @@ class Harvested:
 
     def names(self, sites: Any) -> list[str]:
         """The names of some sites, of one, or of all for None."""
+        if isinstance(sites, (int, np.integer)):
+            raise ProgramError(f"expected sites, got {sites}; a number of rows is size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
         return [self._site(str(name)).name for name in names]
 

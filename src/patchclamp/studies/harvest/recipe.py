@@ -44,22 +44,26 @@ Document = str | Sequence[int]
 SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet"}
 
 
-def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
+def documents_of(
+    data: Any, column: str | None = None, keep: Sequence[str] = (), kept: list[tuple[Any, ...]] | None = None
+) -> Iterator[Document]:
     """The documents of `data`, in order.
 
     data: a list (or any iterable) of texts or lists of token ids; a file of text (one document
         per line, blank lines are skipped), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
         `datasets.Dataset`
     column: the field or column with the documents; "text" by default
+    keep: further fields or columns, whose values are appended to `kept` for each document
 
-    Raises: `ProgramError` if `data` is none of these.
+    Raises: `ProgramError` if `data` is none of these, or has no such column.
     """
+    kept = [] if kept is None else kept
     if isinstance(data, (str, Path)):
-        return _of_file(Path(as_file(data, "documents")), column)
+        return _of_file(Path(as_file(data, "documents")), column, keep, kept)
     if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
-        return _of_columns(data, column, "the data set", data.column_names)
-    if column is not None:
-        raise ProgramError("only files and data sets have columns", "column")
+        return _of_columns(data, column, keep, kept, "the data set", data.column_names)
+    if column is not None or keep:
+        raise ProgramError("only files and data sets have columns", "keep" if column is None else "column")
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
         as_items(data, "documents")  # raises
     if not isinstance(data, Iterable):
@@ -68,7 +72,7 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
 
-def _of_file(path: Path, column: str | None) -> Iterator[Document]:
+def _of_file(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
     if path.is_dir():
         datasets = needed("datasets")
         try:
@@ -77,7 +81,7 @@ def _of_file(path: Path, column: str | None) -> Iterator[Document]:
             raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
         if not isinstance(saved, datasets.Dataset):
             raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
-        return _of_columns(saved, column, str(path), saved.column_names)
+        return _of_columns(saved, column, keep, kept, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
@@ -85,44 +89,59 @@ def _of_file(path: Path, column: str | None) -> Iterator[Document]:
     if not path.exists():
         raise ProgramError(f"there is no {path}", "documents")
     if path.suffix == ".parquet":
-        return _of_parquet(path, column)
-    if path.suffix == ".txt" and column is not None:
-        raise ProgramError(f"{path}: a text file has no columns", "column")
-    return _of_lines(path, None if path.suffix == ".txt" else column or "text")
+        return _of_parquet(path, column, keep, kept)
+    if path.suffix == ".txt" and (column is not None or keep):
+        raise ProgramError(f"{path}: a text file has no columns", "keep" if column is None else "column")
+    return _of_lines(path, None if path.suffix == ".txt" else column or "text", keep, kept)
 
 
-def _of_lines(path: Path, column: str | None) -> Iterator[Document]:
+def _of_lines(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
     """A document per line: its text, or a field of its JSON. Blank lines are skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                value = line.rstrip("\n") if column is None else json.loads(line)[column]
+                fields = {} if column is None else json.loads(line)
+                value, others = line.rstrip("\n") if column is None else fields[column], [fields[one] for one in keep]
             except (ValueError, KeyError, TypeError) as error:
-                raise ProgramError(f"{path}, line {number}: expected a JSON object with {column!r} ({error})",
+                names = ", ".join(map(repr, [column, *keep]))
+                raise ProgramError(f"{path}, line {number}: expected a JSON object with {names} ({error})",
                                    "documents") from None  # fmt: skip
+            kept.append(tuple(others))
             yield _document(value)
 
 
-def _of_parquet(path: Path, column: str | None) -> Iterator[Document]:
+def _of_parquet(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
     with needed("pyarrow.parquet").ParquetFile(path) as file:
-        name = _column(column, file.schema_arrow.names, str(path))
-        for batch in file.iter_batches(columns=[name]):
-            yield from map(_document, batch.column(0).to_pylist())
+        names = _columns(column, keep, file.schema_arrow.names, str(path))
+        for batch in file.iter_batches(columns=list(dict.fromkeys(names))):
+            for value, *others in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+                kept.append(tuple(others))
+                yield _document(value)
 
 
-def _of_columns(data: Any, column: str | None, where: str, names: list[str] | None) -> Iterator[Document]:
+def _of_columns(
+    data: Any, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]], where: str, names: list[str] | None
+) -> Iterator[Document]:
     """Documents in a column. `names` is None for a streamed data set with unknown columns."""
-    name = (column or "text") if names is None else _column(column, names, where)
-    return (_document(row[name]) for row in data)
+    name, *others = [column or "text", *keep] if names is None else _columns(column, keep, names, where)
+
+    def rows() -> Iterator[Document]:
+        for row in data:
+            kept.append(tuple(row[one] for one in others))
+            yield _document(row[name])
+
+    return rows()
 
 
-def _column(column: str | None, names: list[str], where: str) -> str:
-    name = column or "text"
-    if name not in names:
-        raise ProgramError(f"{where} has no column {name!r}; it has {', '.join(names)}", "column")
-    return name
+def _columns(column: str | None, keep: Sequence[str], names: list[str], where: str) -> list[str]:
+    asked = {"column": [column or "text"], "keep": list(keep)}
+    for path, wanted in asked.items():
+        for name in wanted:
+            if name not in names:
+                raise ProgramError(f"{where} has no column {name!r}; it has {', '.join(names)}", path)
+    return [*asked["column"], *asked["keep"]]
 
 
 def _document(value: Any) -> Document:
@@ -399,7 +418,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
     hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
     starts of documents and prompts · sites · dtype: of the stored rows · sums: True if a row is the sum over a
-    document · filters · seed · parts · shard_rows
+    document · filters · seed · parts · shard_rows · columns: hash of the documents' kept columns, "" without any
     """
 
     model: str
@@ -416,6 +435,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: int
     shard_rows: int
     format: int = FORMAT
+    columns: str = ""
 
     @property
     def norms(self) -> StoredSite | None:
@@ -441,7 +461,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The hash that names the folder."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:NAME_DIGITS]
+        fields = msgspec.to_builtins(self)
+        if not self.columns:
+            del fields["columns"]  # as in data sets of older versions
+        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:NAME_DIGITS]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

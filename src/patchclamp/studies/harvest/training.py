@@ -16,20 +16,20 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from patchclamp.errors import ProgramError
 from patchclamp.store.tensors import to_float32
 from patchclamp.studies.harvest.recipe import needed
-from patchclamp.studies.harvest.shards import INDEX_COLUMNS
+from patchclamp.studies.inputs import check_whole
 
-Values = torch.Tensor | dict[str, torch.Tensor]
+Values = torch.Tensor | dict[str, Any]
 
 
 class HarvestRows(Dataset[Values]):
-    """Row i of a data set as a tensor [D], or by site if there are several.
+    """Row i of a data set as a tensor [D], or a dict by site if there are several, or with `index`.
 
     Rows were shuffled when they were written, and parts are interleaved (`order`), so reading them in order is fast and
     already random.
     """
 
-    def __init__(self, data: Any, sites: list[str]) -> None:
-        self._data, self._sites, self._count = data, sites, len(data)
+    def __init__(self, data: Any, sites: list[str], index: bool = False) -> None:
+        self._data, self._sites, self._count, self._with_index = data, sites, len(data), index
         data.array(sites[0])  # raises if there is none
 
     @functools.cached_property
@@ -39,13 +39,18 @@ class HarvestRows(Dataset[Values]):
         return {site: [self._data.array(site, shard) for shard in self._data.shards] for site in self._sites}
 
     @functools.cached_property
+    def _index(self) -> list[dict[str, list[Any]]]:
+        """The index of every shard, by column."""
+        return [self._data.index(shard).to_pydict() if self._with_index else {} for shard in self._data.shards]
+
+    @functools.cached_property
     def _block(self) -> Callable[[int], np.ndarray]:
         """Blocks of the order; the most recent ones are cached."""
         return functools.lru_cache(64)(self._data.order.block)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the mapped files, which the receiving process maps itself."""
-        return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block")}
+        return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block", "_index")}
 
     def __len__(self) -> int:
         return self._count
@@ -54,21 +59,23 @@ class HarvestRows(Dataset[Values]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} is out of range for {len(self)} rows")
         shard, row = self._data.order.place(number % len(self), self._block)
-        values = {site: tensor(np.array(arrays[shard][row]), self._data.dtype) for site, arrays in self._arrays.items()}
+        values: dict[str, Any] = {site: tensor(np.array(arrays[shard][row]), self._data.dtype)
+                                  for site, arrays in self._arrays.items()}  # fmt: skip
+        values |= {name: column[row] for name, column in self._index[shard].items()}
         return values if len(values) > 1 else next(iter(values.values()))
 
 
 class HarvestBatches(IterableDataset[Values]):
-    """All rows in order, `size` at a time [size, D], or by site if there are several; the last batch may be shorter.
+    """All rows in order, `size` at a time [size, D], or a dict by site if there are several, or with `index`; the last
+    batch may be shorter.
 
     With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. `repeat` starts again
     after the last row, without end.
     """
 
-    def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False) -> None:
-        if size < 1:
-            raise ProgramError(f"a batch has at least one row, not {size}", "size")
-        self.data, self.sites, self.size, self.repeat = data, sites, size, repeat
+    def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False, index: bool = False) -> None:
+        check_whole(size, "size", 1)
+        self.data, self.sites, self.size, self.repeat, self.index = data, sites, size, repeat, index
         data.array(sites[0])  # raises if there is none
 
     def __iter__(self) -> Iterator[Values]:
@@ -79,14 +86,16 @@ class HarvestBatches(IterableDataset[Values]):
 
     def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows in order, at most `size` at a time."""
+        columns = (self.data.columns_with_index if self.index else self.data.columns)(self.sites)
         while begin < end:
-            yield from self.data.order.read(self.data.columns(self.sites), begin, end, self.size)
+            yield from self.data.order.read(columns, begin, end, self.size)
             if not self.repeat:
                 return
 
     def _read(self, begin: int, end: int) -> Iterator[Values]:
         for batch in chunks(self._pieces(begin, end), self.size):
-            values = {site: tensor(rows, self.data.dtype) for site, rows in batch.items()}
+            values = {name: tensor(column, self.data.dtype) if name in self.sites else _index_values(column.tolist())
+                      for name, column in batch.items()}  # fmt: skip
             yield values if len(values) > 1 else next(iter(values.values()))
 
 
@@ -112,6 +121,11 @@ def _joined(held: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([piece[name] for piece in held]) for name in held[0]}
 
 
+def _index_values(values: list[Any]) -> Any:
+    """A column of the index: a tensor of numbers, or the list."""
+    return torch.tensor(values) if all(isinstance(value, (int, float)) for value in values) else values
+
+
 def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
     """Rows as a tensor in the stored dtype."""
     values = torch.from_numpy(rows)
@@ -130,7 +144,7 @@ def _records(data: Any, sites: tuple[str, ...], places: list[tuple[int, int]], s
     """Every row at some places as a dict. `datasets` distributes `places` over workers because it is a list."""
     for begin, end in places:
         for piece in data.order.read(data.columns_with_index(sites), begin, end, size):
-            index = {name: piece[name].tolist() for name in INDEX_COLUMNS}
+            index = {name: column.tolist() for name, column in piece.items() if name not in sites}
             blocks = {site: to_float32(piece[site], data.dtype) for site in sites}
             for row in range(len(index["document"])):
                 yield {name: values[row] for name, values in index.items()} | {
@@ -186,7 +200,7 @@ class ActivationBuffer:
         self.config = {"harvest": data.folder.name, "site": site, "out_batch_size": out_batch_size,
                        "device": device}  # fmt: skip
         self._dtype = dtype
-        self._batches = iter(data.batches(out_batch_size, site, repeat))
+        self._batches = iter(data.batches(site, out_batch_size, repeat))
 
     def __iter__(self) -> ActivationBuffer:
         return self
