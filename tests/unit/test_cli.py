@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -654,8 +655,26 @@ class TestSteer:
         assert "nats by a scale of 1" in output
         assert all(path.stat().st_size > 200 for path in files.values())
         read = pc.studies.SteeringVectors.from_gguf(files["gguf"])
-        assert read.layers == (vectors.best,)
-        assert (read.vectors[0] == vectors.vector()).all()
+        assert read.layers == vectors.layers == (1, 2)
+        assert (read.vectors == vectors.vectors).all()
+        assert len(vectors.fluency) == 2
+        assert output.count(" goes on with") == 1
+
+    def test_pairs_of_a_file_and_scales(self, sides, tmp_path):
+        lines = [dict(zip(("positive", "negative"), pair, strict=True))
+                 for pair in zip(*(Path(sides[i]).read_text().splitlines() for i in (5, 7)), strict=True)]  # fmt: skip
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        asked = ("--layers", "1", "--answer", " the", "--prompts", sides[5], "--scales", "-1", "--scales", "2")
+        status, output = run(*sides[:4], "--pairs", str(tmp_path / "pairs.jsonl"), *asked)
+        assert (status, output) == run(*sides, *asked)
+        assert status == 0
+        rows = output[output.index("goes on with") :].splitlines()[1:]
+        assert re.findall(r"^ *(-?\d+)  ", "\n".join(rows), re.MULTILINE) == ["-1", "2"]
+        (tmp_path / "wrong.jsonl").write_text('{"positive": "a"}')
+        assert "line 1 of" in failed(*sides[:4], "--pairs", str(tmp_path / "wrong.jsonl"))
+        assert "--positive is in the file" in failed(*sides, "--pairs", str(tmp_path / "pairs.jsonl"))
+        assert failed(*sides[:4]).removeprefix("error: ").startswith("steer: missing option --positive")
+        assert "--scales: expected --prompts" in failed(*sides, "--answer", " the", "--scales", "2")
 
     @pytest.mark.parametrize(
         ("arguments", "text"),

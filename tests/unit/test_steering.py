@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("gguf")
 from gguf import GGUFReader, GGUFWriter
 
 import patchclamp as pc
 from patchclamp.studies import SteeringVectors, StrengthCurveResult, steering_vectors, strength_curve
-from patchclamp.studies.steering import RIDGE, check, direction
+from patchclamp.studies.steering import RIDGE, check, chosen_layer, direction
 
 from ..reference.studies import first_component, logistic_weights
 
@@ -121,8 +122,26 @@ def test_vectors_are_of_the_prompts_that_are_not_held_out(lm, vectors):
         scores = [lm.run(prompt, max_tokens=1, edits=edits, score=[answer, foil]).scores for edits in ([], [edit])]
         before, after = (score[answer] - score[foil] for score in scores)
         assert vectors.effect[layer] == pytest.approx(after - before, abs=1e-6)
-    assert vectors.best == int(np.argmax(vectors.effect))
+        means = []
+        for edits in ([], [edit]):
+            text = lm.run(prompt, max_tokens=16, edits=edits).token_ids
+            whole = lm.run([*lm.tokens(prompt), *text], max_tokens=1, capture=[pc.final_norm])
+            logits = torch.from_numpy(np.asarray(whole[pc.final_norm])) @ lm.weights("W_U")
+            logprobs = logits.log_softmax(-1)[len(lm.tokens(prompt)) - 1 : -1]
+            means.append(float(logprobs[torch.arange(len(text)), text].mean()))
+        assert vectors.fluency[layer] == pytest.approx(means[1] - means[0], abs=1e-5)
+    assert vectors.best == chosen_layer((0, 1, 2), vectors.effect, vectors.fluency, 3)
     assert (vectors.method, vectors.site, vectors.tokens) == ("mean", "resid_post", "prompt[-1]")
+
+
+def test_the_chosen_layer_is_early_effective_and_fluent():
+    layers, fluent = range(16), np.zeros(16)
+    effects = np.array([0, 0, 1, 4.6, 5, 4.9, 4, 3, 3, 3, 3, 3, 3, 4, 9, 20.0])
+    assert chosen_layer(layers, effects, fluent, 16) == 3  # the last two merely write to the unembedding
+    assert chosen_layer(layers, effects, np.where(np.arange(16) == 3, -3.0, 0.0), 16) == 4  # its texts break
+    assert chosen_layer(layers, effects, np.full(16, -9.0), 16) == 3  # all do
+    assert chosen_layer((14, 15), effects[14:], fluent[14:], 16) == 1  # no others were read
+    assert chosen_layer(layers, -1 - effects, fluent, 16) == 0  # none steers as intended
 
 
 def test_seed_method_site_tokens_and_layers_count(lm, vectors):
@@ -285,7 +304,7 @@ def test_repengs_directions_in_memory(vectors):
     back = SteeringVectors.from_directions({2: directions[2], 0: directions[0].tolist()}, "llama")
     assert back.layers == (0, 2)
     assert (back.vectors == vectors.vectors[[0, 2]]).all()
-    assert list(vectors.directions()) == [vectors.best]
+    assert list(vectors.directions()) == [0, 1, 2]
     for wrong in ({}, {0: np.ones(3), 1: np.ones(4)}, {-1: np.ones(3)}, {0: np.ones((2, 2))}):
         with pytest.raises(pc.ShapeError, match="directions are vectors"):
             SteeringVectors.from_directions(wrong)

@@ -185,7 +185,7 @@ def read_array(path: Path, option: str) -> Any:
 
 
 class PairLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the file of `--pairs`."""
+    """A line of the file of `--pairs`, for a study of a clean and a corrupt prompt."""
 
     clean: Any
     corrupt: Any
@@ -194,14 +194,22 @@ class PairLine(msgspec.Struct, forbid_unknown_fields=True):
     positions: Any = None
 
 
+class ContrastLine(msgspec.Struct, forbid_unknown_fields=True):
+    """The same for a study of contrasting prompts."""
+
+    positive: Any
+    negative: Any
+
+
 def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
     """The prompt pairs of a file, one JSON object per line; without a file, check that the options give a pair."""
-    names = ("clean", "corrupt", "answer", "foil")
+    kind = PairLine if "clean" in study.fields() else ContrastLine
+    required = msgspec.structs.fields(kind)
     if file is None:
-        if missing := [name for name in names[:3] if name not in given]:
+        if missing := [field.name for field in required if field.required and field.name not in given]:
             raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", study.command)
         return {}
-    if twice := [name for name in (*names, "positions") if name in given]:
+    if twice := [name for name in kind.__struct_fields__ if name in given]:
         raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
@@ -209,12 +217,14 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
     for number, line in enumerate(under("--pairs", lines_of, file), 1):
         if line.strip():
             try:
-                lines.append(msgspec.json.decode(line, type=PairLine))
+                lines.append(msgspec.json.decode(line, type=kind))
             except msgspec.MsgspecError as error:
                 raise ProgramError(f"line {number} of {file}: {error}", "--pairs") from None
-    pairs: dict[str, Any] = {name: [getattr(line, name) for line in lines] for name in (*names, "positions")}
-    if not pairs["clean"]:
+    if not lines:
         raise ProgramError(f"{file} has no pairs", "--pairs")
+    pairs: dict[str, Any] = {name: [getattr(line, name) for line in lines] for name in kind.__struct_fields__}
+    if kind is ContrastLine:
+        return pairs
     without = [of is None for of in pairs["positions"]]
     if any(without) and not all(without):
         raise ProgramError(f"{file} has positions in some pairs only", "--pairs")
@@ -264,6 +274,8 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
         study.check()
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)
+        if steer["scales"] and steer["prompts"] is None:
+            raise ProgramError("expected --prompts, which are steered", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
             raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
 

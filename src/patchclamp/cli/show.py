@@ -53,6 +53,15 @@ def show(console: Console, result: Any, top: int) -> None:
         show_best(console, picture, top)
 
 
+def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
+    """Print the text that a prompt goes on with at each scale."""
+    table = _table("scale", "goes on with")
+    for scale, text in texts.items():
+        table.add_row(f"{scale:g}", Text(style.plain(text)))
+    console.print(Text(f"\n{style.plain(prompt)} …"), soft_wrap=True)
+    console.print(table)
+
+
 PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
 FOLDED = frozenset({
     "likeliest tokens", "goes on with", "token", "best edges", "read by", "heads", "neurons", "module", "detail",

@@ -64,16 +64,20 @@ PAIRS: Parameters = {
         FILE, "Instead of the prompts: a file, per line an object of clean, corrupt, answer, foil, positions."
     ),
 }
+CONTRASTS: Parameters = {
+    "pairs": _given(FILE, "Instead of the two files: one file, per line an object of positive and negative."),
+}
 STEER: Parameters = {
-    "prompts": _given(FILE, "A file of prompts to score --answer on, at several strengths."),
-    "gguf": _given(FILE, "Write the best layer's vector for llama.cpp and repeng."),
+    "prompts": _given(FILE, "A file of prompts to steer: score --answer on them, and show texts, at several scales."),
+    "scales": _given(list[float] | None, "Factor of the vector for --prompts; repeatable."),
+    "gguf": _given(FILE, "Write the vectors of all layers for llama.cpp and repeng."),
 }
 
 
 def options_of(study: type[Study]) -> dict[str, Parameters]:
     """The options of a study's command, grouped by the code that reads them."""
     fields = study.fields()
-    by_pair = {"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields
+    by_pair = "positive" in fields or ({"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields)
     has_source = "source" in fields and "metric" in fields
     help_texts = (PAIR_HELP if by_pair else {}) | (SOURCE_HELP if has_source else {})
     if by_pair and has_source:
@@ -81,7 +85,8 @@ def options_of(study: type[Study]) -> dict[str, Parameters]:
     return {
         "fields": {name: _option(field, by_pair, help_texts.get(name) or _help(field.doc, fields))
                    for name, field in fields.items() if field.arg.parse is not None},
-        "pairs": PAIRS if by_pair else {}, "source": SOURCE if has_source else {},
+        "pairs": {} if not by_pair else CONTRASTS if "positive" in fields else PAIRS,
+        "source": SOURCE if has_source else {},
         "steer": STEER if study.command == "steer" else {},
         "run": {name: of for name, of in RUN.items() if name in study.options()},
         "loaded": LOADED if "on" not in study.options() else {n: of for n, of in LOADED.items() if n != "engine"},
@@ -93,6 +98,8 @@ PAIR_HELP = {  # where several pairs come from a file
     "clean": "Prompt whose activations are patched in.",
     "corrupt": "Prompt that is run with these activations.",
     "answer": "Expected answer of the clean prompt, with its leading space.",
+    "positive": "Prompts that show the behaviour: a file, one per line.",
+    "negative": "Prompts that do not show it: a file, one per line.",
 }
 SOURCE_HELP = {
     "source": "Values to write instead: zeros, bank:NAME, mean:FILE or resample:FILE with a file of prompts.",
@@ -166,11 +173,12 @@ def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
 
 def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) -> None:
     """Read the options, make the study, run it on the model, and show the result. The model is loaded last."""
-    from patchclamp.cli.show import show, wrote
+    from patchclamp.cli.show import show, show_texts, wrote
     from patchclamp.plots import check_targets
     from patchclamp.store.named import NamedBank
     from patchclamp.studies import strength_curve
     from patchclamp.studies.inputs import prompts_in
+    from patchclamp.studies.steering import SCALES, steered_texts
 
     saved, run = given["saved"], {name: value for name, value in given["run"].items() if value is not None}
     options = commands.read_options(given["loaded"]["option"], given["loaded"]["dtype"])
@@ -205,12 +213,18 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
             config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
         result = config.run(lm, **run, **({} if on is None else {"on": exact}))
         curve, resume = None, run.get("resume")
+        texts: dict[float, str] = {}
         if steered is not None:
             resume = None if resume is None else resume.with_name(f"{resume.name}.curve")
-            curve = strength_curve(lm, result, steered, asked.answer, asked.foil, chat=asked.chat, resume=resume)
+            scales = sorted(given["steer"]["scales"] or SCALES)
+            curve = strength_curve(
+                lm, result, steered, asked.answer, asked.foil, scales=scales, chat=asked.chat, resume=resume
+            )
+            texts = steered_texts(lm, result, steered[0], scales, asked.chat)
     show(OUT, result, saved.get("top", 5))
     if curve is not None:
         show(OUT, curve, saved.get("top", 5))
+        show_texts(OUT, curve.prompts[0], texts)
     if saved["save"] is not None:
         wrote(OUT, result.save(saved["save"]))
     for write, path in (((curve or result).plot, saved["png"]), ((curve or result).to_html, saved["html"])):

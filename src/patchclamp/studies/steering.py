@@ -9,6 +9,10 @@ A behaviour is a continuation that shows it, optionally compared with one that d
 log-probability of all tokens of the first, minus that of the second (`studies.teacher_forcing`); for one token each,
 this is their logit difference. The strength curve shows the score as the vector is added with growing scale.
 
+In the last layers a vector merely writes to the unembedding, and any layer's vector can break the text. So the chosen
+layer is the earliest whose effect is within 10 % of the largest, apart from the last layers, and whose generated texts
+stay likely for the unsteered model.
+
 Control vectors are exchanged with llama.cpp and repeng as GGUF of the architecture `controlvector`, tensors
 `direction.N`. llama.cpp adds `direction.N` to the stream after its layer N, counted from 0, and so does repeng with
 `directions[N]`: this is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, the second layer. It cannot
@@ -289,9 +293,11 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     accuracy, separation [L]: of the held-out prompts (`Check`), NaN without held-out prompts
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
+    fluency [L]: of texts generated with the vector: their mean log-probability per token under the unsteered model,
+        minus that of its own texts, in nats; None without a behaviour
     row_norm [L]: mean norm of the rows that were read, for comparison with the vectors' norms
-    best: the layer with the largest effect or, without a behaviour, the highest accuracy, ties broken by separation;
-        None if no prompts were held out
+    best: the layer chosen by effect and fluency (`chosen_layer`) or, without a behaviour, by the highest accuracy, ties
+        broken by separation; None if no prompts were held out
     family: the model's site table, stored as a hint in GGUF files
     """
 
@@ -309,6 +315,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     negative: PromptSet
     chat: bool
     family: str
+    fluency: np.ndarray | None = None
 
     def vector(self, layer: int | None = None) -> np.ndarray:
         """A copy of the vector [W] of a layer, by default of the best one."""
@@ -344,19 +351,23 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return chosen
 
     def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
-        """Copies of the vectors by layer, in the form of repeng's `ControlVector.directions`; of the same layers as
-        `edits`.
+        """Copies of the vectors by layer, in the form of repeng's `ControlVector.directions`; of all layers by default.
 
         Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
         """
         if self.site != "resid_post":
             raise UnsupportedSite(f"control vectors act after a layer, at resid_post; these are of {self.site}", "site")
-        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self.chosen_layers(layers)}
+        chosen = self.layers if layers is None else self.chosen_layers(layers)
+        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in chosen}
 
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
-        """Write a control vector for llama.cpp and repeng. `--control-vector-scaled FILE:2` of llama.cpp matches
-        `edits(2.0)` of the same layers. Raises: as `directions` and `write`."""
-        return write(path, self.directions(layers), self.family)
+        """Write a control vector for llama.cpp and repeng: of every layer by default, except layer 0, of which it has
+        none. llama.cpp's `--control-vector-scaled FILE:2` with `--control-vector-layer-range 12 12` is the same as
+        `edits(2.0, layers=12)`. Raises: as `directions` and `write`."""
+        directions = self.directions(layers)
+        if layers is None and len(directions) > 1:
+            directions.pop(0, None)
+        return write(path, directions, self.family)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> SteeringVectors:
@@ -394,6 +405,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame({
             "layer": self.layers, "norm": np.linalg.norm(self.vectors, axis=1), "row_norm": self.row_norm,
             "accuracy": self.accuracy, "separation": self.separation, "effect": self.effect,
+            "fluency": np.nan if self.fluency is None else self.fluency,
         })  # fmt: skip
 
     def picture(self) -> Curves:
@@ -409,6 +421,10 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
             effect = Curve("effect", layers, self.effect)
             charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
                                 level_label="no effect"))  # fmt: skip
+        if self.fluency is not None:
+            fluency = Curve("fluency", layers, self.fluency)
+            charts.append(Chart("Fluency: log-probability of steered texts", "nats per token", (fluency,),
+                                level=0.0, level_label="unsteered"))  # fmt: skip
         return Curves(
             title=f"Steering vectors by layer: {NAMES[self.method]}", x_label="layer",
             charts=(
@@ -519,8 +535,9 @@ NO_CHECK = Check(float("nan"), float("nan"))
 class Steering(Study):
     """Make steering vectors from contrasting prompts, one per layer, and find the layer where it works best.
 
-    With `answer`, the best layer is the one whose vector, added once to every token of the held-out negative prompts,
-    moves log p(answer) − log p(foil) most; otherwise the one that best separates held-out prompts.
+    With `answer`, every layer's vector is added once to every token of the held-out negative prompts: the best layer is
+    the earliest within 10 % of the largest change of log p(answer) − log p(foil) whose texts stay fluent. Otherwise it
+    is the one that best separates held-out prompts.
 
     Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
@@ -580,13 +597,14 @@ class Steering(Study):
                 rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
             vectors, checks = _fit(self.method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
             kept = [sides[1][i] for i in tests[1]]
-            effects = np.full(len(numbers), np.nan)
+            effects, fluency = np.full(len(numbers), np.nan), None
+            best = max(range(len(numbers)), key=lambda i: (checks[i].accuracy, checks[i].separation, -i))
             if behaviour is not None:
                 adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
                 scores = behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal).scores.mean(0)
                 effects = scores[1:] - scores[0]
-        best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and self.answer is not None else 0.0,
-                                                       checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
+                fluency = _fluency(lm, kept[:FLUENT_PROMPTS], [(), *adding], batch, show_progress, journal)
+                best = chosen_layer(numbers, effects, fluency, lm.model.layers)
         sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
         return SteeringVectors(
             provenance=provenance(lm, (self.seed,)), method=self.method, site=named.name,
@@ -595,11 +613,55 @@ class Steering(Study):
             accuracy=np.array([one.accuracy for one in checks]),
             separation=np.array([one.separation for one in checks]),
             effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
-            negative=sets[1], chat=self.chat, family=lm.model.family,
+            negative=sets[1], chat=self.chat, family=lm.model.family, fluency=fluency,
         )  # fmt: skip
 
 
 steering_vectors = Steering.short_form("steering_vectors")
+
+
+FLUENT_PROMPTS, FLUENT_TOKENS = 8, 16  # texts from which fluency is measured
+FLUENT = -2.0  # nats per token: the lowest fluency of a chosen layer
+NEAR_BEST = 0.9
+
+
+def chosen_layer(layers: Sequence[int], effects: np.ndarray, fluency: np.ndarray, count: int) -> int:
+    """The index of the layer to steer at: the earliest fluent one whose effect is within 10 % of the largest. The last
+    eighth of the model's `count` layers is left out if others were read, and fluency if no layer has it."""
+    early = [i for i, layer in enumerate(layers) if layer < count - max(count // 8, 1)] or list(range(len(layers)))
+    fluent = [i for i in early if fluency[i] >= FLUENT] or early
+    most = max(effects[i] for i in fluent)
+    return next(i for i in fluent if effects[i] >= (NEAR_BEST * most if most > 0 else most))
+
+
+class _Continuation(msgspec.Struct, frozen=True):
+    """The record of a generated text."""
+
+    token_ids: tuple[int, ...]
+
+
+def _fluency(
+    lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
+    journal: Journal | None,
+) -> np.ndarray:  # fmt: skip
+    """The mean log-probability per token, without edits, of texts generated with each edit, minus that of the first."""
+    items = [(one, edit) for edit in edits for one in asked]
+
+    def calls(batches: Iterable[Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]]) -> Iterator[dict[str, Any]]:
+        for part in batches:
+            yield {"prompt": [one.prompt for one, _ in part], "edits": [list(edit) for _, edit in part],
+                   "max_tokens": FLUENT_TOKENS}  # fmt: skip
+
+    def record(runs: Sequence[Run], part: Sequence[Any]) -> list[_Continuation]:
+        return [_Continuation(tuple(run.token_ids)) for run in runs]
+
+    with progress("writing texts", len(items), show, "texts") as advance:
+        texts = recorded_runs(lm, journal, items, calls, record, _Continuation, advance, batch)
+    forced = [Forced(one.ids, text.token_ids, (), one.text) for (one, _), text in zip(items, texts, strict=True)]
+    with progress("scoring texts", len(forced), show, "texts") as advance:
+        means = [float(row.mean()) for row in forced_logprobs(lm, forced, batch, advance, journal)]
+    by_edit = np.array(means).reshape(len(edits), len(asked)).mean(1)
+    return by_edit[1:] - by_edit[0]
 
 
 def _fit(
@@ -812,6 +874,16 @@ class StrengthCurve(Study):
 
 
 strength_curve = StrengthCurve.short_form("strength_curve")
+
+
+def steered_texts(
+    lm: LM, vectors: SteeringVectors, prompt: Any, scales: Sequence[float], chat: bool = False, max_tokens: int = 24
+) -> dict[float, str]:
+    """The text that a prompt goes on with, greedily, under the vectors times each scale."""
+    [asked] = ask(lm, [prompt], chat)
+    edits = [list(vectors.edits(scale)) if scale else [] for scale in scales]
+    runs = lm.run([asked.prompt] * len(edits), max_tokens=max_tokens, edits=edits)
+    return {scale: run.text for scale, run in zip(scales, runs, strict=True)}
 
 
 def _shown(texts: tuple[str, ...]) -> str:
