@@ -9,10 +9,13 @@ import openai
 import pytest
 import safetensors.numpy
 from safetensors.numpy import save
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.study_commands import app
 from patchclamp.language.program import to_dict
 
+from .conftest import KEYS
 from .test_openai import PROMPT, VECTOR, complete, program, tensors
 
 JSON = {"Content-Type": "application/json"}
@@ -129,3 +132,35 @@ def test_a_program_that_could_never_run_is_not_kept(http):
         assert response.status_code == status
         assert text in response.json()["error"]["message"]
     assert http.get("/v1/patchclamp/programs").json() == {"programs": []}
+
+
+def test_a_bank_is_pushed(server, local, http, tmp_path):
+    bank = type(local.bank)()
+    bank["calm"], bank["quiet"] = VECTOR, [pc.Scale(0.25, at=pc.resid_post[3]), pc.Add("calm", at=pc.resid_post[4])]
+    bank.mean("usual", [local.run(PROMPT, max_tokens=1, capture=[pc.mlp_out[2]])], pc.mlp_out[2])
+    assert bank.push(server.url, api_key=KEYS[0]) == ["calm", "quiet", "usual"]
+    named = local.run(PROMPT, max_tokens=6, logprobs=True, edits=[
+        pc.Scale(0.25, at=pc.resid_post[3]), pc.Add(VECTOR, at=pc.resid_post[4])])  # fmt: skip
+    response = complete(server, program([pc.Use("quiet")]), logprobs=1)
+    assert response.choices[0].logprobs.token_logprobs == named.logprobs
+    assert http.get("/v1/patchclamp/vectors").json()["vectors"][1]["sites"] == ["mlp_out[2]"]
+    np.save(tmp_path / "again.npy", VECTOR)
+    bank.save(tmp_path / "quiet.safetensors", ["quiet"])
+    (tmp_path / "half.json").write_text('{"type": "scale", "factor": 0.5, "at": "mlp_out[1]"}')
+    for file, name in (("again.npy", "again"), ("quiet.safetensors", "silent"), ("half.json", "half")):
+        status = CliRunner().invoke(app, ["push", server.url, name, str(tmp_path / file), "--api-key", KEYS[0]])
+        assert status.exit_code == 0, status.output
+    assert {card["name"] for card in http.get("/v1/patchclamp/programs").json()["programs"]} == {
+        "quiet",
+        "silent",
+        "half",
+    }
+    for change, text in [(lambda: bank.push(server.url, api_key="wrong"), "refused 'calm'"),
+                         (lambda: bank.push("http://127.0.0.1:9"), "does not answer")]:  # fmt: skip
+        with pytest.raises(pc.EngineError, match=text):
+            change()
+    bank["late"] = pc.Zero(at=pc.resid_post[99])
+    with pytest.raises(pc.EngineError, match=r"refused 'late'.*resid_post\[99\]"):
+        bank.push(server.url, ["late"], api_key=KEYS[0])
+    with pytest.raises(pc.MissingSource, match="nothing in the bank is named 'nobody'"):
+        bank.push(server.url, ["nobody"], api_key=KEYS[0])

@@ -747,3 +747,51 @@ def test_an_answer_without_held_out_prompts_is_of_the_curve(tmp_path):
         "steer", "fake", "--engine", "fake", *asked, "--answer", " good", "--held-out", "0", "--layers", "1"
     )
     assert status == 0, output
+
+
+class TestRun:
+    def test_one_call_with_edits_and_captures(self, tmp_path):
+        from safetensors import safe_open
+
+        edits = [{"type": "zero", "at": "mlp_out[1]"}, {"type": "scale", "factor": 0.5, "at": "resid_post[0]"}]
+        (tmp_path / "program.json").write_text(json.dumps({"edits": edits[1:]}))
+        out = tmp_path / "captured.safetensors"
+        status, output = run("run", "fake", "The cat sat", "--engine", "fake", "--edit", json.dumps(edits[0]), "--edit",
+                             str(tmp_path / "program.json"), "--capture", "resid_post[2]", "--capture", "z[0, 1]",
+                             "--max-tokens", "4", "--out", str(out))  # fmt: skip
+        assert status == 0, output
+        with pc.LM("fake", prove=False) as lm:
+            made = lm.run("The cat sat", max_tokens=4, capture=["resid_post[2]", "z[0, 1]"],
+                          edits=[pc.Zero("mlp_out[1]"), pc.Scale(0.5, at="resid_post[0]")])  # fmt: skip
+            assert made.text in output
+            with safe_open(out, "np") as file:
+                assert set(file.keys()) == {"resid_post[2]", "z[0, 1]"}
+                assert (file.get_tensor("resid_post[2]") == made["resid_post[2]"]).all()
+                assert json.loads(file.metadata()["positions"])["z[0, 1]"] == made.positions("z[0, 1]")
+                assert json.loads(file.metadata()["token_ids"]) == made.token_ids
+
+    def test_a_bank_a_chat_and_an_edit_without_effect(self, tmp_path):
+        with pc.LM("fake", prove=False) as lm:
+            lm.bank["quiet"] = pc.Scale(0.0, at="mlp_out")
+            lm.bank.save(tmp_path / "bank.safetensors")
+            lm.bank.load(tmp_path / "bank.safetensors")
+            expected = lm.run(messages=[{"role": "user", "content": "hello"}], max_tokens=3, edits=[pc.Use("quiet")])
+        program = '{"type": "use", "name": "quiet"}'
+        status, output = run("run", "fake", "hello", "--engine", "fake", "--chat", "--bank",
+                             str(tmp_path / "bank.safetensors"), "--edit", program, "--max-tokens", "3")  # fmt: skip
+        assert (status, output.strip("\n")) == (0, expected.text.strip("\n")), output
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("--capture", "embed"), "--out: expected a file"),
+            (("--out", "x.safetensors"), "--capture: expected a site"),
+            (("--edit", "zero"), "--edit: expected an op as JSON"),
+            (("--edit", "nowhere.json"), "--edit: nowhere.json cannot be read"),
+            (("--edit", '{"type": "zer", "at": "embed"}'), "edits[0].type: no op 'zer'"),
+            (("--capture", "resid_pots", "--out", "x"), "--capture: "),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, arguments, text, monkeypatch):
+        monkeypatch.setattr(PROVING, "ProvedLM", None)  # no model is loaded
+        assert failed("run", "fake", "The cat", *arguments).removeprefix("error: ").startswith(text)

@@ -1,5 +1,5 @@
-"""Commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `serve`, `sites`), and the parsing of
-options."""
+"""Commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `push`, `run`, `serve`, `sites`), and
+the parsing of options."""
 
 from __future__ import annotations
 
@@ -402,6 +402,102 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in other commands, or the URL of a server.")],
+    prompt: Annotated[str, typer.Argument(help="The text of the prompt.")],
+    edit: Annotated[list[str] | None, typer.Option(
+        help='An op as JSON, such as {"type": "zero", "at": "mlp_out[5]"}, or a .json file; repeatable.')] = None,
+    capture: Annotated[list[str] | None, typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the captures into this safetensors file.")] = None,
+    bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt as the user's turn of a chat.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 16,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling; greedy by default.")] = None,
+    engine: Engine = None,
+    dtype: Dtype = None,
+    option: Options = None,
+) -> None:  # fmt: skip
+    """Run one prompt with edits and captures, and print its text."""
+    from patchclamp.language import Program
+    from patchclamp.language.site import parse_site
+
+    if capture and out is None:
+        raise ProgramError("expected a file for what is captured", "--out")
+    if out is not None and not capture:
+        raise ProgramError("expected a site to capture", "--capture")
+    check_file(out, "--out")
+    check_engine(engine)
+    edits = [op for text in edit or () for op in under("--edit", read_edits, text)]
+    for text in capture or ():
+        under("--capture", parse_site, text)
+    options = read_options(option, dtype)
+    with loaded(model, engine, options, prove=False) as lm:
+        if bank is not None:
+            under("--bank", lm.bank.load, bank)
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        made = lm.run(**asked, edits=Program.of(edits).edits, capture=capture or (), max_tokens=max_tokens,
+                      temperature=temperature)  # fmt: skip
+        OUT.print(Text(made.text), soft_wrap=True)
+        if out is not None:
+            captured = [ref for text in capture or () for ref in made.refs(text)]
+            save_captures(made, captured, out)
+            OUT.print(f"wrote {out}: {', '.join(captured)}", soft_wrap=True)
+    for path in made.idle_edits:
+        ERR.print(f"note: {path} acted on no token", soft_wrap=True)
+
+
+def read_edits(text: str) -> list[Any]:
+    """The ops of `--edit`: one as JSON, a list of them, or those of a file."""
+    from patchclamp.language import Program
+
+    if text.endswith(".json"):
+        from patchclamp.studies.inputs import lines_of
+
+        text = "\n".join(lines_of(Path(text)))
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
+    whole = isinstance(data, dict) and "edits" in data
+    program = data if whole else {"edits": data if isinstance(data, list) else [data]}
+    return list(Program.from_json(json.dumps(program)).edits)
+
+
+def save_captures(made: Any, captured: list[str], path: Path) -> None:
+    """Write a run's rows at some sites, with their positions and the tokens in the metadata."""
+    import torch
+    from safetensors.torch import save_file
+
+    texts = {"prompt_token_ids": made.prompt_token_ids, "token_ids": made.token_ids, "text": made.text,
+             "positions": {site: made.positions(site) for site in captured}}  # fmt: skip
+    tensors = {site: torch.as_tensor(made[site]).contiguous() for site in captured}
+    save_file(tensors, path, {name: json.dumps(value) for name, value in texts.items()})
+
+
+def push(
+    url: Annotated[str, typer.Argument(help="Of a running `patchclamp serve`.")],
+    name: Annotated[str, typer.Argument(help="Under which requests of the same API key use it.")],
+    file: Annotated[Path, typer.Argument(help="A vector or means (.safetensors, .npy), or a program (.json).")],
+    api_key: Annotated[str | None, typer.Option(help="The API key; VLLM_API_KEY by default.")] = None,
+) -> None:
+    """Upload a vector or a program to a server."""
+    from patchclamp.language import Program
+    from patchclamp.store.named import NamedBank
+
+    bank = NamedBank()
+    if file.suffix == ".json":
+        bank[name] = Program.of(under("FILE", read_edits, str(file)))
+    elif file.suffix == ".npy":
+        bank[name] = read_array(file, "FILE")
+    else:
+        entries = NamedBank()
+        if len(found := under("FILE", entries.load, file)) != 1:
+            raise ProgramError(f"expected one vector, means or program, got {len(found)}: {', '.join(found)}", "FILE")
+        bank[name] = entries[found[0]]
+    bank.push(url, api_key=api_key)
+    OUT.print(f"{name} is on {url}", soft_wrap=True)
+
+
 def harvest(
     model: Model,
     documents: Annotated[str, typer.Argument(help="A file: .txt (a document a line), .jsonl, .parquet; or a folder "
@@ -409,6 +505,7 @@ def harvest(
     folder: Annotated[Path, typer.Argument(help="Where the data set's folder is made; its name is a hash.")],
     site: Annotated[list[str], typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")],
     column: Annotated[str | None, typer.Option(help="The field with the documents; text by default.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="A further field to copy into the index; repeatable.")] = None,
     store: Annotated[str, typer.Option(help="The dtype of the stored rows: bfloat16, float16, float32.")] = "bfloat16",
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out first tokens that are special.")] = False,
     no_special: Annotated[bool, typer.Option("--no-special", help="Leave out all special tokens.")] = False,
@@ -449,7 +546,8 @@ def harvest(
     under("--store", as_dtype, store)
     with loaded(model, engine, options) as lm:
         made = run_harvest(
-            lm, documents, folder, sites=site, column=column, dtype=store, filters=filters, project=matrix, sums=sums,
+            lm, documents, folder, sites=site, column=column, keep=keep or (), dtype=store, filters=filters,
+            project=matrix, sums=sums,
             context=context, overlong=overlong, seed=seed, parts=parts, shard=machine,
             shard_rows=shard_rows, batch_tokens=batch_tokens,
         )  # fmt: skip
@@ -558,4 +656,4 @@ def sites(
     raise typer.Exit(1 if promised and not all(proof.holds for proof in proofs) else 0)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, harvest, parity, serve, sites)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, harvest, parity, push, run, serve, sites)

@@ -13,14 +13,16 @@ A server's bank sends and receives one vector, or the means of one name, as such
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
+from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, ShapeError, near
 from patchclamp.language import Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
@@ -195,6 +197,50 @@ class NamedBank(MutableMapping[str, Entry]):
             raise ProgramError(f"{file}: {name}: {error}") from None
         self._entries |= entries
         return list(entries)
+
+    def push(self, url: str, names: Iterable[str] | None = None, api_key: str | None = None) -> list[str]:
+        """Upload all entries, or those in `names`, to a running `patchclamp serve`: vectors, means, and programs.
+        Requests with the same API key then use them by name, as in `pc.Use("calm")` or the model `MODEL:calm`. Returns
+        the names.
+
+        api_key: by default the environment's VLLM_API_KEY
+
+        Raises `EngineError` if the server does not answer or refuses an entry, `ProgramError` for a run, or for a
+        program that cannot be written.
+        """
+        import httpx
+
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
+        if runs := [name for name, entry in chosen.items() if is_run(entry)]:
+            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: name what is to be sent", "names")
+        parts: dict[str, tuple[str, bytes, str]] = {}
+        for name, entry in chosen.items():
+            if isinstance(entry, Program):
+                edits = json.dumps({"edits": json.loads(_to_json(name, entry))["edits"]}).encode()
+                parts[name] = "programs", edits, "application/json"
+            elif isinstance(entry, (Vector, Means)):
+                parts[name] = "vectors", to_bytes(name, entry), "application/octet-stream"
+        base = f"{str(url).rstrip('/').removesuffix('/v1')}/v1/patchclamp"
+        try:
+            with httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60.0) as client:
+                for name, (route, body, kind) in parts.items():
+                    path = f"{base}/{route}/{quote(name, safe='')}"
+                    response = client.put(path, content=body, headers={"Content-Type": kind})
+                    if response.status_code >= 400:
+                        raise EngineError(f"{url} refused {name!r}: {_refusal(response)}")
+        except (httpx.InvalidURL, httpx.HTTPError) as error:
+            raise EngineError(f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
+                              "`patchclamp serve`, http://host:port") from None  # fmt: skip
+        return list(parts)
+
+
+def _refusal(response: Any) -> str:
+    """The message of an HTTP error."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status_code}"
 
 
 def _to_json(name: str, program: Program) -> str:
