@@ -44,6 +44,7 @@ check: setup  ## lint, formatting, types, the rules of the package's structure, 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	PYTHONPATH=src:$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])") $(BIN)/python -m tools.typed
 	$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_prose.py
 	$(SITE) --quiet --site-dir out/checked_site
 

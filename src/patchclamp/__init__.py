@@ -7,6 +7,7 @@ Public names: ops of programs (`Add`, `Replace`, …), selections (`prompt`, `ge
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from patchclamp import language
@@ -54,6 +55,7 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.engines.base import Part
+    from patchclamp.language.tokens import Tokens, TokensLike
     from patchclamp.run import Run
     from patchclamp.stream import Stream
     from patchclamp.trace import TracedLM as LM
@@ -77,8 +79,8 @@ if TYPE_CHECKING:
     final_norm: Site
     logits: Site
 
-site = language.parse_site
-tokens = language.parse_tokens
+site: Callable[..., Site] = language.parse_site
+tokens: Callable[[TokensLike], Tokens] = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {

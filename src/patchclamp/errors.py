@@ -47,7 +47,7 @@ class PatchclampError(Exception):
         joined = path + ("" if not inner or inner.startswith("[") else ".") + inner
         return type(self)(self.message, joined)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[PatchclampError], tuple[str, str | None]]:
         return type(self), (self.message, self.path)
 
 

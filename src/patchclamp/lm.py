@@ -76,6 +76,9 @@ class LM:
     """A model on an engine, with the sites of its table. The subclass `ProvedLM` (`proving.prove`) proves them first;
     `pc.LM` is its subclass `TracedLM` (`trace`), which adds traces."""
 
+    bank: NamedBank
+    allows_code: bool
+
     def __init__(
         self,
         model: str,
@@ -90,7 +93,7 @@ class LM:
         self._capture_bytes = capture_bytes
         # options that change the results of a batch, and therefore the proofs (`proving.prove`)
         as_flag(allow_code, "allow_code")
-        self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
+        self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self.allows_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()

@@ -6,7 +6,7 @@ import functools
 import html
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -81,6 +81,11 @@ class Run:
     Captures stay with the worker until the run is garbage-collected or `close`d. `run[site]` fetches them once.
     """
 
+    key: str
+    prompt_token_ids: list[int]
+    program: Program
+    images: list[list[int]]
+
     def __init__(
         self, owner: Owner, request: Request, program: Program, answer: Answer | PatchclampError,
         is_kept_elsewhere: bool = False,
@@ -88,7 +93,7 @@ class Run:
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed, self.images = False, request.images
-        self.lora = None if request.adapter is None else request.adapter.folder
+        self.lora: str | None = None if request.adapter is None else request.adapter.folder
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions if it generates max_tokens
@@ -267,7 +272,7 @@ class Run:
 
     def close(self) -> None:
         """Frees the captures now."""
-        self.closed = True
+        self.closed: bool = True
         self._prefetched.clear()
         if self._release is not None:
             self._release()
@@ -546,7 +551,7 @@ class Run:
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
         return width or self._sites.points[point].width
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ import queue
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from patchclamp.engines.base import Answer, Engine, Part, Request
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, as_patchclamp_error
@@ -143,7 +143,7 @@ class Stream:
     async def __aexit__(self, *_: Any) -> None:
         self.close()
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise ProgramError("a Stream belongs to its engine and cannot be copied or pickled; take its parts instead")
 
     def __repr__(self) -> str:

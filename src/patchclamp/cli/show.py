@@ -231,7 +231,7 @@ def show_patching(
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
 
 
-TICKS = {None: ("–", "dim"), True: ("✓", "green"), False: ("✗", "bold red")}
+TICKS: dict[bool | None, tuple[str, str]] = {None: ("–", "dim"), True: ("✓", "green"), False: ("✗", "bold red")}
 NOWHERE = "–"  # the module of a site on an engine without modules
 
 

@@ -35,13 +35,13 @@ class Sampler:
 
     def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
         temperature = float(sampling.get("temperature", 0.0))
-        self.temperature = max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
-        self.top_k = int(sampling.get("top_k") or 0)
-        self.top_p = float(sampling.get("top_p", 1.0))
-        self.min_p = float(sampling.get("min_p", 0.0))
+        self.temperature: float = max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
+        self.top_k: int = int(sampling.get("top_k") or 0)
+        self.top_p: float = float(sampling.get("top_p", 1.0))
+        self.min_p: float = float(sampling.get("min_p", 0.0))
         stop = sampling.get("stop") or []
         self.stop: list[str] = [stop] if isinstance(stop, str) else list(stop)
-        self.ends = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
+        self.ends: set[int] = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
         self._seed = sampling.get("seed")
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class OutputWriter:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
-        self.sampler = Sampler(request.sampling, eos)
+        self.sampler: Sampler = Sampler(request.sampling, eos)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
@@ -221,8 +221,8 @@ class Passes:
         self.ids_BT, self.mask_BT, self.positions_BT = to_device(np.stack((ids, mask, positions)), device)
         self.cache: Any = None
         last = self.start + length - 1
-        self.keep = int(widest - last.min())
-        self.last_row = to_device(last - (widest - self.keep), device)
+        self.keep: int = int(widest - last.min())
+        self.last_row: torch.Tensor = to_device(last - (widest - self.keep), device)
         self._first, self._count = np.zeros(len(prompts), np.int64), length
 
     def batch(self, slots: np.ndarray) -> Batch:
@@ -250,9 +250,9 @@ class Passes:
         self._count = np.ones_like(self._count)
         self.start = np.zeros_like(self.start)
         device = self.ids_BT.device
-        self.ids_BT = to_device(np.array(tokens), device)[:, None]
-        self.positions_BT = to_device(self._first, device)[:, None]
-        self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+        self.ids_BT: torch.Tensor = to_device(np.array(tokens), device)[:, None]
+        self.positions_BT: torch.Tensor = to_device(self._first, device)[:, None]
+        self.mask_BT: torch.Tensor = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
         self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
 
 
@@ -279,7 +279,7 @@ class Generation:
         self.computed_from: Cut | None = None
         self.passes: Passes | None = None
         self.readout: StepReadout | None = None
-        self.has_failed = False
+        self.has_failed: bool = False
 
     @property
     def ready(self) -> list[int]:

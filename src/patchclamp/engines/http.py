@@ -60,7 +60,7 @@ class HttpEngine(Engine):
             import httpx
         except ImportError:
             raise EngineError("pc.LM of a server needs httpx: pip install 'patchclamp[http]'") from None
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url: str = url.rstrip("/").removesuffix("/v1")
         self._session, self._timeout_s, self._httpx = uuid.uuid4().hex[:16], timeout_s, httpx
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -72,7 +72,7 @@ MOST_NAME_BYTES = 4096
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _noted: set[str] = set()
-logger = logging.getLogger("patchclamp")
+logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 def model_name(model: Any) -> str:

@@ -32,6 +32,9 @@ from patchclamp.sites import SiteMap
 class SkippableLayers:
     """A model's layers, which can be skipped, and the module after them."""
 
+    layers: list[torch.nn.Module]
+    end: torch.nn.Module
+
     def __init__(self, net: Any, sites: SiteMap) -> None:
         taps = {(point.kind, point.layer): tap for point, tap in sites.taps("transformers")}
         places = [*(taps["stream", layer] for layer in range(sites.layers)), taps["stream_end", None]]
@@ -91,10 +94,13 @@ class Trunk:
     keys, values: one tensor per layer, [1, H, T, E]
     """
 
+    keys: list[Any]
+    values: list[Any]
+
     def __init__(self, net: Any, layers: SkippableLayers, prompt: Sequence[int], device: str) -> None:
         from transformers import DynamicCache
 
-        self.prompt = list(prompt)
+        self.prompt: list[int] = list(prompt)
         self.stream: list[torch.Tensor] = []
         passes = Passes([self.prompt], True, device)
         passes.cache = DynamicCache()  # without a config it keeps all positions, even those outside a sliding window
@@ -138,10 +144,10 @@ class PassesFromCut(Passes):
     def __init__(self, trunk: Trunk, layers: SkippableLayers, cut: Cut, count: int) -> None:
         first = trunk.stream[cut.layer][:, cut.position :]
         device, length = first.device, first.shape[1]
-        self.start = np.zeros(count, np.int64)
-        self.ids_BT = to_device(np.array(trunk.prompt[cut.position :]), device).expand(count, -1)
+        self.start: np.ndarray = np.zeros(count, np.int64)
+        self.ids_BT: torch.Tensor = to_device(np.array(trunk.prompt[cut.position :]), device).expand(count, -1)
         self.positions_BT = torch.arange(cut.position, cut.position + length, device=device).expand(count, -1)
-        self.mask_BT = torch.ones(count, len(trunk.prompt), dtype=torch.long, device=device)
+        self.mask_BT: torch.Tensor = torch.ones(count, len(trunk.prompt), dtype=torch.long, device=device)
         self.cache = trunk.cache(count, cut.position)
         self.keep, self.last_row = 1, torch.zeros(count, dtype=torch.long, device=device)
         self._first, self._count = np.full(count, cut.position), np.full(count, length)
@@ -160,7 +166,7 @@ class PassesFromCut(Passes):
         return logits_BV
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 WAYS = ("changed", "all")
 MAX_TRUNK_BYTES = 1 << 28  # of kept trunks; a larger trunk is dropped after its requests
 PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # length of the proof's prompt: usual, and maximum
@@ -180,12 +186,12 @@ class Recompute:
         self._net, self._sites, self._device = net, sites, device
         self._first_layers = first_layers(sites)
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
-        self.whole_because = _reason(sites, way, net.config)
+        self.whole_because: str = _reason(sites, way, net.config)
         self._is_proved, self._off = False, 0
         self._lock = threading.Lock()  # guards `_off`, which callers' threads change
         self._layers: SkippableLayers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
-        self.passes = {"whole": 0, "from_cut": 0}
+        self.passes: dict[str, int] = {"whole": 0, "from_cut": 0}
         config = net.config.get_text_config()
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         window = min((window for window in windows if isinstance(window, int)), default=None)  # the shortest

@@ -194,7 +194,7 @@ class TransformersEngine(Engine):
             raise unknown("way to recompute", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
-        self.device = _checked_device(device)
+        self.device: str = _checked_device(device)
         if dtype is None:
             dtype = (default_dtype(name) if torch.device(self.device).type == "cpu" else None) or "auto"
         wanted = _dtype(dtype)
@@ -224,7 +224,7 @@ class TransformersEngine(Engine):
             f"{self.device} {getattr(whole, '_commit_hash', None)}",
         )  # fmt: skip
         self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
-        self.runtime = Runtime(self.sites, Limits(2 * max_num_seqs, max_records, bank_bytes), self.device)
+        self.runtime: Runtime = Runtime(self.sites, Limits(2 * max_num_seqs, max_records, bank_bytes), self.device)
         self._room = Room(2 * max_num_seqs, max_records, bank_bytes // 4)  # for a batch and the previous one
         self._placements: dict[str, Placement] = {}  # by run
         assert isinstance(self.runtime.step, HostStep)

@@ -20,7 +20,7 @@ SWITCHES = {
     "pinned_upload": "a kernel reads changed words from pinned memory; plainly, each run of them is copied",
 }
 
-logger = logging.getLogger("patchclamp")
+logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 def read(value: str) -> set[str]:

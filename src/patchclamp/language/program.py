@@ -15,7 +15,7 @@ from patchclamp.language.site import At, Site
 from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
-VALUES = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
+VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
 VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold vectors
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt

@@ -427,10 +427,10 @@ def _size(selection: Selection) -> tuple[int, int, int]:
 Tokens = Positions | TextSpan | Role | TokenIds | ImageTokens | Joined
 TokensLike = Selection | str | int | slice | range | Sequence[int]
 
-prompt = Positions("prompt")
-generated = Positions("generated")
-every = Positions("every")
-image = ImageTokens()
+prompt: Positions = Positions("prompt")
+generated: Positions = Positions("generated")
+every: Positions = Positions("every")
+image: ImageTokens = ImageTokens()
 
 
 def span(text: str, occurrence: int | None = None) -> TextSpan:

@@ -232,7 +232,7 @@ class Known:
     """
 
     def __init__(self, count: Callable[[int], None] | None = None) -> None:
-        self.count = count or (lambda records: None)
+        self.count: Callable[..., Any] = count or (lambda records: None)
         self.refs: dict[Site, list[SiteRef]] = {}
         self.cases: dict[tuple[Any, ...], list[Case]] = {}  # by selection, length, limit and lowest position
         self.merged: dict[tuple[int, ...], tuple[np.ndarray, list[Case]]] = {}  # by the cases' arrays: their positions

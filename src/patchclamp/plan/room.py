@@ -141,6 +141,10 @@ class Room:
     Rows that no admitted program reads stay cached in the bank; the least recently used are evicted for new rows.
     """
 
+    slots: int
+    records: int
+    numbers: int
+
     def __init__(self, slots: int, records: int, numbers: int) -> None:
         self.slots, self.records, self.numbers = slots, records, numbers
         self._free_slots = list(range(slots, 0, -1))

@@ -475,15 +475,15 @@ class ProgramTable:
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
-        self.first = np.zeros((slots + 1, points + 1), np.int32)
-        self.generation = np.zeros(slots + 1, np.int32)
+        self.first: np.ndarray = np.zeros((slots + 1, points + 1), np.int32)
+        self.generation: np.ndarray = np.zeros(slots + 1, np.int32)
         self._acts = np.zeros((slots + 1, points), bool)  # True if a slot has records at a point
         self._acting = np.zeros(points, np.int64)  # the number of slots with records at a point
-        self.records = np.zeros(records, RECORD)
-        self.version = 0
+        self.records: np.ndarray = np.zeros(records, RECORD)
+        self.version: int = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
-        self.sampled = np.zeros(points, bool) if sampled is None else sampled
-        self.captures = CaptureRanges(self.sampled)
+        self.sampled: np.ndarray = np.zeros(points, bool) if sampled is None else sampled
+        self.captures: CaptureRanges = CaptureRanges(self.sampled)
         self.coded: set[int] = set()
         self._installed: set[int] = set()
 

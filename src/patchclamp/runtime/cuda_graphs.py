@@ -81,7 +81,7 @@ MAX_NODES = 1 << 15  # of all copies together
 NODE_BYTES = 3600  # device memory of a copy per node (1.25 MiB for 368, vLLM 0.32 on an H200)
 MAX_COUNTED = 256  # sets of points whose replays a graph counts
 
-logger = logging.getLogger("patchclamp")
+logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
@@ -91,9 +91,9 @@ class Recorded:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
         self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently chosen first
         self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # with the event after their last replay
-        self.active = np.zeros(0, bool)
-        self.key = b""  # `active` as bytes
-        self.cut = 0  # copies made
+        self.active: np.ndarray = np.zeros(0, bool)
+        self.key: bytes = b""  # `active` as bytes
+        self.cut: int = 0  # copies made
 
     def use(self, active: np.ndarray) -> None:
         """Set the points that steps need from now on, bool [P]."""

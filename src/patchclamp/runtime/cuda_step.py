@@ -65,13 +65,24 @@ class CudaTables:
     engine before every step.
     """
 
+    table: ProgramTable
+    bank: torch.Tensor
+    device: torch.device
+    position_of_row: torch.Tensor
+    token_of_row: torch.Tensor
+    base: torch.Tensor
+    stride: torch.Tensor
+    copies: int
+    rebased: int
+    bad_address: int
+
     def __init__(
         self, table: ProgramTable, rows: int, samples: int, bank: torch.Tensor, positions: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:  # fmt: skip
         self.table, self.bank, self.device = table, bank, bank.device
         self.position_of_row, self.token_of_row = positions, tokens
-        self.points = table.first.shape[1] - 1
+        self.points: int = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
             # "base", "stride" and "records" hold 64-bit numbers, so they start at even words
@@ -84,12 +95,12 @@ class CudaTables:
         self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
         self.base, self.stride = (views.pop(name).view(torch.int64) for name in ("base", "stride"))
-        self.quantiles = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
+        self.quantiles: torch.Tensor = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
         self._ranked = False  # True if a sampled row has a rank other than 0
-        self.turns = 1  # the most sampled rows of a request in the step
+        self.turns: int = 1  # the most sampled rows of a request in the step
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         # cached launches of the kernel, with the addresses of these tables (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
@@ -247,6 +258,10 @@ class _FilledSlab:
 
 class Drain:
     """Copies captures from the device to host memory in the background."""
+
+    ring: torch.Tensor
+    bytes: int
+    spilled: int
 
     def __init__(self, device: torch.device, ring_bytes: int, pinned_bytes: int) -> None:
         self.ring, self._ring_bytes = torch.empty(ring_bytes, dtype=torch.uint8, device=device), ring_bytes
@@ -447,10 +462,10 @@ class CudaStep:
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
         kept_bytes: int, ring_bytes: int, pinned_bytes: int,
     ) -> None:  # fmt: skip
-        self.tables = CudaTables(table, rows, samples, bank.data, positions, tokens)
-        self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
-        self.max_graph_bytes = min(kept_bytes, ring_bytes // 2)  # the most that a step with a graph may capture
-        self.recorded = Recorded()
+        self.tables: CudaTables = CudaTables(table, rows, samples, bank.data, positions, tokens)
+        self.drain: Drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
+        self.max_graph_bytes: int = min(kept_bytes, ring_bytes // 2)  # the most that a step with a graph may capture
+        self.recorded: Recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None

@@ -25,7 +25,7 @@ class Bank:
     """
 
     def __init__(self, numbers: int, device: str | torch.device = "cpu") -> None:
-        self.data = torch.empty(numbers, dtype=torch.float32, device=device)
+        self.data: torch.Tensor = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
         """Write tensors of rows [n, W] consecutively from offset `begin` on, asynchronously on the current stream."""

@@ -242,7 +242,7 @@ class Continuity:
         """Invalidate the plan, so that the next step gets a new one."""
         self.plan: StepPlan | None = None
         self.batch: Batch | None = None
-        self.steps = 0
+        self.steps: int = 0
         self._requests: list[str] = []
         self._source: PlannedCaptures | None = None
         self._chunk: CaptureChunk | None = None
@@ -347,37 +347,43 @@ class _Local(NamedTuple):
 class Runtime:
     """Applies the programs of one model with `sites` on `device`."""
 
+    sites: SiteMap
+    limits: Limits
+    device: torch.device
+
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
         # by point, as all arrays here: this worker's shard; True if there are others; True if it keeps its captures
-        self.shards = [sites.shard(point.number, rank) for point in sites.points]
+        self.shards: list[Shard] = [sites.shard(point.number, rank) for point in sites.points]
         self._sharded = np.array([sites.shard_count(point.number) > 1 for point in sites.points])
         self._is_whole = not self._sharded.any()
         self._keeps_shard = np.array([shard.keeps for shard in self.shards])
-        self.widths = np.array([shard.end - shard.first for shard in self.shards])
-        self.sampled = np.array([point.rows == "sampled" for point in sites.points])
+        self.widths: np.ndarray = np.array([shard.end - shard.first for shard in self.shards])
+        self.sampled: np.ndarray = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
-        self.table = ProgramTable(limits.max_programs, len(sites.points), limits.max_records, self.sampled)
-        self.bank = Bank(limits.bank_bytes // 4, device)
-        self.store = CaptureStore(self.widths, lambda: self.step.flush())
+        self.table: ProgramTable = ProgramTable(
+            limits.max_programs, len(sites.points), limits.max_records, self.sampled
+        )
+        self.bank: Bank = Bank(limits.bank_bytes // 4, device)
+        self.store: CaptureStore = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
-        self.steps_planned = 0
-        self.resident = ResidentRows(self.bank, sites, self._captured)
+        self.steps_planned: int = 0
+        self.resident: ResidentRows = ResidentRows(self.bank, sites, self._captured)
         # by the engine's name of a request; its program has no effect from its stop position on
         self._admitted: dict[str, _InstalledProgram] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # by point: its view in the tensor of its tap
-        self.has_tap = np.ones(len(sites.points), bool)  # True if this worker has the tap of a point
+        self.has_tap: np.ndarray = np.ones(len(sites.points), bool)  # True if this worker has the tap of a point
         self.keeps = True  # True if this worker keeps captures, among those with the same rows
         # returns the rows of other workers that a request's program reads, by bank key; None: no other workers
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
-        self.failures = 0  # runs whose edits were not finite
+        self.failures: int = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of a request share its run
         self._code_errors: dict[str, Packed] = {}  # by run, since a run with code has only one request
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
-        self.continuity = Continuity(self.table)
+        self.continuity: Continuity = Continuity(self.table)
         self._acts = b""  # `plan.active` as bytes, one per point
         self._token_bytes: collections.Counter[int] = collections.Counter()  # admitted programs, by their `token_bytes`
         self._code: dict[int, tuple[str, Code]] = {}  # by number: the run and its code

@@ -37,7 +37,7 @@ from patchclamp.serve.routes import caller
 from patchclamp.serve.server_state import Front, log
 from patchclamp.version import __version__
 
-router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
+router: APIRouter = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
 Messages = list[dict[str, Any]]
 ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "encode": tuple[str],

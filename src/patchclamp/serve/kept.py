@@ -72,6 +72,9 @@ class RunNote(msgspec.Struct):
 class NoteChannel:
     """Exchanges notes with the server's other API processes."""
 
+    by: str
+    is_shared: bool
+
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine, self._seen = engine, 0
         self.by, self.is_shared = uuid.uuid4().hex, engine.api_processes > 1
@@ -144,6 +147,8 @@ class _KeptRun(msgspec.Struct):
 class Owned(Mapping[str, Any]):
     """The names that an owner's programs can use: its bank and its runs."""
 
+    bank: NamedBank
+
     def __init__(self, bank: NamedBank, runs: Mapping[str, Run]) -> None:
         self.bank, self._runs = bank, runs
 
@@ -169,6 +174,8 @@ class Owned(Mapping[str, Any]):
 
 class KeptObjects:
     """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
+
+    limits: ServeLimits
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
@@ -428,6 +435,9 @@ class SweepJournal(Journal):
     users: requests that use it, from before they plan their sweep until its thread ends
     """
 
+    users: int
+    touched_s: float
+
     def __init__(self, reserve: Callable[[int], None]) -> None:
         super().__init__(None, ENDS_WITHIN_S)
         self._reserve = reserve
@@ -443,7 +453,7 @@ class SweepJournal(Journal):
     def clear(self) -> None:
         """Delete all records."""
         super().clear()
-        self.nbytes = 0
+        self.nbytes: int = 0
 
 
 class SweepJournals:

@@ -113,6 +113,14 @@ class ProgramCall:
     on_own_route: True on patchclamp's routes, whose responses have room for every result
     """
 
+    owner: str
+    variant: Variant | None
+    on_own_route: bool
+    keep: bool
+    compare: bool
+    records: Records
+    bindings: dict[Hashable, Binding]
+
     is_long = False  # True if the body is too long to hash its vectors on the event loop
 
     def __init__(
@@ -147,7 +155,7 @@ class ProgramCall:
             kept.check_free(owner, self.name, "run")
         self.owner, self.variant, self.on_own_route, self._limits = owner, variant, on_own_route, kept.limits
         self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
-        self.tokens = bool(data.get("tokens", False))
+        self.tokens: bool = bool(data.get("tokens", False))
         self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None

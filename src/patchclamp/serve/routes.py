@@ -43,7 +43,7 @@ from patchclamp.serve.server_state import Front, owner_of
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.version import __version__
 
-page_router = APIRouter()
+page_router: APIRouter = APIRouter()
 PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_text(encoding="utf-8")
 
 
@@ -67,7 +67,9 @@ async def hear(request: Request) -> None:
     await request.app.state.patchclamp.hear()
 
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)], responses=ERRORS)
+router: APIRouter = APIRouter(
+    prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)], responses=ERRORS
+)
 
 
 def caller(request: Request) -> tuple[Front, str]:
@@ -122,7 +124,7 @@ def _describe(name: str, run: Run) -> RunCard:
     )  # fmt: skip
 
 
-model_router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS)
+model_router: APIRouter = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS)
 
 
 @model_router.get("")
@@ -152,12 +154,12 @@ async def list_sites(request: Request) -> SiteList:
     return SiteList(sites=cards)
 
 
-NUMBERS = {"type": "array", "minItems": 1, "items": {"type": "number"}}
+NUMBERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "number"}}
 NAMES = "up to 64 letters, digits, '_', '-' and '.'"
 VectorName = Annotated[str, Path(description=NAMES, examples=["calm"])]
 ProgramName = Annotated[str, Path(description=NAMES, examples=["quiet"])]
 
-VECTOR_BODY = {
+VECTOR_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
@@ -169,7 +171,7 @@ VECTOR_BODY = {
         },
     }
 }
-PROGRAM_BODY = {
+PROGRAM_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {

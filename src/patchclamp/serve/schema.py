@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import FastAPI
@@ -137,16 +137,20 @@ class SiteList(BaseModel):
 
 
 Example = tuple[str, dict[str, Any]]  # the summary, and a body without its model
-NOISE = {"type": "noise", "at": "embed", "std": 0.2, "relative": True, "seed": 3}
-SCALE = {"type": "scale", "at": "attn_out[2]", "factor": 0.5, "tokens": "prompt[-1]"}
+NOISE: dict[str, Any] = {"type": "noise", "at": "embed", "std": 0.2, "relative": True, "seed": 3}
+SCALE: dict[str, Any] = {"type": "scale", "at": "attn_out[2]", "factor": 0.5, "tokens": "prompt[-1]"}
 LAST = {"type": "capture", "at": "resid_post[2]", "tokens": "prompt[-1]"}
-PATCH = {
+PATCH: dict[str, Any] = {
     "type": "replace", "at": "resid_post[2]", "tokens": "prompt[-1]",
     "value": {"type": "from", "run": "italy", "site": "resid_post[2]", "position": "prompt[-1]"},
 }  # fmt: skip
-FRANCE = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-ITALY = {"prompt": "The capital of Italy is", "max_tokens": 1, "temperature": 0}
-COLOUR = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4, "temperature": 0}
+FRANCE: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+ITALY: dict[str, Any] = {"prompt": "The capital of Italy is", "max_tokens": 1, "temperature": 0}
+COLOUR: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Name a colour."}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
 
 EXAMPLES: dict[str, dict[str, Example]] = {  # by path
     "/v1/completions": {
@@ -162,7 +166,7 @@ EXAMPLES: dict[str, dict[str, Example]] = {  # by path
             **COLOUR, "patchclamp": {"edits": [NOISE], "compare": True}}),
     },
 }  # fmt: skip
-PROGRAM = {"edits": [SCALE, NOISE]}
+PROGRAM: dict[str, Any] = {"edits": [SCALE, NOISE]}
 VECTOR = [0.25, -1.0, 0.5, 2.0]
 EIFFEL = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome"}
 STUDIES: list[tuple[str, Any]] = [  # a study and its body
@@ -201,7 +205,7 @@ TokensText = Annotated[
 class Closed(BaseModel):
     """A body that refuses unknown fields and converts no types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
 
 class VectorValue(Closed):
@@ -272,10 +276,10 @@ def _list_of(kind: Any) -> Any:
 
 OP_MODELS = {name: _op_model(name, op) for name, op in OPS.items()}
 ANY_OP = Annotated[functools.reduce(operator.or_, OP_MODELS.values()), Field(discriminator="type")]
-ProgramBody = create_model(
+ProgramBody: type[Closed] = create_model(
     "ProgramBody", __base__=Closed, __doc__="The edits of a program, in order.", edits=(_list_of(ANY_OP), ...)
 )
-PatchclampRequest = create_model(
+PatchclampRequest: type[Closed] = create_model(
     "PatchclampRequest",
     __base__=Closed,
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",

@@ -53,7 +53,7 @@ PART_BYTES = 96 << 10  # of a result per event, which keeps its line below 256 K
 EVERY_S = 0.2  # between two progress events
 KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
 
-router = APIRouter(
+router: APIRouter = APIRouter(
     prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
     dependencies=[Depends(hear)],
 )  # fmt: skip
@@ -155,7 +155,7 @@ async def list_studies(request: Request) -> StudyList:
     ])  # fmt: skip
 
 
-BODY = {
+BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
@@ -239,7 +239,7 @@ class RunningStudy(Reporter):
         self._stopped = threading.Event()
         self._places: dict[str, dict[Any, int]] = {}
         self._total, self._done, self._sent_s = 0, 0, 0.0
-        self.told = 0  # cells
+        self.told: int = 0  # cells
         threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
         _under_way[id(front), owner] += 1
 

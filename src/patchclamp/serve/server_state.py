@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.server import metrics_of, serving
+from patchclamp.engines.vllm.server import ServeLimits, metrics_of, serving
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import NoKey, PatchclampError
 from patchclamp.language import Program
@@ -46,7 +46,7 @@ def owner_of(authorization: str | None, has_keys: bool) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-logger = logging.getLogger("vllm.patchclamp")  # a child of vLLM's logger, for its handlers and level
+logger: logging.Logger = logging.getLogger("vllm.patchclamp")  # a child of vLLM's logger, for its handlers and level
 OP = re.compile(r"(edits|capture)\[\d+\]")
 MAX_OWNER = 8  # characters: enough to distinguish a few keys, too few to construct the name of a run
 
@@ -181,19 +181,22 @@ class Front:
     has_keys: True if callers are identified by API keys
     """
 
+    kept: KeptObjects
+    has_keys: bool
+
     def __init__(self, client: Any) -> None:
         name = client.vllm_config.model_config.model
         self.model_name: str = client.vllm_config.model_config.served_model_name
-        self.engine = AsyncEngine(client, name)
-        self.lm = LM(name, engine=self.engine)
-        self.limits = serving(client.vllm_config)
+        self.engine: AsyncEngine = AsyncEngine(client, name)
+        self.lm: LM = LM(name, engine=self.engine)
+        self.limits: ServeLimits = serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
         self._channel = NoteChannel(self.engine)
         self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
-        self.bindings = KnownBindings(self.lm, self.kept)
+        self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
         self.waiting: dict[str, Callable[[str], None]] = {}
-        self.journals = SweepJournals(self.limits)
-        self.leases = Leases(self.engine, LEASE_S, self.hear)
+        self.journals: SweepJournals = SweepJournals(self.limits)
+        self.leases: Leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:

@@ -253,6 +253,14 @@ class Shard(NamedTuple):
 class SiteMap:
     """The points and site refs of a model, with `tensor_parallel` workers in each of `stages` pipeline stages."""
 
+    family: Family
+    sizes: Sizes
+    tensor_parallel: int
+    stages: int
+    layers: int
+    d_model: int
+    d_vocab: int
+
     def __init__(self, family: Family, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
         self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab

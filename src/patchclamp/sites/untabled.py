@@ -160,10 +160,10 @@ class Flow:
 
     def __init__(self, record: Record, count: int, width: int, tokens: int) -> None:
         self.record, self.count, self.width, self.tokens = record, count, width, tokens
-        self.layers = self._list_of_layers()
-        self.calls = [record.by_path[f"{self.layers}.{layer}"][0] for layer in range(count)]
+        self.layers: str = self._list_of_layers()
+        self.calls: list[ModuleCall] = [record.by_path[f"{self.layers}.{layer}"][0] for layer in range(count)]
         self.keys, self.end, self.end_keys, self.adds = self._stream()
-        self.gains = [self._gains(layer) for layer in range(count)]
+        self.gains: list[Sum] = [self._gains(layer) for layer in range(count)]
 
     def _list_of_layers(self) -> str:
         """The path of the only list with one module per layer, each called once."""
@@ -506,7 +506,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
-        self.record = Record({path: kinds_of(module) for path, module in modules.items()})
+        self.record: Record = Record({path: kinds_of(module) for path, module in modules.items()})
         self._at: dict[tuple[int, int, int], int] = {}  # value by memory location
         self._alive: list[torch.Tensor] = []  # keeps memory locations unique
         self._under: list[ModuleCall] = []

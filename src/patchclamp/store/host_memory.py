@@ -119,7 +119,7 @@ def map_place(place: MemoryLocation) -> mmap.mmap:
         return mmap.mmap(file.fileno(), place.size)
 
 
-logger = logging.getLogger("patchclamp")
+logger: logging.Logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
 MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
@@ -144,7 +144,7 @@ class HostBlock:
     __slots__ = ("__weakref__", "copied", "data")
 
     def __init__(self, data: torch.Tensor | None = None) -> None:
-        self.data = data
+        self.data: torch.Tensor | None = data
         self.copied: torch.cuda.Event | None = None
 
     @property
@@ -187,6 +187,10 @@ def _cudart() -> Any:
 class Slab:
     """`data` [size] uint8 in memory that stays pinned while the slab exists; bytes 0 … `used`−1 are in use."""
 
+    data: torch.Tensor
+    size: int
+    used: int
+
     __slots__ = ("__weakref__", "data", "size", "used")
 
     def __init__(self, memory: np.ndarray, unregister: Callable[[np.ndarray], None]) -> None:
@@ -209,7 +213,7 @@ class PinnedSlabs:
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._makers = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
         self._touchers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-touch")
-        self.bytes = 0  # of all slabs not given up
+        self.bytes: int = 0  # of all slabs not given up
 
     def prepare(self) -> None:
         """Start making slabs in the background."""

@@ -10,6 +10,8 @@ scrubbing" (Alignment Forum); which to take when, Heimersheim and Nanda 2024 (ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.lm import LM
 from patchclamp.studies.grid import GridCase, GridPlan, PromptGrid
@@ -76,4 +78,4 @@ class AblationSweep(PromptGrid):
         return tuple(columns_of(lm, words, whole, positions, number, count, lambda label, at, _: Column(label, at, ())))
 
 
-ablation_sweep = AblationSweep.short_form("ablation_sweep")
+ablation_sweep: Callable[..., AblationSweepResult] = AblationSweep.short_form("ablation_sweep")

@@ -13,7 +13,7 @@ R rows (a site of a layer, or a head of it) · P columns (aligned positions)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -166,7 +166,7 @@ class AttributionPatching(GradientStudy):
         return _RowCandidates(lm, between, rows)
 
 
-attribution_patching = AttributionPatching.short_form("attribution_patching")
+attribution_patching: Callable[..., AttributionPatchingResult] = AttributionPatching.short_form("attribution_patching")
 
 
 class _RowCandidates(Candidates):

@@ -52,12 +52,19 @@ class Between:
     clean_at, corrupt_at: the same positions as arrays
     """
 
+    ids: list[list[int]]
+    tokens: list[tuple[str, ...]]
+    clean_at: np.ndarray
+    corrupt_at: np.ndarray
+    clean: Gradients
+    corrupt: Gradients
+
     def __init__(
         self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None, match: Match | None = None
     ) -> None:
         self._lm = lm
-        self.answer = single_token(lm, answer, "answer")
-        self.foil = None if foil is None else single_token(lm, foil, "foil")
+        self.answer: int = single_token(lm, answer, "answer")
+        self.foil: int | None = None if foil is None else single_token(lm, foil, "foil")
         metric = "logprob" if self.foil is None else "logit_diff"
         self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
         one, other = words_of(lm, clean, "clean"), words_of(lm, corrupt, "corrupt")
@@ -68,7 +75,9 @@ class Between:
                 if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
         pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
         labels = {(a, b): f"{self.tokens[1][b]}←{self.tokens[0][a]}" for a, b in matched}
-        self.columns = tuple(Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs)
+        self.columns: tuple[Column, ...] = tuple(
+            Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
+        )
         self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
         self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
         self._first = lm.sites.resolve(Site("resid_pre", 0))[0].point

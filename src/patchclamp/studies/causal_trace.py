@@ -11,7 +11,7 @@ of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class CausalTrace(PromptGrid):
                           settings=settings)  # fmt: skip
 
 
-causal_trace = CausalTrace.short_form("causal_trace")
+causal_trace: Callable[..., CausalTraceResult] = CausalTrace.short_form("causal_trace")
 
 
 class _TracePlan(GridPlan):

@@ -12,6 +12,7 @@ N prompts · D model width · W width of a site · C parts · L layers · H head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -237,7 +238,7 @@ class DirectAttribution(Study):
         return result
 
 
-direct_attribution = DirectAttribution.short_form("direct_attribution")
+direct_attribution: Callable[..., DirectAttributionResult] = DirectAttribution.short_form("direct_attribution")
 
 
 class _LastRows:

@@ -13,6 +13,7 @@ T positions · D model width · R receivers · S senders
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -127,7 +128,7 @@ class EdgeAttribution(GradientStudy):
         return _EdgeCandidates(lm, between)
 
 
-edge_attribution = EdgeAttribution.short_form("edge_attribution")
+edge_attribution: Callable[..., EdgeAttributionResult] = EdgeAttribution.short_form("edge_attribution")
 
 
 class _EdgeCandidates(Candidates):

@@ -187,16 +187,16 @@ class FirstToken:
     """
 
     def __init__(self, divergence: str | int) -> None:
-        self.likeliest = 0
+        self.likeliest: int = 0
         if is_token_id(divergence):
             self.likeliest = int(divergence)
             if not 1 <= self.likeliest <= MAX_SCORES:
                 raise ProgramError(f"from 1 to {MAX_SCORES} tokens, not {divergence}", "divergence")
         elif not isinstance(divergence, str) or divergence not in ("full", "none"):
             raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), "divergence")
-        self.full = divergence == "full"
-        self.words = f"top {self.likeliest} and the rest" if self.likeliest else str(divergence)
-        self.capture = [Capture("logits", prompt[-1])] if self.full else []
+        self.full: bool = divergence == "full"
+        self.words: str = f"top {self.likeliest} and the rest" if self.likeliest else str(divergence)
+        self.capture: list[Any] = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
     def likeliest_calls(self, batches: Iterable[Sequence[EncodedPrompt]]) -> Iterator[dict[str, Any]]:
@@ -416,7 +416,7 @@ class FuzzSweep(Study):
         )  # fmt: skip
 
 
-fuzz_sweep = FuzzSweep.short_form("fuzz_sweep")
+fuzz_sweep: Callable[..., FuzzSweepResult] = FuzzSweep.short_form("fuzz_sweep")
 
 
 def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:

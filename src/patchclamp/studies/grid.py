@@ -305,6 +305,20 @@ class GridPlan:
     settings: further arguments that decide the values, as plain data
     """
 
+    lm: LM
+    study: Grid
+    cases: list[GridCase]
+    rows: list[Row]
+    direction: str
+    source: Source | None
+    mixing: Mixing
+    draws: int
+    seeds: tuple[int, ...]
+    verb: str
+    repeats: int
+    zoom: int | None
+    settings: Mapping[str, Any]
+    result: type[Sweep]
     extra: Mapping[str, Any] = {}  # further fields of the result
 
     def __init__(
@@ -314,7 +328,7 @@ class GridPlan:
         settings: Mapping[str, Any] | None = None, verb: str = "patching",
     ) -> None:  # fmt: skip
         self.lm, self.study, self.result, self.cases, self.rows = lm, study, result, cases, rows
-        self.columns = same_columns([case.columns for case in cases])
+        self.columns: tuple[Column, ...] = same_columns([case.columns for case in cases])
         self.direction, self.source, self.mixing = direction, source, mixing or Mixing()
         self.written: Side = "corrupt" if direction == "denoising" else "clean"
         self.read: Side = "clean" if direction == "denoising" else "corrupt"
@@ -322,7 +336,8 @@ class GridPlan:
         if isinstance(source, Resampled):
             self.draws, self.seeds = source.draws, (*self.seeds, source.seed)
         self.repeats, self.zoom, self.settings = repeats, zoom, settings or {}
-        self.open = ExitStack()  # an error's frames may keep runs alive for long, so they are closed at the end
+        # an error's frames may keep runs alive for long, so they are closed at the end
+        self.open: ExitStack[bool | None] = ExitStack()
 
     # -- size
 
@@ -667,6 +682,8 @@ class Cells:
     advance: called with the number of trials that have finished
     """
 
+    journal: Journal | None
+
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
         self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
@@ -816,11 +833,14 @@ LEVELS = 3  # times that blocks are halved
 class Zoom:
     """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
+    possible: np.ndarray
+    keep: int
+
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         self.possible, self.keep = possible, min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
         across = list(range(columns))
-        self.first = self._whole(
+        self.first: list[_Span] = self._whole(
             _Span(tuple(some), tuple(part)) for panel in panels for some in _cut(panel, COARSEST)
             for part in _cut(across, COARSEST)
         )  # fmt: skip

@@ -264,7 +264,7 @@ class LogitLens(Study):
         )  # fmt: skip
 
 
-logit_lens = LogitLens.short_form("logit_lens")
+logit_lens: Callable[..., LogitLensResult] = LogitLens.short_form("logit_lens")
 
 
 class _Measured(msgspec.Struct):

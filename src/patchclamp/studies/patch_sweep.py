@@ -10,6 +10,8 @@ practice after Heimersheim and Nanda 2024 (arXiv:2404.15255).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from patchclamp.errors import PatchclampError
 from patchclamp.language.values import as_mask
 from patchclamp.lm import LM
@@ -74,4 +76,4 @@ class PatchSweep(PairGrid):
                         mixing=mixing, seed=self.seed, zoom=self.zoom)  # fmt: skip
 
 
-patch_sweep = PatchSweep.short_form("patch_sweep")
+patch_sweep: Callable[..., PatchSweepResult] = PatchSweep.short_form("patch_sweep")

@@ -8,6 +8,7 @@ S source layers · G target layers · n positions · D model width · K likelies
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -207,7 +208,7 @@ class Patchscope(Study):
         return result
 
 
-patchscope = Patchscope.short_form("patchscope")
+patchscope: Callable[..., PatchscopeResult] = Patchscope.short_form("patchscope")
 
 
 class _Said:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class PathPatch(PairGrid):
         return _PathPlan(lm, self, cases, rows, receivers, frozen)
 
 
-path_patch = PathPatch.short_form("path_patch")
+path_patch: Callable[..., PathPatchResult] = PathPatch.short_form("path_patch")
 
 
 class _PathPlan(GridPlan):

@@ -198,7 +198,7 @@ class FromWeights:
     way: Way = "weights"
 
     def __init__(self, lm: LM, ids: list[int]) -> None:
-        self.unembedding = proved_unembedding(lm, ids)
+        self.unembedding: Unembedding = proved_unembedding(lm, ids)
         self.about = "the model's norm and unembedding, proved on the live model"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -217,7 +217,7 @@ class FromEngine:
 
     def __init__(self, lm: LM, token: int, why: str) -> None:
         self._lm, self._token = lm, token
-        self.about = f"each row was put in the place of the last stream, and the engine made its logits{why}"
+        self.about: str = f"each row was put in the place of the last stream, and the engine made its logits{why}"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
         return self._read(rows_ND, LOGITS, max(MAX_FLOATS // self._lm.model.d_vocab, 1))

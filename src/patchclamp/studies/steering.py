@@ -617,7 +617,7 @@ class Steering(Study):
         )  # fmt: skip
 
 
-steering_vectors = Steering.short_form("steering_vectors")
+steering_vectors: Callable[..., SteeringVectors] = Steering.short_form("steering_vectors")
 
 
 FLUENT_PROMPTS, FLUENT_TOKENS = 8, 16  # texts from which fluency is measured
@@ -873,7 +873,7 @@ class StrengthCurve(Study):
         )  # fmt: skip
 
 
-strength_curve = StrengthCurve.short_form("strength_curve")
+strength_curve: Callable[..., StrengthCurveResult] = StrengthCurve.short_form("strength_curve")
 
 
 def steered_texts(

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class TracedLM(ProvedLM):
     __doc__ = ProvedLM.__doc__
 
-    run = checked_names(ProvedLM.run, "lm.run")
-    arun = checked_names(ProvedLM.arun, "lm.arun")
-    stream = checked_names(ProvedLM.stream, "lm.stream")
+    if not TYPE_CHECKING:  # type checkers see the signatures of `LM`
+        run = checked_names(ProvedLM.run, "lm.run")
+        arun = checked_names(ProvedLM.arun, "lm.arun")
+        stream = checked_names(ProvedLM.stream, "lm.stream")
 
     def trace(
         self,

@@ -107,7 +107,8 @@ class Arithmetic:
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__copy__()
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return id(self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         name = _OF_NUMPY.get(ufunc.__name__, "")
@@ -219,17 +220,20 @@ class NonTensor:
             "tensors, as in t.layers[5].output"
         )
 
-    __array_ufunc__ = __array_function__ = __call__ = __delitem__ = _refuse
-    __enter__ = __exit__ = __aenter__ = __aexit__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pos__ = _refuse
 
-
-for _name in (*_REFUSED, "__lt__", "__le__", "__gt__", "__ge__", "__float__", "__int__", "__index__", "__array__"):
+_NO_TENSORS = (
+    "lt le gt ge float int index array array_ufunc array_function call delitem enter exit aenter aexit add radd sub "
+    "rsub mul rmul truediv neg pos"
+)
+for _name in (*_REFUSED, *(f"__{name}__" for name in _NO_TENSORS.split())):
     setattr(NonTensor, _name, NonTensor._refuse)
 
 
 class Expression(Arithmetic):
     """Σ factor · read + constant."""
+
+    terms: tuple[Term, ...]
+    constant: Number
 
     def __init__(self, terms: tuple[Term, ...] = (), constant: Number = 0.0) -> None:
         self.terms, self.constant = terms, constant
@@ -957,11 +961,14 @@ class Pending(Arithmetic, torch.Tensor):
 class Saved:
     """One `.save()`: the expression, the line, and the tensor that the caller holds."""
 
+    expression: Expression
+    line: Line
+
     def __init__(self, expression: Expression, line: Line) -> None:
         self.expression, self.line = expression, line
         self.failure: PatchclampError | None = None
-        self.tensor = Pending.new(self)
-        self.name = " + ".join(str(term.read.spot) for term in expression.terms) or "numbers"
+        self.tensor: Pending = Pending.new(self)
+        self.name: str = " + ".join(str(term.read.spot) for term in expression.terms) or "numbers"
 
     @property
     def recordings(self) -> list[Recording]:
@@ -1044,6 +1051,11 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
 
 class Cache(Mapping[str, torch.Tensor]):
     """The result of `t.cache(...)`: one tensor per site, by name (`"resid_post[5]"`) or site (`pc.resid_post[5]`)."""
+
+    sites: list[Site]
+    tokens: Tokens
+    line: Line
+    recording: Recording
 
     def __init__(self, sites: list[Site], tokens: Tokens, line: Line, recording: Recording) -> None:
         self.sites, self.tokens, self.line, self.recording = sites, tokens, line, recording

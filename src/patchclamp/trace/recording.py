@@ -259,13 +259,19 @@ class Entry:
     within: True if one run can do both, the source read and this write, by storing the rows where they are read
     """
 
+    recording: Recording
+    op: SiteOp
+    spot: Spot
+    source: Entry | None
+    line: Line
+
     def __init__(self, recording: Recording, op: SiteOp, spot: Spot, source: Entry | None, line: Line) -> None:
         self.recording, self.op, self.spot, self.source, self.line = recording, op, spot, source, line
-        self.number = len(recording.entries)
+        self.number: int = len(recording.entries)
         self.refs: list[SiteRef] = recording.lm.sites.resolve(op.at)
-        self.points = {ref.point for ref in self.refs}
-        self.within = source is not None and may_be_within(self, source)
-        self.wanted = False  # for reads: True once its rows are needed
+        self.points: set[int] = {ref.point for ref in self.refs}
+        self.within: bool = source is not None and may_be_within(self, source)
+        self.wanted: bool = False  # for reads: True once its rows are needed
 
     @property
     def is_read(self) -> bool:
@@ -334,6 +340,12 @@ class Recording:
     failure: the error of its run or block, or None
     """
 
+    lm: LM
+    prompt: tuple[list[int], str | None] | None
+    max_tokens: int
+    trace: object
+    line: Line
+
     def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, trace: object) -> None:
         self.lm, self.prompt, self.max_tokens, self.trace, self.line = lm, prompt, max_tokens, trace, callers_line()
         self.entries: list[Entry] = []
@@ -341,7 +353,7 @@ class Recording:
         self.caches: list[Any] = []  # `proxies.Cache`
         self.sampling: dict[str, Any] | None = None
         self.score: list[int] = []
-        self.state = "open"
+        self.state: str = "open"
         self.failure: PatchclampError | None = None
         self.run: Run | None = None
 

@@ -25,7 +25,7 @@ import safetensors.numpy
 from patchclamp.engines.base import ABORTED, decode
 from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
 from patchclamp.plan import CAPTURE
-from patchclamp.plan.bound import is_loaded, is_vector, lowest_edit, source_of
+from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
@@ -87,6 +87,12 @@ class Verdict(msgspec.Struct):
 class RequestProgram:
     """A request's program in the core."""
 
+    asked: int
+    bound: BoundProgram
+    carried: bytes
+    proved: int
+    sizes: dict[str, tuple[int, int]]
+
     __slots__ = (
         "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
         "unedited", "waited_s",
@@ -95,14 +101,14 @@ class RequestProgram:
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
         """`images`: the spans of the prompt's images."""
         decoded = decode(carried)
-        self.seen_whole = images if admission.images_see_ahead else ()
+        self.seen_whole: tuple[tuple[int, int], ...] | tuple[()] = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
-        self.unedited = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
+        self.unedited: int = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
         self.forget_proof()
         self.placement: Placement | None = None
-        self.is_released = False  # its run was released before its request ended
-        self.arrived_s = 0.0
+        self.is_released: bool = False  # its run was released before its request ended
+        self.arrived_s: float = 0.0
         self.waited_s: float | None = None  # from arrival to admission
 
     def forget_proof(self) -> None:
@@ -125,6 +131,8 @@ class _SharedVector(msgspec.Struct):
 class Admission:
     """The programs and resources of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
     True if an image's tokens attend to later tokens of the image."""
+
+    images_see_ahead: bool
 
     def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead

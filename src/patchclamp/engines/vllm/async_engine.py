@@ -42,6 +42,8 @@ class AsyncEngine(VllmFrontEnd):
     metrics: the metrics to update, if set
     """
 
+    client: AsyncLLM
+
     remote = True
 
     def __init__(self, client: AsyncLLM, name: str) -> None:

@@ -135,9 +135,11 @@ class CaptureReceiver:
     has_views: True once large rows have arrived as views
     """
 
+    name: str
+
     def __init__(self, release: Callable[[list[str]], None]) -> None:
         self.name, self._release = f"{os.getpid()}-{uuid.uuid4().hex}", release
-        self.has_views = False
+        self.has_views: bool = False
         self._mapped: dict[str, tuple[MemoryLocation, mmap.mmap]] = {}  # open memory, by name
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._memory = host_memory.ReusedMemory()

@@ -173,7 +173,7 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
-        self.runtime = Runtime(sites, limits, worker.device, rank)
+        self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
@@ -209,7 +209,9 @@ class Attached:
             self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
-        self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest)
+        self.hooks: compat.Hooks = compat.Hooks(
+            self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest
+        )
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
     def _on_cuda(self, runner: Any, limits: Limits) -> None:

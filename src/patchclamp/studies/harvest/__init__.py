@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -73,7 +73,7 @@ class Project:
     """
 
     def __init__(self, matrix: Any, on_device: bool = True) -> None:
-        self.on_device = as_flag(on_device, "on_device")
+        self.on_device: bool = as_flag(on_device, "on_device")
         by_site = matrix if isinstance(matrix, Mapping) else {None: matrix}  # None: for all sites
         self._by_site = {None if site is None else str(site): _matrix(value) for site, value in by_site.items()}
 
@@ -304,7 +304,7 @@ class Harvest(Study):
         return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
 
 
-harvest = Harvest.short_form("harvest")
+harvest: Callable[..., HarvestResult] = Harvest.short_form("harvest")
 
 
 def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:

@@ -56,6 +56,9 @@ class Harvested:
     Raises: `ProgramError` for another folder.
     """
 
+    folder: Path
+    interleave: bool
+
     def __init__(self, folder: str | Path, interleave: bool = True) -> None:
         self.folder, self.interleave = _only_harvest(Path(as_file(folder, "folder"))), interleave
         try:
@@ -64,12 +67,12 @@ class Harvested:
             if version not in READABLE:
                 raise ProgramError(f"expected a harvest in format {READABLE[0]} to {READABLE[-1]}, got {version!r}: "
                                    f"{folder}", "folder")  # fmt: skip
-            self.manifest = msgspec.json.decode(content, type=Manifest)
+            self.manifest: Manifest = msgspec.json.decode(content, type=Manifest)
         except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ProgramError(f"{folder} has no harvest: {error}", "folder") from None
         there = {path.name for path in self.folder.iterdir()}
-        self.shards = [name for name in self.manifest.shards if name in there]
-        self.missing = [name for name in self.manifest.shards if name not in there]
+        self.shards: list[str] = [name for name in self.manifest.shards if name in there]
+        self.missing: list[str] = [name for name in self.manifest.shards if name not in there]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies in other processes open the folder again."""

@@ -228,6 +228,8 @@ class PartWriter:
     left: the prompts still to run, by their numbers in the part
     """
 
+    part: HarvestPart
+
     def __init__(self, folder: Path, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
         self.part, self._recipe, self._documents = part, recipe, documents
         self._folder = open_folder(folder, part.number)
@@ -241,7 +243,7 @@ class PartWriter:
         finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
         for prompts in self._journal.take(list[int]):
             finished[prompts] = True
-        self.left = np.flatnonzero(~finished)
+        self.left: np.ndarray = np.flatnonzero(~finished)
         self._files: dict[tuple[str, int], np.ndarray] = {}
 
     def _path(self, site: StoredSite, shard: int) -> Path:

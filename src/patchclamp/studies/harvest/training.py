@@ -73,6 +73,12 @@ class HarvestBatches(IterableDataset[Values]):
     after the last row, without end.
     """
 
+    data: Any
+    sites: list[str]
+    size: int
+    repeat: bool
+    index: bool
+
     def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False, index: bool = False) -> None:
         check_whole(size, "size", 1)
         self.data, self.sites, self.size, self.repeat, self.index = data, sites, size, repeat, index
@@ -190,6 +196,10 @@ class ActivationBuffer:
     that do not fill a batch come with the beginning of the next round; without `repeat` they are dropped.
     """
 
+    d_submodule: Any
+    out_batch_size: int
+    device: str
+
     def __init__(
         self, data: Any, site: str, *, out_batch_size: int = 8192, device: str = "cpu",
         dtype: torch.dtype = torch.float32, repeat: bool = True,
@@ -197,7 +207,7 @@ class ActivationBuffer:
         if not 1 <= out_batch_size <= len(data):
             raise ProgramError(f"expected batches of 1 to {len(data)} rows, got {out_batch_size!r}", "out_batch_size")
         self.d_submodule, self.out_batch_size, self.device = data.width(site), out_batch_size, device
-        self.config = {"harvest": data.folder.name, "site": site, "out_batch_size": out_batch_size,
+        self.config: dict[str, Any] = {"harvest": data.folder.name, "site": site, "out_batch_size": out_batch_size,
                        "device": device}  # fmt: skip
         self._dtype = dtype
         self._batches = iter(data.batches(site, out_batch_size, repeat))

@@ -273,7 +273,7 @@ PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # with several workers
 ADAPTED_DRAFTERS = ("ngram", "draft_model")  # with adapters
 
 # untested options of speculative decoding, with their defaults
-UNTRIED_DRAFTS = {
+UNTRIED_DRAFTS: dict[str, Any] = {
     "parallel_drafting": False, "use_heterogeneous_vocab": False, "disable_padded_drafter_batch": False,
     "use_local_argmax_reduction": False, "num_speculative_tokens_per_batch_size": None, "draft_sample_method": "greedy",
 }  # fmt: skip

@@ -67,7 +67,7 @@ class Watch:
         self._buffers = buffers
         self._call_addresses: dict[str, int] | None = None  # of the arguments of the running wrapper
         self._built: dict[str, Any] = {}  # the step's inputs, as built by a V2 runner
-        self.compared = 0  # replays compared
+        self.compared: int = 0  # replays compared
 
     def current_addresses(self) -> dict[str, int]:
         """Return the addresses of everything that the current graph reads, by path."""
@@ -191,7 +191,7 @@ def _on_call() -> None:
     CUDAGraphWrapper.__call__ = call  # type: ignore[method-assign]
 
 
-logger = logging.getLogger("patchclamp")
+logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 _Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1: also of full ones) and their graphs
@@ -207,6 +207,8 @@ class Graphs:
     watch        checks the addresses that graphs read, if enabled
     """
 
+    recording: Callable[..., Any]
+
     def __init__(
         self, sizes: tuple[int, ...] | None, recording: Callable[[], Any], tapped: Callable[[Any], Any],
         forget: Callable[[], None], watch: Watch | None = None,
@@ -219,9 +221,9 @@ class Graphs:
         self._active = False
         self._recorded: set[tuple[Any, int]] = set()
         self._idle = 0
-        self.share = 1.0  # the fraction of vLLM's sizes that are also recorded with taps
-        self.problem = ""  # the reason why active graphs are missing
-        self.bytes = {"without": 0, "with": 0}  # device memory of graphs without taps and with taps
+        self.share: float = 1.0  # the fraction of vLLM's sizes that are also recorded with taps
+        self.problem: str = ""  # the reason why active graphs are missing
+        self.bytes: dict[str, int] = {"without": 0, "with": 0}  # device memory of graphs without taps and with taps
 
     @property
     def idle(self) -> int:
