@@ -41,7 +41,7 @@ from patchclamp.engines.base import (
     adapters_of,
 )
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of, template_options
-from patchclamp.engines.weights import WEIGHTS, checked_layers
+from patchclamp.engines.weights import WEIGHTS, checked_layers, short_name
 from patchclamp.errors import (
     CapacityError,
     EngineError,
@@ -361,14 +361,18 @@ class LM:
         """
         import torch
 
+        name, layer = short_name(name, layer)
         layers = checked_layers(self.sites, name, layer)
         by_head = WEIGHTS[name].shape.startswith("H")
         if head is not None and not by_head:
             raise UnsupportedSite(f"{name} has no heads, got head {head!r}", "head")
         found = [self.engine.weight(name, one) for one in layers or [None]]
         present = [weight for weight in found if weight is not None]
-        if len(present) < len(found):
+        if not present:
             raise UnsupportedSite(f"{self.sites.family.name} models have no {name}", "name")
+        if len(present) < len(found):
+            having = [one for one, weight in zip(layers, found, strict=True) if weight is not None]
+            raise UnsupportedSite(f"{name} is in the layers {having} alone: give one of them", "layer")
         if head is not None and (not is_token_id(head) or not -len(present[0]) <= head < len(present[0])):
             raise UnsupportedSite(f"expected a head from 0 to {len(present[0]) - 1}, got {head!r}", "head")
         chosen = [torch.tensor(weight if head is None else weight[head]) for weight in present]

@@ -388,7 +388,7 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
         "edges": [*two, "--verify", "2", "--sample", "1", "--dtype", "float32"],
     }
     shown = {
-        "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "goes on with",
+        "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "continuation",
         "propose": "7 outlined cells were patched exactly", "edges": "3 outlined cells were patched exactly",
     }  # fmt: skip
     for name, arguments in commands.items():

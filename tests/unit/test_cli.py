@@ -658,7 +658,7 @@ class TestSteer:
         assert read.layers == vectors.layers == (1, 2)
         assert (read.vectors == vectors.vectors).all()
         assert len(vectors.fluency) == 2
-        assert output.count(" goes on with") == 1
+        assert output.count(" continuation") == 1
 
     def test_pairs_of_a_file_and_scales(self, sides, tmp_path):
         lines = [dict(zip(("positive", "negative"), pair, strict=True))
@@ -668,7 +668,7 @@ class TestSteer:
         status, output = run(*sides[:4], "--pairs", str(tmp_path / "pairs.jsonl"), *asked)
         assert (status, output) == run(*sides, *asked)
         assert status == 0
-        rows = output[output.index("goes on with") :].splitlines()[1:]
+        rows = output[output.index("continuation") :].splitlines()[1:]
         assert re.findall(r"^ *(-?\d+)  ", "\n".join(rows), re.MULTILINE) == ["-1", "2"]
         (tmp_path / "wrong.jsonl").write_text('{"positive": "a"}')
         assert "line 1 of" in failed(*sides[:4], "--pairs", str(tmp_path / "wrong.jsonl"))

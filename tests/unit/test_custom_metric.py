@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
@@ -67,6 +68,32 @@ def test_a_journal_keeps_log_probabilities_and_a_changed_function_uses_them(lm, 
     monkeypatch.undo()
     expected = pc.studies.patch_sweep(lm, **asked | {"resume": None}, metric="logprob")
     np.testing.assert_allclose(again.values, 2 * expected.values, rtol=1e-12)
+
+
+def test_the_order_of_tokens_does_not_matter_to_a_journal(lm, tmp_path: Path):
+    def compare(logprobs: Logprobs) -> float:
+        return logprobs[5] - 2 * logprobs[9]
+
+    asked = pair(lm) | {"sites": ["resid_pre"], "resume": tmp_path / "sweep.db"}
+    first, again = (pc.studies.patch_sweep(lm, **asked, metric=Metric(compare, tokens)) for tokens in ((9, 5), (5, 9)))
+    np.testing.assert_array_equal(first.values, again.values)
+
+
+def test_a_zoom_by_a_function_is_not_resumed(lm, tmp_path: Path):
+    asked = pair(lm) | {"metric": lambda logprobs: logprobs.answer, "zoom": 2}
+    zoomed = pc.studies.patch_sweep(lm, **asked)
+    assert (zoomed.values[~np.isnan(zoomed.values)] != 0).any()
+    with pytest.raises(pc.ProgramError, match="resume: a zoom goes where the metric leads"):
+        pc.studies.patch_sweep(lm, **asked, resume=tmp_path / "j")
+
+
+def test_callables_have_the_same_config(lm):
+    def compare(logprobs: Logprobs, scale: float) -> float:
+        return scale * logprobs.answer
+
+    sweep = pc.studies.patch_sweep(lm, **pair(lm), sites=["resid_pre"], metric=functools.partial(compare, scale=2.0))
+    assert sweep.metric == "compare"
+    assert " at 0x" not in str(sweep.config)
 
 
 def test_a_trace_and_ablations_take_one(lm):

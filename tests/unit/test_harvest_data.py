@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -99,6 +101,26 @@ def test_kept_columns_are_in_the_index_of_every_reader(lm, tmp_path, kind):
         lm, source, tmp_path / "out", sites=SITES, column=column, keep=["number", "body"], shard_rows=7, parts=3
     )
     assert (again.folder, again.ran) == (made.folder, 0)
+
+
+def test_a_column_has_one_type_in_all_batches(lm, tmp_path):
+    table = {"text": TEXTS, "some": [1, None, 3, 4], "lists": [[1, 2], [3], [4, 5], [6]], "share": [0.5, 1, 2, 3.5]}
+    made = harvest(
+        lm, datasets.Dataset.from_dict(table), tmp_path, sites=SITES[0], keep=["some", "lists", "share"], parts=2
+    )
+    index = made.open().index().to_pydict()
+    batches = list(made.open().batches(size=3, index=True))
+    assert {type(batch["some"]) for batch in batches} == {type(batch["lists"]) for batch in batches} == {list}
+    for name in ("some", "lists"):
+        assert [value for batch in batches for value in batch[name]] == index[name]
+    assert torch.cat([batch["share"] for batch in batches]).tolist() == index["share"]
+
+
+def test_a_harvest_without_columns_is_named_as_before(lm, tmp_path):
+    recipe_now = harvest(lm, TEXTS, tmp_path, sites=SITES).open().manifest.recipe
+    fields = {name: getattr(recipe_now, name) for name in recipe_now.__struct_fields__ if name != "columns"}
+    before = msgspec.json.encode(msgspec.defstruct("Recipe", list(fields))(**fields), order="deterministic")
+    assert recipe_now.name == hashlib.sha256(before).hexdigest()[:16]
 
 
 def test_what_cannot_be_kept_is_refused(lm, tmp_path):

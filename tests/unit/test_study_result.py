@@ -135,6 +135,7 @@ def test_a_result_without_a_picture_shows_as_text():
 
 def test_progress_without_a_terminal_is_a_line_at_a_time(monkeypatch, capsys):
     monkeypatch.setattr(study, "LINE_S", 0.0)
+    monkeypatch.setattr(study, "KNOWN_S", 0.0)
     with pc.LM("fake", prove=False) as lm:
         asked = {"prompt": "The cat sat", "answer": " on", "metric": "logprob", "sites": ["resid_pre"]}
         pc.studies.ablation_sweep(lm, **asked, show_progress=False)

@@ -38,7 +38,9 @@ Engine = Annotated[
     str | None,
     typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed."),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, …; the checkpoint's by default.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="By default the checkpoint's, or float32 on a CPU below 2 B parameters.")
+]
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine, by its own name; repeatable."),

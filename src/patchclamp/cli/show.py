@@ -54,8 +54,8 @@ def show(console: Console, result: Any, top: int) -> None:
 
 
 def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
-    """Print the text that a prompt goes on with at each scale."""
-    table = _table("scale", "goes on with")
+    """Print a prompt's continuation at each scale."""
+    table = _table("scale", "continuation")
     for scale, text in texts.items():
         table.add_row(f"{scale:g}", Text(style.plain(text)))
     console.print(Text(f"\n{style.plain(prompt)} …"), soft_wrap=True)
@@ -64,7 +64,7 @@ def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
 
 PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
 FOLDED = frozenset({
-    "likeliest tokens", "goes on with", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
+    "likeliest tokens", "continuation", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
 })  # fmt: skip
 LEFT = FOLDED | {
     "layer parts",
@@ -164,7 +164,7 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     console.print(
         Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
     )
-    table = _table("strength", "goes on with", header=False)
+    table = _table("strength", "continuation", header=False)
     table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
     for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
         table.add_row(tick(strength), Text(style.plain(row[0].text)))
@@ -206,7 +206,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
     """Print one row per cell: source and target layer of the activation, and the continuation."""
     _head(console, picture := result.picture(), picture.explained)
-    table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
+    table = _table("from layer", "in layer", "KL from unpatched", "continuation")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
             to = result.target_layers[g] if result.target_layers else layer

@@ -41,6 +41,9 @@ TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
 
 
+LARGE = ("fetch", "weight")  # routes whose response may take long
+
+
 class HttpEngine(Engine):
     """A client of `patchclamp serve`.
 
@@ -217,7 +220,10 @@ class HttpEngine(Engine):
         for left in reversed(range(TRIES if again else 1)):
             try:
                 async with self._client.stream(
-                    verb, f"/{route}", content=content, timeout=None if route == "fetch" else self._timeout_s
+                    verb,
+                    f"/{route}",
+                    content=content,
+                    timeout=None if route in LARGE else self._timeout_s,
                 ) as response:
                     if response.status_code < 400:
                         return await take(response)
@@ -375,6 +381,9 @@ def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_S
 
 class HttpTokenizer:
     """The server's tokenizer, called over HTTP, with an LRU cache."""
+
+    def __repr__(self) -> str:
+        return "<tokenizer of the server>"
 
     def __init__(self, engine: HttpEngine) -> None:
         ask = engine.ask_tokenizer

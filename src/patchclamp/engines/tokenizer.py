@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,6 +178,9 @@ class HubTokenizer:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"<tokenizer {Path(self.inner.name_or_path).name}, {len(self.inner)} tokens>"
 
     @classmethod
     def load(cls, path: str, **options: Any) -> HubTokenizer:

@@ -323,7 +323,7 @@ class TransformersEngine(Engine):
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         weight = self._call(read_weight, self._net, self.sites, "transformers", name, layer).result()
-        return None if weight is None else weight.numpy()
+        return None if weight is None else weight.float().numpy()
 
     def close(self) -> None:
         self._thread.shutdown()

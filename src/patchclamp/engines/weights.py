@@ -9,6 +9,7 @@ packs or quantizes them. A weight that is no plain matrix is read by multiplying
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -49,6 +50,17 @@ WEIGHTS: dict[str, WeightKind] = {
 }  # fmt: skip
 
 
+_IN_FULL = re.compile(r"(?:embed|unembed|pos_embed)\.(\w+)|blocks\.(\d+)\.(?:attn\.|mlp\.)?([\w.]+)")
+
+
+def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
+    """The name and the layer of a weight whose name may be TransformerLens' whole one, such as blocks.5.attn.W_O."""
+    found = _IN_FULL.fullmatch(name) if isinstance(name, str) else None
+    if found is None or layer is not None:
+        return name, layer
+    return (found[1], None) if found[1] else (found[3], int(found[2]))
+
+
 def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     """The layers that a weight is asked of: one, or all that have one; empty for a weight that the model has one of.
 
@@ -64,17 +76,37 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     layers = sites.layers_with(point)
     if layer is None and layers:
         return layers
-    chosen = layer + sites.layers if isinstance(layer, int) and layer < 0 else layer
-    if isinstance(chosen, bool) or chosen not in layers:
-        has = f"the layers {layers}" if layers else "none of its layers"
-        raise UnsupportedSite(f"{name} of {sites.family.name} models is in {has}, got layer {layer!r}", "layer")
+    chosen = -1
+    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
+        chosen = int(layer) + sites.layers * (layer < 0)
+    if chosen not in layers:
+        has = f"layers {layers} have" if layers else "no layer has"
+        raise UnsupportedSite(f"{sites.family.name} models: {has} {name}, got layer {layer!r}", "layer")
     return [chosen]
 
 
-def join_shards(name: str, shards: list[tuple[tuple[int, ...], bytes] | None], workers: int) -> np.ndarray | None:
-    """Join a weight from the shape and bytes of each worker's shard, in rank order. Two pipeline stages may both have
-    it: a tied embedding."""
-    found = [np.frombuffer(shard[1], np.float32).reshape(shard[0]) for shard in shards if shard is not None][:workers]
+Shard = tuple[str, tuple[int, ...], bytes]  # dtype, shape and bytes
+
+
+def shard_of(weight: torch.Tensor | None) -> Shard | None:
+    """A worker's part of a weight, in its own dtype, which takes half the bytes of fp32."""
+    import torch
+
+    if weight is None:
+        return None
+    data = weight.contiguous().view(torch.uint8).numpy().tobytes()
+    return str(weight.dtype).removeprefix("torch."), tuple(weight.shape), data
+
+
+def join_shards(name: str, shards: list[Shard | None], workers: int) -> np.ndarray | None:
+    """Join a weight from every worker's shard, in rank order, fp32. Two pipeline stages may both have it: a tied
+    embedding."""
+    import torch
+
+    found = [
+        torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape).float().numpy()
+        for dtype, shape, data in (shard for shard in shards if shard is not None)
+    ][:workers]
     axis = WEIGHTS[name].axis
     if not found:
         return None
@@ -84,13 +116,14 @@ def join_shards(name: str, shards: list[tuple[tuple[int, ...], bytes] | None], w
 def read_weight(
     net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"], name: str, layer: int | None
 ) -> torch.Tensor | None:
-    """A weight of a model in this process, fp32 on the host, in the shape of `WEIGHTS`; of a tensor-parallel worker its
-    shard, with the worker's own `sites` (`SiteMap.local`). None if the model, or this worker's stage, has none."""
+    """A weight of a model in this process, on the host, in its own dtype and the shape of `WEIGHTS`; of a
+    tensor-parallel worker its shard, with the worker's own `sites` (`SiteMap.local`). None if the model, or this
+    worker's stage, has none."""
     import torch
 
     with torch.no_grad():
         weight = _Reader(net, sites, engine, layer).read(name)
-        return None if weight is None else weight.detach().float().cpu().contiguous()
+        return None if weight is None else weight.detach().cpu().contiguous()
 
 
 class _Reader:
@@ -125,7 +158,7 @@ class _Reader:
         from patchclamp.runtime.taps import find
 
         module = find(self._net, path)
-        return None if type(module).__name__ == "PPMissingLayer" else module
+        return None if _is_missing(module) else module
 
     def _vocabulary(self, word: str, is_bias: bool) -> torch.Tensor | None:
         if word == "pos":
@@ -137,7 +170,8 @@ class _Reader:
         else:
             tables = "VocabParallelEmbedding", "ParallelLMHead"
             module = self._first(lambda _, module: type(_inner(module)).__name__ == tables[word == "U"])
-            if module is None and word == "U":  # tied
+            elsewhere = self._first(lambda path, module: path.endswith("lm_head") and _is_missing(module))
+            if module is None and word == "U" and elsewhere is None:  # tied
                 module = self._first(lambda _, module: type(_inner(module)).__name__ == tables[0])
         module = _inner(module)
         rows = _rows(module, is_bias)
@@ -223,6 +257,11 @@ class _Reader:
         if len(found) == 1:  # without a gate, the only matrix may have any name
             found = {"in": next(iter(found.values()))}
         return _rows(found[word], is_bias) if word in found else None
+
+
+def _is_missing(module: torch.nn.Module) -> bool:
+    """True if the module is of another pipeline stage."""
+    return type(module).__name__ == "PPMissingLayer"
 
 
 def _inner(module: Any) -> Any:

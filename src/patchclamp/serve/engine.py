@@ -50,6 +50,7 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "turns": tuple[list[int], Messages, dict[str, Any]],
 }
 Body = TypeVar("Body")
+WEIGHTS = asyncio.Semaphore(1)
 Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
 
@@ -152,13 +153,16 @@ async def weight(request: Request) -> Response:
     """Returns one of the model's weights as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.Weight)
-    checked_layers(front.engine.sites, asked.name, asked.layer)
+    layers = checked_layers(front.engine.sites, asked.name, asked.layer)
+    if len(layers) > 1:
+        raise ProgramError("expected a layer, got none", "layer")
 
     def read() -> bytes:
-        found = front.engine.weight(asked.name, asked.layer)
+        found = front.engine.weight(asked.name, layers[0] if layers else None)
         return b"" if found is None else safetensors.numpy.save({asked.name: found})
 
-    return Response(await asyncio.to_thread(read), media_type="application/octet-stream")
+    async with WEIGHTS:  # a matrix may take gigabytes: one at a time
+        return Response(await asyncio.to_thread(read), media_type="application/octet-stream")
 
 
 @router.post("/sampling")

@@ -273,6 +273,9 @@ class SiteMap:
                 self._number[name, layer] = len(self.points)
                 self.points.append(Point(len(self.points), name, layer, sizes[kind.width], kind.rows))
 
+    def __repr__(self) -> str:
+        return f"<{len(self.names)} sites of {self.family.name}, {self.layers} layers: {', '.join(self.names)}>"
+
     @property
     def names(self) -> list[str]:
         """The names of the model's sites, in the language's order."""

@@ -208,12 +208,14 @@ class NamedBank(MutableMapping[str, Entry]):
         Raises `EngineError` if the server does not answer or refuses an entry, `ProgramError` for a run, or for a
         program that cannot be written.
         """
-        import httpx
-
+        try:
+            import httpx
+        except ImportError:
+            raise EngineError("uploading needs httpx: pip install 'patchclamp[http]'") from None
         key = api_key or os.environ.get("VLLM_API_KEY")
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
-            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: name what is to be sent", "names")
+            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: give names= without it", "names")
         parts: dict[str, tuple[str, bytes, str]] = {}
         for name, entry in chosen.items():
             if isinstance(entry, Program):

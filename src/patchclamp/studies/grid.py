@@ -111,6 +111,8 @@ class Grid(Study):
         plan = self.plan(lm)
         if check is not None:
             check(plan)
+        if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
+            raise ProgramError("a zoom goes where the metric leads, and a file does not know a function", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,

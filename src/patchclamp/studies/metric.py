@@ -7,7 +7,7 @@ A metric is one number from the log-probabilities of an answer, of one or severa
     logit_diff  log p(answer) − log p(foil); for one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
-`Metric` is one of your own.
+`Metric` is your own.
 
 For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
 positions of the prompt, so they act the same in each run. A run grades every token asked after the same prefix.
@@ -72,7 +72,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A metric of yours, for `metric=` of the sweeps: a Python function of a run's log-probabilities. A plain function
+    """Your own metric, for `metric=` of the sweeps: a Python function of a run's log-probabilities. A plain function
     stands for `Metric(function)`.
 
         def entropy(logprobs):
@@ -99,7 +99,8 @@ class Metric(msgspec.Struct, frozen=True):
         metric = metric if isinstance(metric, cls) else cls(metric)
         if not callable(metric.function):
             raise ProgramError(f"expected the name of a metric or a function, got {metric.function!r:.100}", path)
-        name = metric.name or getattr(metric.function, "__name__", type(metric.function).__name__)
+        own = getattr(metric.function, "func", metric.function)  # of a functools.partial
+        name = metric.name or getattr(own, "__name__", type(own).__name__)
         if not isinstance(name, str) or name in METRICS:
             raise ProgramError(f"expected a name other than {', '.join(METRICS)}, got {name!r:.100}", f"{path}.name")
         tokens = metric.tokens if isinstance(metric.tokens, (list, tuple)) else (metric.tokens,)
@@ -143,10 +144,10 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def key(self) -> dict[str, Any]:
-        """Everything that decides the records, as plain data. A custom metric is computed from them."""
+        """Everything that decides the records, as plain data. A custom metric, of any name, is computed from them."""
         plain: dict[str, Any] = {"metric": self.metric, "answer": self.answer, "foil": self.foil}
         if self.custom is not None:
-            plain |= {"tokens": sorted({*self.tokens.values()}), "top": self.custom.top}
+            plain |= {"metric": "custom", "tokens": sorted({*self.tokens.values()}), "top": self.custom.top}
         return plain
 
     @property
@@ -162,7 +163,7 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
             for tokens in self.compared:
                 for i, token in enumerate(tokens):
                     score.setdefault(tokens[:i], {})[token] = None
-            score[()] |= dict.fromkeys(self.tokens.values())
+            score[()] |= dict.fromkeys(sorted(self.tokens.values()))
             questions = [Question(suffix, tuple(ids)) for suffix, ids in score.items()]
             if self.custom is not None and self.custom.top:  # engines do not report them beside scores
                 questions.append(Question((), (), self.custom.top))

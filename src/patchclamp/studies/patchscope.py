@@ -98,7 +98,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return TokenGrid(
             title=f"PatchscopeResult: {style.quoted(source)} read by another prompt",
             explained=(f"The {self.site} of {style.quoted(source)} takes the place of {style.quoted(target)} in the "
-                       f"target prompt{matched}; each cell is what that prompt then goes on with. Unpatched it goes on "
+                       f"target prompt{matched}; each cell is how that prompt then continues. Unpatched it goes on "
                        f"with {style.quoted(style.shorten(self.plain_text, 60))}."),
             provenance=self.provenance.where, prompt=self.target_tokens,
             panels=(GridPanel(

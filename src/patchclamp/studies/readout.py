@@ -14,12 +14,14 @@ N rows · D model width · V vocabulary · W width of the row that is read: all 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from patchclamp.engines.base import Engine
 from patchclamp.errors import ModelError, PatchclampError, UnsupportedSite, unknown
 from patchclamp.language import Replace, Site, Vector, prompt
 from patchclamp.lm import LM
@@ -165,14 +167,22 @@ class Unembedding(msgspec.Struct, frozen=True, eq=False):
         return logits if self.cap is None else self.cap * (logits / self.cap).atanh()
 
 
+_UNEMBEDDINGS: weakref.WeakKeyDictionary[Engine, Unembedding] = weakref.WeakKeyDictionary()
+
+
 def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
-    """The unembedding that reproduces the live model's logits for a prompt. Raises `ModelError` if its last step has
-    another form."""
+    """The unembedding that reproduces the live model's logits for a prompt. It is kept by engine, and proved again.
+
+    Raises: `ModelError` if the model's last step has another form.
+    """
     import torch
 
     run = lm.run(ids[-PROOF_TOKENS:], max_tokens=1, capture=[LAST @ prompt[-1], LOGITS])
     row_1D, theirs_1V = (torch.as_tensor(run[site]).float() for site in (LAST, LOGITS))
     run.close()
+    kept = _UNEMBEDDINGS.get(lm.engine)
+    if kept is not None and relative_gap(kept(row_1D), theirs_1V) <= tolerance(lm.model.dtype):
+        return kept
     size = theirs_1V.shape[1]
     matrix_VD, bias_V = lm.weights("W_U").T[:size], weight_or_none(lm, "b_U")
     factors = lm.sites.sizes.factors
@@ -189,6 +199,7 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
             f"most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is not a norm and a matrix "
             "that we know; readout='engine' works for every model"
         )
+    _UNEMBEDDINGS[lm.engine] = best
     return best
 
 

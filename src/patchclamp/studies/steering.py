@@ -879,7 +879,7 @@ strength_curve: Callable[..., StrengthCurveResult] = StrengthCurve.short_form("s
 def steered_texts(
     lm: LM, vectors: SteeringVectors, prompt: Any, scales: Sequence[float], chat: bool = False, max_tokens: int = 24
 ) -> dict[float, str]:
-    """The text that a prompt goes on with, greedily, under the vectors times each scale."""
+    """A prompt's greedy continuation under the vectors times each scale."""
     [asked] = ask(lm, [prompt], chat)
     edits = [list(vectors.edits(scale)) if scale else [] for scale in scales]
     runs = lm.run([asked.prompt] * len(edits), max_tokens=max_tokens, edits=edits)

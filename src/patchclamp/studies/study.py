@@ -55,7 +55,7 @@ class Reporter:
         """This number of further runs has finished."""
 
 
-Show = bool | Reporter | None  # show a bar (None: on a terminal only), or a receiver of the progress
+Show = bool | Reporter | None  # show a bar, or lines where there is no terminal; or a receiver of the progress
 
 
 @contextmanager
@@ -79,21 +79,24 @@ def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator
         yield lambda done: bar.update(task, advance=done)
 
 
-LINE_S = 30.0
+LINE_S, KNOWN_S = 30.0, 0.5
 
 
 class _Lines:
     """Writes progress to standard error, a line every `LINE_S`."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
-        self._what, self._total, self._unit, self._done = what, total, unit, 0
+        self._what, self._total, self._unit, self._done, self._known = what, total, unit, 0, 0
         self._began_s = self._last_s = time.monotonic()
 
     def advance(self, done: int) -> None:
         self._done += done
         now_s = time.monotonic()
-        if now_s - self._last_s >= LINE_S and self._done:
-            self._last_s, left = now_s, (now_s - self._began_s) * (self._total / self._done - 1)
+        if now_s - self._began_s < KNOWN_S:  # a journal had them
+            self._known = self._done
+        elif now_s - self._last_s >= LINE_S and self._done > self._known:
+            left = (now_s - self._began_s) / (self._done - self._known) * (self._total - self._done)
+            self._last_s = now_s
             print(f"{self._what}: {self._done:,} of {self._total:,} {self._unit}, about {left / 60:.0f} min left",
                   file=sys.stderr, flush=True)  # fmt: skip
 
@@ -474,8 +477,8 @@ def _plain_data(value: Any) -> Any:
         return ":".join("" if part is None else str(part) for part in parts)
     if isinstance(value, (str, int, float, type(None))):
         return value
-    if inspect.isroutine(value):
-        return value.__qualname__
+    if callable(value) and not isinstance(value, (msgspec.Struct, Site)):
+        return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, Mapping):
         return {str(name): _plain_data(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, range)):

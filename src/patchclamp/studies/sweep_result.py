@@ -27,13 +27,14 @@ Side = Literal["clean", "corrupt"]
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One patched run: its place, and the metric, averaged over pairs."""
+    """One patched run: its place, and the metric, averaged over pairs; `effect` is what the patch changed it by."""
 
     site: str
     layer: int | None
     column: Column
     value: float
     index: str = ""
+    effect: float | None = None
 
     @property
     def panel(self) -> str:
@@ -44,6 +45,10 @@ class Cell(msgspec.Struct, frozen=True):
     def where(self) -> str:
         """`resid_pre[8]`, or `z[8, 3]`."""
         return str(Row(self.site, self.layer, self.index))
+
+    def __repr__(self) -> str:
+        change = "" if self.effect is None else f" ({self.effect:+.2f})"
+        return f"{self.where} @ {self.column.label!r}: {self.value:.2f}{change}"
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -231,7 +236,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _cell(self, r: int, p: int) -> Cell:
         row = self.rows[r]
-        return Cell(row.site, row.layer, self.columns[p], float(self.values[r, p]), row.index)
+        value = float(self.values[r, p])
+        return Cell(row.site, row.layer, self.columns[p], value, row.index, value - self.baseline)
 
     def best(self, count: int = 5) -> list[Cell]:
         """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; without
@@ -487,9 +493,9 @@ def metric_words(sweep: Sweep) -> MetricWords:
                            f"{sweep.metric} is a function of log-probabilities, given with the study.")  # fmt: skip
     if sweep.metric == "prob":
         return MetricWords(f"probability of {one}", f"p({answer} | prompt)",
-                           f"The probability that the prompt goes on with {answer}.")  # fmt: skip
+                           f"The probability that the prompt continues with {answer}.")  # fmt: skip
     if sweep.metric == "logprob" or sweep.foil is None:
-        certainty = f"The log-probability that the prompt goes on with {answer}; 0 would be certainty."
+        certainty = f"The log-probability that the prompt continues with {answer}; 0 would be certainty."
         return MetricWords(f"log-probability of {one}", f"log p({answer} | prompt)", certainty)
     # log-probabilities of answers of several tokens are sums, not logits
     several = any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))

@@ -62,6 +62,11 @@ OF_A_MODEL: dict[str, str] = {
     **dict.fromkeys(("hook_dict", "hook_points", "named_modules"), "the sites of this model are lm.sites"),
     "invoke": "write with lm.trace() as t:, and with t.invoke(prompt) as a: inside it",
     "session": "write with lm.trace() as t:, and with t.invoke(prompt) as a: for each prompt",
+    **{
+        name: f"write lm.weights({name!r})"
+        for name in ("W_E", "W_pos", "W_U", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out")
+    },
+    "blocks": "write lm.weights('W_O', layer=5) for weights, and pc.resid_post[5] for sites",
     "layers": "write with lm.trace(prompt) as t:, and t.layers[5].output inside it",
 }
 OPTIONS: dict[str, str] = {

@@ -811,6 +811,9 @@ class LayerList(ByLayer):
     def __init__(self, group: TokenGroup) -> None:
         self._group = group
 
+    def __repr__(self) -> str:
+        return f"<the {self._group.recording.lm.sites.layers} layers at {self._group}>"
+
     def __getitem__(self, layer: Any) -> Module:
         return Module(self._group, as_layers(layer), "")
 

@@ -139,6 +139,10 @@ class Trace(NonTensor):
         if self._only is None and score:
             raise ProgramError("score= goes with a prompt: t.invoke(prompt, score=...)", "score")
 
+    def __repr__(self) -> str:
+        count = len(self._invokes) if self._only is None else 1
+        return f"<trace of {count} prompt{'' if count == 1 else 's'}, {self._state}>"
+
     def _new(self, prompt: Any, messages: Any, sampling: Any, score: Sequence[int]) -> Invoke:
         read = read_prompt(self._lm, prompt, messages)
         if sampling is not None and not isinstance(sampling, Mapping):

@@ -22,7 +22,7 @@ from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.architecture import share, site_map
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
-from patchclamp.engines.weights import read_weight
+from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, pack
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -454,15 +454,14 @@ class Attached:
         stored = self._stored([(run, point, op) for run, point, op, _, _ in windows])
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
 
-    def do_weight(self, name: str, layer: int | None) -> tuple[tuple[int, ...], bytes] | None:
-        """Return the shape and bytes of this worker's shard of a weight; None if another worker returns it."""
+    def do_weight(self, name: str, layer: int | None) -> Shard | None:
+        """Return this worker's shard of a weight; None if another worker returns it."""
         if name in ("W_K", "W_V", "b_K", "b_V"):  # several workers may have the same heads
             points = self.runtime.sites.points
             values = next(point.number for point in points if (point.kind, point.layer) == ("v", layer))
             if not self.runtime.shards[values].keeps:
                 return None
-        weight = read_weight(self._runner.get_model(), self.runtime.sites.local(), "vllm", name, layer)
-        return None if weight is None else (tuple(weight.shape), weight.numpy().tobytes())
+        return shard_of(read_weight(self._runner.get_model(), self.runtime.sites.local(), "vllm", name, layer))
 
     def _stored(self, wanted: list[Wanted]) -> dict[int, StoredRows]:
         """Find the captures that are kept here, by index in `wanted`."""

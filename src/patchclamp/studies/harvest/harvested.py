@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 MANIFEST, DOCUMENTS, COLUMNS = "harvest.json", "documents.safetensors", "columns.parquet"
 
 
+def _objects(values: list[Any]) -> np.ndarray:
+    return np.fromiter(values, object, len(values))  # also of lists, which np.array would stack
+
+
 def _only_harvest(folder: Path) -> Path:
     """The folder of a data set: this one, or the only one in it. Raises `ProgramError` for several."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
@@ -138,11 +142,24 @@ class Harvested:
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
         table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
-        if (self.folder / COLUMNS).exists():
-            kept = parquet.read_table(self.folder / COLUMNS).take(table["document"])
+        if self._kept is not None:
+            kept = self._kept.take(table["document"])
             for name in kept.column_names:
                 table = table.append_column(name, kept[name])
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
+
+    @functools.cached_property
+    def _kept(self) -> Any:
+        """A `pyarrow.Table` of the columns that the harvest kept, one row per document; None without any."""
+        path = self.folder / COLUMNS
+        return needed("pyarrow.parquet").read_table(path) if path.exists() else None
+
+    def _is_numeric(self, name: str) -> bool:
+        """True if a column of the index has numbers in every row of the data set."""
+        if self._kept is None or name not in self._kept.column_names:
+            return name == "document" or not self.manifest.recipe.sums
+        kind, types = self._kept.schema.field(name).type, needed("pyarrow").types
+        return (types.is_integer(kind) or types.is_floating(kind)) and not self._kept[name].null_count
 
     def to_frame(self, sites: Any = ()) -> pandas.DataFrame:
         """One line per row in reading order: its document, position and token, the columns that the harvest kept, and
@@ -170,12 +187,13 @@ class Harvested:
         allow_files(shards * len(sites), READING)
 
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
-        """`columns`, with each row's document, position, token and kept columns, as objects because a sum has None."""
+        """`columns`, with each row's document, position, token and kept columns, as numbers or as objects."""
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
             index = self.index(self.shards[shard])
-            columns = {name: np.array(index[name].to_pylist(), object) for name in index.column_names}
+            columns = {name: index[name].to_numpy() if self._is_numeric(name) else _objects(index[name].to_pylist())
+                       for name in index.column_names}  # fmt: skip
             return columns | {site: self.array(site, self.shards[shard]) for site in sites}
 
         return of

@@ -461,10 +461,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The hash that names the folder."""
-        fields = msgspec.to_builtins(self)
-        if not self.columns:
-            del fields["columns"]  # as in data sets of older versions
-        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:NAME_DIGITS]
+        content = msgspec.json.encode(self, order="deterministic")
+        if not self.columns:  # as in data sets of older versions
+            content = content.removesuffix(b',"columns":""}') + b"}"
+        return hashlib.sha256(content).hexdigest()[:NAME_DIGITS]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -269,7 +269,7 @@ def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
 
 def _keep_top_logprobs(runner: V1Runner) -> None:
     """Keep the top log-probabilities of requests beside one that scores given tokens: stock's V1 sampler returns either
-    the ones or the others for a whole batch, and -inf to who asked for the others."""
+    the ones or the others for a whole batch, and -inf to requests that asked for the others."""
     sampler = runner.sampler
     stock = sampler.gather_specific_token_logprobs
 
