@@ -22,7 +22,12 @@ def code_of(name: str) -> list[str]:
 )
 def test_every_cell_runs(name, engine, engines, monkeypatch, tmp_path):
     lm, opened = engines.get(engine, "float32"), pc.LM
-    monkeypatch.setattr(pc, "LM", lambda model, **options: opened("", lm.engine, prove=False, **options))
+
+    def open_shared(model: str, engine: str | None = None, **options) -> pc.LM:
+        shared = lm if engine is None else engines.get(engine, "float32")
+        return opened("", shared.engine, prove=False, **options)
+
+    monkeypatch.setattr(pc, "LM", open_shared)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     *codes, last = code_of(name)
