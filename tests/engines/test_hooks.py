@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from vllm.v1.sample.sampler import Sampler
 
 from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.compat import runner as compat
@@ -61,6 +62,9 @@ class V1:
     fails = False
     vllm_config = SimpleNamespace(speculative_config=None)
     input_batch = SimpleNamespace(req_ids=["r"], num_computed_tokens_cpu=np.zeros(4))
+
+    def __init__(self) -> None:
+        self.sampler = Sampler()
 
     def execute_model(self, scheduler_output: Any) -> str:
         self._prepare_inputs(scheduler_output, np.ones(1, np.int32))
