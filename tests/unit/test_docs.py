@@ -4,6 +4,8 @@ and examples run."""
 import importlib.util
 import inspect
 import itertools
+import operator
+import pydoc
 import re
 import sys
 import types
@@ -12,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import patchclamp as pc
 from patchclamp.engines.transformers import TransformersEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
@@ -187,3 +190,13 @@ def test_what_the_page_adds_works(tmp_path, monkeypatch):
     assert (module.NormsResult.load(tmp_path / "norms").values == result.values).all()
     assert result.config == {"study": "Norms", "prompt": "one two"}
     lm.close()
+
+
+@pytest.mark.parametrize("name", ["Add", "Capture", "Site", "Program", "Vector", "studies.PatchSweepResult",
+                                  "studies.Match", "studies.Cell", "studies.Metric", "studies.SteeringVectors"])  # fmt: skip
+def test_help_shows_no_methods_of_msgspec(name):
+    shown = pydoc.plain(pydoc.render_doc(operator.attrgetter(name)(pc)))
+    assert "Method resolution order" in shown
+    rest = shown.partition("builtins.object")[2]
+    for word in ("msgspec", "__copy__", "__replace__", "__rich_repr__", "__struct_", "__reduce__", "__match_args__"):
+        assert word not in rest, word

@@ -12,6 +12,7 @@ import msgspec
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language.ops import OPS, Apply, Capture, CaptureLike, Op, Use, as_capture
 from patchclamp.language.site import At, Site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
@@ -23,7 +24,7 @@ Item = TypeVar("Item")
 Read = TypeVar("Read")
 
 
-class Program(msgspec.Struct, frozen=True):
+class Program(PublicStruct, frozen=True):
     """The ops of one request: `edits` in order, then `capture`, which records the values after all edits."""
 
     edits: tuple[Op, ...] = ()

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, UnknownName, UnsupportedSite, unknown
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import (
     Index,
     IndexLike,
@@ -255,7 +256,7 @@ def elsewhere(text: str) -> PatchclampError | None:
     return None
 
 
-class Site(msgspec.Struct, frozen=True):
+class Site(PublicStruct, frozen=True):
     """A named tensor: its name, its layers (None: all), and an index within its row (None: the whole row)."""
 
     name: str
@@ -297,7 +298,7 @@ class Site(msgspec.Struct, frozen=True):
         return f"pc.{self}"
 
 
-class At(msgspec.Struct, frozen=True):
+class At(PublicStruct, frozen=True):
     """A site at a selection of tokens, for `capture=` and `at=`. Prints as `z[5, 3] @ prompt[-1]`.
 
     `@` binds tighter than `|`, `&` and `-`, yet in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.

@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
+from patchclamp.language.structs import PublicStruct
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -98,7 +99,7 @@ def parse_index(text: str) -> Index | None:
 GROUPS = ("prompt", "generated", "every")
 
 
-class Selection(msgspec.Struct, frozen=True):
+class Selection(PublicStruct, frozen=True):
     """Base of all selections. `|`, `&` and `-` are union, intersection and difference, in ascending order."""
 
     def __or__(self, other: TokensLike) -> Joined:

@@ -32,6 +32,7 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnknownName, near, unknown
 from patchclamp.language.site import Site, parse_site
+from patchclamp.language.structs import PublicMeta, PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_tokens
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) 
     return _Field(converter, default)
 
 
-class _Converting(msgspec.StructMeta):
+class _Converting(PublicMeta):
     """Metaclass that collects the fields' converters in the class attribute `converters`."""
 
     converters: dict[str, Callable[[Any], Any]]
@@ -187,7 +188,7 @@ def _element(one: Any, path: str | None) -> Any:
     return as_array(one, path).reshape(one.shape) if has_axes or masked or hasattr(one, "detach") else one
 
 
-class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
+class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
     """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order. One row of
     heads may be [H, E].
 
@@ -311,7 +312,7 @@ def check_name(name: object) -> str:
     return name
 
 
-class Named(msgspec.Struct, frozen=True, tag="named"):
+class Named(PublicStruct, frozen=True, tag="named"):
     """A bank entry, looked up when the request is made: a vector, or means (the row of the site that is written)."""
 
     name: str

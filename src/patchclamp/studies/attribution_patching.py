@@ -22,6 +22,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, UnsupportedSite
 from patchclamp.language import From, Replace, Site, every
 from patchclamp.language.site import SITES, parse_edited_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
@@ -46,7 +47,7 @@ class AttributedRow(msgspec.Struct, frozen=True):
         return self.site if self.layer is None else f"{self.site}[{self.layer}{inner}]"
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class Estimate(PublicStruct, frozen=True):
     """A cell, its estimated effect, and the effect of an exact patch, or None if it was not verified."""
 
     row: AttributedRow

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from patchclamp.errors import ModelError, ProgramError, unknown
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 BEST = 10
 
 
-class Share(msgspec.Struct, frozen=True):
+class Share(PublicStruct, frozen=True):
     """A part of the model, as a site, and its contribution to the logit difference, averaged over the prompts."""
 
     part: str

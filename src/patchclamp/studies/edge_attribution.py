@@ -21,6 +21,7 @@ import numpy as np
 
 from patchclamp.errors import UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, every
+from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 BEST = 20  # verified edges in the picture's table
 
 
-class Edge(msgspec.Struct, frozen=True):
+class Edge(PublicStruct, frozen=True):
     """An edge: the output of one part, as read by another."""
 
     sender: str

@@ -24,6 +24,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op, Program
 from patchclamp.language.ops import MODES, as_capture, fuzz
 from patchclamp.language.site import At, parse_edited_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import prompt
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
@@ -248,7 +249,7 @@ def pattern_of(refusal: str | None) -> re.Pattern[str] | None:
 MEASURES = ("exact", "prefix", "kl", "js", "perplexity", "refused")
 
 
-class FuzzAnswer(msgspec.Struct, frozen=True):
+class FuzzAnswer(PublicStruct, frozen=True):
     """The output of a run."""
 
     text: str

@@ -19,6 +19,7 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, Unsupp
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, At, parse_edited_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
@@ -72,7 +73,7 @@ def selection(text: Any) -> Tokens:
     return whole_prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)
 
 
-class Column(msgspec.Struct, frozen=True):
+class Column(PublicStruct, frozen=True):
     """Aligned positions patched together: the same ones in the clean and in the corrupt prompt."""
 
     label: str
@@ -132,7 +133,7 @@ def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int,
 Alignments = Literal["last", "first", "each"]
 
 
-class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
     """Pairs a part of the clean prompt with a part of the corrupt prompt, for subjects of different lengths.
 
     A position of a patching study: `positions=[pc.studies.Match(clean="span('Statue of Liberty')",

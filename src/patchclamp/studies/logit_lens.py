@@ -23,6 +23,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, Unsuppo
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, parse_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
@@ -59,7 +60,7 @@ COLOURS: dict[str, str] = {
 }
 
 
-class Guess(msgspec.Struct, frozen=True):
+class Guess(PublicStruct, frozen=True):
     """A token that a layer predicts, and its probability there."""
 
     token_id: int

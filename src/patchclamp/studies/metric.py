@@ -35,6 +35,7 @@ import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
+from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM, MAX_SCORES
 
 Recorded = float | tuple[list[float], dict[int, float]]
@@ -53,7 +54,7 @@ METRICS = ("logit_diff", "recovered", "logprob", "prob")
 ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class Logprobs(PublicStruct, frozen=True):
     """The log-probabilities of one run, for a `Metric`.
 
     answer, foil: those of the answer and the foil, sums over their tokens; `foil` is NaN without one
@@ -71,7 +72,7 @@ class Logprobs(msgspec.Struct, frozen=True):
         return self.tokens[token]
 
 
-class Metric(msgspec.Struct, frozen=True):
+class Metric(PublicStruct, frozen=True):
     """Your own metric, for `metric=` of the sweeps: a Python function of a run's log-probabilities. A plain function
     stands for `Metric(function)`.
 

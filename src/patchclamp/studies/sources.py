@@ -16,6 +16,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensE
 from patchclamp.language import From, Op, Replace, Site, Vector
 from patchclamp.language.ops import Zero
 from patchclamp.language.site import parse_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Index, Positions, every, parse_index
 from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
@@ -23,7 +24,7 @@ from patchclamp.run import Run
 from patchclamp.studies.inputs import Row, check_whole, chosen_positions, selection, words_of
 
 
-class Zeros(msgspec.Struct, frozen=True):
+class Zeros(PublicStruct, frozen=True):
     """Zero ablation."""
 
 

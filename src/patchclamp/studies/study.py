@@ -36,6 +36,7 @@ import numpy as np
 from patchclamp.engines import base
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
@@ -131,7 +132,7 @@ def _ends(path: Path) -> bytes:
 FORMAT = "1"
 
 
-class Provenance(msgspec.Struct, frozen=True):
+class Provenance(PublicStruct, frozen=True):
     """The model, engine and versions that made a result.
 
     model: hub id or folder · engine: its name and version · dtype: of the weights · patchclamp: its version ·
@@ -161,11 +162,11 @@ def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
     return Provenance(model.name, engine, model.dtype, __version__, model.settings, seeds)
 
 
-class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
     """The base of studies' results. Their arrays are NumPy's, and all their other fields are stored as JSON."""
 
     provenance: Provenance
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def picture(self, *of: Any) -> Picture:
         """The data of its plot; some studies accept a selection in `of`."""

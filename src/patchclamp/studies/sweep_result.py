@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.language.site import SITES
+from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
 from patchclamp.plots.style import number, quoted, visible
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Side = Literal["clean", "corrupt"]
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Cell(PublicStruct, frozen=True):
     """One patched run: its place, and the metric, averaged over pairs; `effect` is what the patch changed it by."""
 
     site: str
@@ -51,7 +52,7 @@ class Cell(msgspec.Struct, frozen=True):
         return f"{self.where} @ {self.column.label!r}: {self.value:.2f}{change}"
 
 
-class Pair(msgspec.Struct, frozen=True):
+class Pair(PublicStruct, frozen=True):
     """Two prompts, the graded tokens, and the metric of both unpatched.
 
     answer_ids, foil_ids: the graded tokens
