@@ -606,3 +606,26 @@ def test_what_the_fake_cannot_do_is_an_engine_error(lm, tmp_path):
             change()
     assert lm.engine.report() == []
     assert not lm.engine.remote
+
+
+def test_an_edit_of_a_head_writes_that_head():
+    with pc.LM("fake", prove=False) as lm:
+        push = np.linspace(1.0, 2.0, 8, dtype=np.float32)
+        for head in range(2):
+            plain, edited = (
+                np.asarray(lm.run("The cat sat", max_tokens=1, capture=["z[1]"], edits=edits)["z[1]"]).reshape(-1, 2, 8)
+                for edits in ([], [pc.Add(push, at=pc.z[1, head])])
+            )
+            np.testing.assert_array_equal(edited[:, head], plain[:, head] + push)
+            np.testing.assert_array_equal(edited[:, 1 - head], plain[:, 1 - head])
+
+
+def test_the_first_and_the_last_position_may_be_counted_from_the_end():
+    with pc.LM("fake", prove=False) as lm:
+        ids = lm.tokens("The cat sat")
+        run = lm.run(ids, max_tokens=1, capture=[pc.embed])
+        assert run.select(pc.prompt[-len(ids)]).tolist() == [0]
+        assert run.select(pc.prompt[len(ids) - 1]).tolist() == [len(ids) - 1]
+        for outside in (-len(ids) - 1, len(ids)):
+            with pytest.raises(pc.TokensError):
+                run.select(pc.prompt[outside])
