@@ -173,7 +173,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (2_011, 7), "sites": (1_907, 4), "plan": (2_717, 9), "kernels": (1_230, 10), "store": (1_651, 7),
     "runtime": (2_217, 7), "engines": (3_415, 10), "engines/vllm": (5_822, 20), "trace": (2_470, 5),
-    "studies": (10_684, 27), "plots": (1_353, 5), "serve": (3_451, 13), "cli": (1_318, 4), "": (3_069, 11),
+    "studies": (10_683, 27), "plots": (1_353, 5), "serve": (3_451, 13), "cli": (1_318, 4), "": (3_069, 11),
 }  # fmt: skip
 
 

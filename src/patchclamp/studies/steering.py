@@ -361,8 +361,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return {layer: self.vectors[self.layers.index(layer)].copy() for layer in chosen}
 
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
-        """Write a control vector for llama.cpp and repeng: of every layer by default, except layer 0, of which it has
-        none. llama.cpp's `--control-vector-scaled FILE:2` with `--control-vector-layer-range 12 12` is the same as
+        """Write a control vector for llama.cpp and repeng. By default it has every layer but 0, which the format lacks.
+        llama.cpp's `--control-vector-scaled FILE:2` with `--control-vector-layer-range 12 12` is the same as
         `edits(2.0, layers=12)`. Raises: as `directions` and `write`."""
         directions = self.directions(layers)
         if layers is None and len(directions) > 1:

@@ -55,7 +55,7 @@ def documents_of(
     column: the field or column with the documents; "text" by default
     keep: further fields or columns, whose values are appended to `kept` for each document
 
-    Raises: `ProgramError` if `data` is none of these, or has no such column.
+    Raises: `ProgramError` for any other data, and for a missing column.
     """
     kept = [] if kept is None else kept
     if isinstance(data, (str, Path)):
