@@ -35,6 +35,7 @@ SIZES = [1, 2, 4, 8, 16, 64, 256]
 GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "sampling": {"ignore_eos": True}, "logprobs": True}
 # the largest distance between rows in bf16, relative to their largest value: of one model, and with merged weights
 NEAR, ROUNDED = 0.05, 0.1
+CACHED_OFF = 0.02  # of a log-probability in bf16, with and without blocks of the cache
 
 
 def kinds(part: str, model: str, **changed: Any) -> None:
@@ -227,10 +228,11 @@ def _blocks(part: str, lm: Any, adapter: str) -> None:
     same = bits(clean) == bits(runs["unedited after it"]) and clean.cached_tokens == kept
     note(part, "6 unedited after edited is as never edited, bit for bit", same, f"{clean.cached_tokens} from the cache")
     moved = runs["edited, with the adapter"].logprobs != clean.logprobs
-    alike = runs["edited again"].token_ids == runs["edited, with the adapter"].token_ids
+    # one first token, since a greedy text of random weights may change with the shape of a step
+    cached_off = abs(runs["edited again"].logprobs[0] - runs["edited, with the adapter"].logprobs[0])
     told = ", ".join(f"{name} {run.logprobs[0]:.6f}" for name, run in {**runs, "clean": clean}.items())
-    found = f"it moves: {moved}; the same text from the cache: {alike}; the first log-probability: {told}"
-    note(part, "  and the edit acts", moved and alike, found)
+    found = f"it moves: {moved}; from the cache {cached_off:.1e} off; the first log-probability: {told}"
+    note(part, "  and the edit acts", moved and cached_off < CACHED_OFF, found)
 
 
 def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[dict[str, Any]],
