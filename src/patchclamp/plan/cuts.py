@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from patchclamp.plan.bound import BoundProgram
+from patchclamp.plan.cells import CellRecords
 from patchclamp.sites import SiteMap
 
 MIN_SHARED = 8  # requests of one prompt; fewer are computed in full, batched in one shape
@@ -58,6 +59,22 @@ def cut_of(bound: BoundProgram, first_layer: Sequence[int], layers: int) -> Cut:
             position = min(position, *starts)
             layer = min(layer, *(first_layer[point] for point in op.points))
     return Cut(layer, position)
+
+
+def cuts_of_cells(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[int], layers: int) -> np.ndarray:
+    """The cuts of cells, [N, 2]. `prompt` [N]: the length of each one's prompt. A cell without a program gets the cut
+    of the one before it, so that runs that are compared are computed the same way."""
+    cuts = np.stack([np.full(cells.count, layers), prompt - 1], 1)
+    layer_of, has_program = np.array(first_layer), np.zeros(cells.count, bool)
+    for group in cells.groups:
+        start, last = group.records["start"], prompt[group.number, None]
+        acts = start < np.minimum(group.records["stop"], last)
+        cuts[group.number, 0] = np.where(acts, layer_of[group.point], layers).min(1)
+        cuts[group.number, 1] = np.where(acts, start, last - 1).min(1)
+        has_program[group.number] = True
+    before = np.maximum.accumulate(np.where(has_program, np.arange(cells.count), -1))
+    same = (before >= 0) & (prompt == prompt[before])
+    return np.where(same[:, None], cuts[before], cuts)
 
 
 class Work(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -136,7 +136,8 @@ class _Resident(msgspec.Struct):
 
 
 class Room:
-    """Allocator of slots 1 … `slots`, `records` records and `numbers` numbers of the bank.
+    """Allocator of slots 1 … `slots`, `cells` further slots for leases, `records` records and `numbers` numbers of the
+    bank.
 
     Rows that no admitted program reads stay cached in the bank; the least recently used are evicted for new rows.
     """
@@ -145,8 +146,9 @@ class Room:
     records: int
     numbers: int
 
-    def __init__(self, slots: int, records: int, numbers: int) -> None:
+    def __init__(self, slots: int, records: int, numbers: int, cells: int = 0) -> None:
         self.slots, self.records, self.numbers = slots, records, numbers
+        self._cell_slots = list(range(slots + 1, slots + cells + 1))
         self._free_slots = list(range(slots, 0, -1))
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
@@ -197,6 +199,23 @@ class Room:
         self._evicted.clear()
         self._admitted[placement.slot] = records, names
         return placement
+
+    def lease(
+        self, slots: tuple[int, int], records: tuple[int, int], sizes: Sizes
+    ) -> tuple[Placement, list[int], int] | None:
+        """Place cells that read keys of `sizes`. Returns the placement, slots for cells, and the number of records, of
+        both at least and at most as many as given; None without room. `free` and `give_slots` end the lease. Raises
+        `CapacityError` as `place` does."""
+        count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest * 3 // 4)
+        placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
+        if placement is None:
+            return None
+        taken, self._cell_slots = self._cell_slots[:count], self._cell_slots[count:]
+        return placement, taken, most
+
+    def give_slots(self, slots: Sequence[int]) -> None:
+        """Free the slots of a lease."""
+        self._cell_slots = sorted([*self._cell_slots, *slots])
 
     def free(self, placement: Placement) -> None:
         """Free a placement. Its rows stay cached in the bank for later programs, except those that it stored itself."""

@@ -346,7 +346,7 @@ def records_of_alike(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The records of programs of one shape, [N, R], sorted by point (program order within), and their number at each
     point, [N, P]. Each program has its own addresses."""
-    of_ops = [_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
+    of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
     number = np.arange(len(programs))[:, None]
     if not of_ops:
         return np.zeros((len(programs), 0), RECORD), np.zeros((len(programs), points), np.int64)
@@ -360,7 +360,7 @@ def record_count(ops: Sequence[BoundOp]) -> int:
     return sum(len(op.points) * len(op.ranges) * (2 if op.condition else 1) for op in ops)
 
 
-def _records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
+def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
     """The records of one op of N programs of one shape, [N, ·], for every range at every point, and their points."""
     first, flat = ops[0], itertools.chain.from_iterable
     ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
@@ -515,6 +515,16 @@ class ProgramTable:
         self.captures.drop(slot)
         self.coded.discard(slot)
         self._mark_changed(slot, 0, 0)
+
+    def drop_all(self, slots: Sequence[int]) -> None:
+        """Free slots without captures or code, and their records."""
+        if len(slots):
+            self._installed.difference_update(slots)
+            index = np.array(slots)
+            self._acting -= self._acts[index].sum(0)
+            self.first[index] = self._acts[index] = 0
+            self.version += 1
+            self.changed[0].update(slots)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
         """True at each point where one of the slots has records, bool [points]. Slots other than 0 must be unique."""

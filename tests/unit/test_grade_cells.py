@@ -1,0 +1,221 @@
+"""Cells as arrays (`plan.cells`) equal bound programs, one by one: records, cuts, shards; and leases of a room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from patchclamp.errors import CapacityError
+from patchclamp.plan.bound import (
+    Blend,
+    BoundOp,
+    BoundProgram,
+    Condition,
+    Linear,
+    Noisy,
+    PositionRange,
+    Projection,
+    pack_columns,
+    position_ranges,
+    run_key,
+)
+from patchclamp.plan.cells import CellRecords, PatchedPart, Placed, cells_of, joined, patched_cells, place
+from patchclamp.plan.cuts import cut_of, cuts_of_cells, first_layers
+from patchclamp.plan.room import Room
+from patchclamp.plan.table import records_of
+from patchclamp.runtime.runtime import shard_op
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
+
+LENGTH, WIDTH = 12, 8
+SITES = SiteMap(LLAMA, Sizes(3, WIDTH, 32, 4, 2, 2, 16))
+POINTS = len(SITES.points)
+WIDE = [point.number for point in SITES.points if point.width == WIDTH and point.rows != "sampled"]
+
+
+def random_op(draw: np.random.Generator, number: int) -> BoundOp:
+    count, several = int(draw.integers(1, 3)), int(draw.integers(1, 3))
+    points = tuple(sorted(draw.choice(WIDE, count, replace=False).tolist()))
+    edges = np.sort(draw.choice(LENGTH + 1, 2 * several, replace=False)).tolist()
+    ranges = tuple(PositionRange(a, b, int(draw.integers(3)), int(draw.integers(2)))
+                   for a, b in zip(edges[::2], edges[1::2], strict=True))  # fmt: skip
+    keys = tuple(run_key(f"run{draw.integers(2)}", point) for point in points) if draw.random() < 0.5 else ("v:one",)
+    action, values = {
+        0: (Linear(float(draw.random()), 0.5), keys), 1: (Linear(0.0, 0.0), ()),
+        2: (Blend(0.5, f"v:mask{draw.integers(2)}"), keys), 3: (Projection(-1.0, float(draw.random())), ("v:two",)),
+        4: (Noisy(0.1, int(draw.integers(1 << 40)), False, tuple(range(7, 7 + count))), ()),
+    }[int(draw.integers(5))]  # fmt: skip
+    condition = Condition(f"v:ids{draw.integers(2)}", bool(draw.integers(2))) if draw.random() < 0.3 else None
+    columns = pack_columns((2, 6)) if draw.random() < 0.3 else 0
+    return BoundOp(f"edits[{number}]", action, points, values, ranges, True, columns, condition)
+
+
+def random_programs(seed: int, count: int = 40) -> list[BoundProgram | None]:
+    draw = np.random.default_rng(seed)
+    programs: list[Any] = [
+        BoundProgram("run", LENGTH, tuple(random_op(draw, i) for i in range(int(draw.integers(1, 4)))))
+        for _ in range(count)
+    ]
+    return [None if draw.random() < 0.1 else program for program in programs]
+
+
+def whole(keys: list[str], draw: np.random.Generator) -> tuple[dict[str, tuple[int, int]], Placed]:
+    """Addresses of keys, as a mapping and as arrays, for one worker."""
+    begin, width = draw.integers(0, 10_000, len(keys)), draw.integers(1, 9, len(keys))
+    known = dict(zip(keys, zip(begin.tolist(), width.tolist(), strict=True), strict=True))
+    none = np.zeros(POINTS, np.int64)
+    return known, Placed(begin[None], width[None], none, none, none)
+
+
+def records_by_cell(cells: CellRecords, placed: Placed) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    found = {}
+    for group in cells.groups:
+        records, counts = place(group, placed)
+        found |= {number: (records[i], counts[i]) for i, number in enumerate(group.number.tolist())}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_of_cells_are_those_of_programs(seed):
+    programs = random_programs(seed)
+    cells = CellRecords.of_bytes(cells_of(programs).to_bytes())
+    known, placed = whole(cells.keys, np.random.default_rng(seed))
+    found = records_by_cell(cells, placed)
+    assert found.keys() == {i for i, program in enumerate(programs) if program is not None}
+    for number, (records, counts) in found.items():
+        expected, expected_counts = records_of(programs[number].ops, known, POINTS)
+        assert np.array_equal(records, expected)
+        assert np.array_equal(counts, expected_counts)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards(rank):
+    """A tensor-parallel worker's records are those of its shard of every op; one that has no column does nothing."""
+    sites = SiteMap(LLAMA, SITES.sizes, tensor_parallel=2)
+    shards = [sites.shard(point.number, rank) for point in sites.points]
+    z = [point.number for point in sites.points if point.kind == "z"]
+    ops = [
+        BoundOp("edits[0]", Linear(0.0, 1.0), (point,), (key,), (PositionRange(2, 5, 1, 1),), True, columns)
+        for point in (z[0], WIDE[0])
+        for key in ("v:one", run_key("run", point))
+        for columns in (0, pack_columns((0, 2)), pack_columns((3, 6)))
+    ]
+    programs = [BoundProgram("run", LENGTH, (op,)) for op in ops]
+    cells = cells_of(programs)
+    ways = sorted({(shard.first, shard.end) for i, shard in enumerate(shards) if sites.shard_count(i) > 1})
+    begin = np.array([[100 * way + i for i, _ in enumerate(cells.keys)] for way in range(len(ways) + 1)])
+    width = np.array([[WIDTH] * len(cells.keys), *([end - first] * len(cells.keys) for first, end in ways)])
+    way = np.array([1 + ways.index((shard.first, shard.end)) if sites.shard_count(i) > 1 else 0
+                    for i, shard in enumerate(shards)])  # fmt: skip
+    first, end = (np.array([getattr(shard, name) for shard in shards]) for name in ("first", "end"))
+    found = records_by_cell(cells, Placed(begin, width, way, first, end))
+    acted = 0
+    for number, op in enumerate(ops):
+        local = shard_op(op, shards, sites)
+        records = found[number][0]
+        if not local.points:
+            assert (records["start"] == records["stop"]).all()
+            continue
+        chosen = int(way[op.points[0]])
+        index = cells.keys.index(op.values[0])
+        known = {local.values[0]: (int(begin[chosen, index]), int(width[chosen, index]))}
+        assert np.array_equal(records, records_of([local], known, POINTS)[0])
+        acted += 1
+    assert acted == (12, 10)[rank]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cuts(seed):
+    programs = random_programs(seed)
+    cells, layers = cells_of(programs), first_layers(SITES)
+    cuts = cuts_of_cells(cells, np.full(len(programs), LENGTH), layers, SITES.layers)
+    before = None
+    for program, cut in zip(programs, cuts.tolist(), strict=True):
+        if program is not None:
+            before = list(cut_of(program, layers, SITES.layers))
+        assert cut == (before or [SITES.layers, LENGTH - 1])  # without a program, that of the one before
+
+
+def test_some_of_the_cells():
+    programs = random_programs(9)
+    cells = cells_of(programs)
+    which = [5, None, 0, 17, 5, 39]
+    some = cells.take(which)
+    known, placed = whole(cells.keys, np.random.default_rng(0))
+    found = records_by_cell(some, placed)
+    for i, number in enumerate(which):
+        if number is None or programs[number] is None:
+            assert i not in found
+        else:
+            assert np.array_equal(found[i][0], records_of(programs[number].ops, known, POINTS)[0])
+
+
+def test_cells_after_an_edit():
+    """Every cell gets the records of another program first, in program order at each point."""
+    programs, draw = random_programs(4), np.random.default_rng(4)
+    first = BoundProgram("run", LENGTH, (random_op(draw, 0), random_op(draw, 1)))
+    cells = cells_of(programs).after(cells_of([first]))
+    known, placed = whole(cells.keys, draw)
+    found = records_by_cell(cells, placed)
+    assert len(found) == len(programs)
+    for number, program in enumerate(programs):
+        ops = (*first.ops, *(() if program is None else program.ops))
+        assert np.array_equal(found[number][0], records_of(ops, known, POINTS)[0])
+
+
+def test_cells_of_several_prompts():
+    several = [random_programs(1, 7), random_programs(2, 5)]
+    cells = joined([cells_of(programs) for programs in several])
+    known, placed = whole(cells.keys, np.random.default_rng(0))
+    found = records_by_cell(cells, placed)
+    for number, program in enumerate([*several[0], *several[1]]):
+        if program is not None:
+            assert np.array_equal(found[number][0], records_of(program.ops, known, POINTS)[0])
+
+
+def test_a_grid():
+    """Cells of a grid equal the programs that patch its places one by one."""
+    parts = [[PatchedPart(3, 0, run_key("run", 3))], [PatchedPart(9, pack_columns((2, 4)), run_key("run", 9)),
+                                                      PatchedPart(4, 0, run_key("run", 4))]]  # fmt: skip
+    writes = [([4], [2]), ([1, 2, 7], [0, 1, 3]), ([5, 6], [8, 9])]
+    ranges = [position_ranges(np.array(write), np.array(read)) for write, read in writes]
+    part_of, range_of = (np.array(of).ravel() for of in np.meshgrid([0, 1], [0, 1, 2]))
+    cells = patched_cells((0.25, 0.75), parts, ranges, part_of, range_of)
+    programs = []
+    for row, column in zip(part_of, range_of, strict=True):
+        ops = tuple(BoundOp(f"edits[{i}]", Linear(0.25, 0.75), (part.point,), (part.key or "",), ranges[column], True, part.columns)
+                    for i, part in enumerate(parts[row]))  # fmt: skip
+        programs.append(BoundProgram("run", LENGTH, ops))
+    known, placed = whole(cells.keys, np.random.default_rng(0))
+    found = records_by_cell(cells, placed)
+    assert len(found) == 6
+    for number, program in enumerate(programs):
+        assert np.array_equal(found[number][0], records_of(program.ops, known, POINTS)[0])
+
+
+# -- leases
+
+
+def test_a_lease_takes_slots_of_its_own():
+    room = Room(4, 100, 1000, cells=6)
+    placement, slots, records = room.lease((2, 50), (10, 60), {"v:one": (2, 5)})
+    assert slots == [5, 6, 7, 8, 9, 10]
+    assert records == 60
+    assert placement.load == ("v:one",)
+    assert room.counts() == {"programs": 1, "records": 60, "pinned": 1}
+    assert room.lease((2, 2), (10, 20), {}) is None  # no slot is left
+    assert [room.place(5, {}).slot for _ in range(3)] == [2, 3, 4]  # those of programs are
+    room.free(placement)
+    room.give_slots(slots)
+    assert room.counts()["pinned"] == 0
+    placement, slots, records = room.lease((2, 3), (10, 1000), {})
+    assert slots == [5, 6, 7]
+    assert records == 45  # three quarters of the largest free part, the first 60
+
+
+def test_a_lease_that_can_never_fit():
+    with pytest.raises(CapacityError):
+        Room(4, 100, 10, cells=6).lease((2, 6), (10, 20), {"v:one": (20, 5)})
+    assert Room(4, 100, 10).lease((2, 6), (10, 20), {}) is None
