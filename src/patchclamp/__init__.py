@@ -55,6 +55,7 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.engines.base import Part
+    from patchclamp.engines.grading import Grades
     from patchclamp.language.tokens import Tokens, TokensLike
     from patchclamp.run import Run
     from patchclamp.stream import Stream
@@ -85,6 +86,7 @@ globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.
 
 _LAZY = {
     "LM": ("patchclamp.trace", "TracedLM"),
+    "Grades": ("patchclamp.engines.grading", "Grades"),
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),
@@ -111,6 +113,7 @@ __all__ = [
     "EngineError",
     "From",
     "Gone",
+    "Grades",
     "MissingSource",
     "ModelError",
     "NameTaken",

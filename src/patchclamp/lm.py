@@ -6,10 +6,11 @@ import asyncio
 import collections
 import inspect
 import itertools
+import logging
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
@@ -40,6 +41,7 @@ from patchclamp.engines.base import (
     Tokenizer,
     adapters_of,
 )
+from patchclamp.engines.grading import GradeJob, Grades, GradeTable
 from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of, template_options
 from patchclamp.engines.weights import WEIGHTS, checked_layers, short_name
 from patchclamp.errors import (
@@ -51,7 +53,9 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )
-from patchclamp.language import Program, Site
+from patchclamp.grade import bound_job, by_requests, read_scores, read_top
+from patchclamp.language import Program, Site, every
+from patchclamp.language.ops import Scale
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
@@ -70,6 +74,9 @@ MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures are views and not c
 KEYS_DRAWN = 256
 MEMORY_SHARE = 0.8  # of available memory that the captures of one call may use
 MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
+PROOF_TOKENS = 37  # of the prompt that proves batches
+BATCH_TOLERANCE = {"float32": 1e-2, "other": 0.3}  # of log-probabilities, far above rounding and below an error
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class LM:
@@ -206,6 +213,119 @@ class LM:
             self.engine, request, lambda answer: self._runs_of(call, [answer]),
             lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True),
         )  # fmt: skip
+
+    def grade(
+        self, prompt: Any = None, programs: Any = (), *, score: Any = (), kl: bool = False, top: int = 0,
+        messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Grades many programs on one prompt, and returns its `Grades`: for each program the log-probabilities of the
+        same next tokens. There is no `Run` per program; on vLLM they share the engine's batches, so that thousands
+        take less time than as many requests.
+
+        prompt: text or token ids, or a list of either with a list of programs each, for which a list is returned
+        programs: a list; each is an op, a list of ops, or a `Program`
+        score: the answers to score, a list: a text, a token id, or a list of ids, whose log-probabilities are summed,
+            each given those before it
+        kl: True for KL(unedited ‖ edited) of the next token over the whole vocabulary, in nats
+        top: the number of likeliest next tokens to return, with their log-probabilities
+        messages, chat_template_kwargs: as in `run`
+
+        A program that fails has NaN, and its error in `errors`. An invalid one raises before anything runs.
+        """
+        prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
+        lists = list(programs) if listed else [programs]
+        if len(lists) != len(prompts):
+            raise ProgramError(f"expected a list of programs for each of {len(prompts)} prompts", "programs")
+        kl, top = as_flag(kl, "kl"), read_top(top)
+        scores = read_scores(score, self.tokenizer.bare, self.model.d_vocab)
+        terms = [[(each[:i], token) for i, token in enumerate(each)] for each in scores]
+        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        jobs = [self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings)
+                for one, of in zip(prompts, lists, strict=True)]  # fmt: skip
+        grades = self.graded(jobs)
+        return grades if listed else grades[0]
+
+    def _grade_job(
+        self, prompt: _Prompt, programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]], kl: bool,
+        top: int, bindings: Bindings,
+    ) -> GradeJob:  # fmt: skip
+        longest = max((len(suffix) for score in scores for suffix, _ in score), default=0) + 1
+        if len(prompt.ids) + longest > self.model.max_model_len:
+            raise TokensError(f"{len(prompt.ids)} prompt tokens and {longest} more exceed max_model_len="
+                              f"{self.model.max_model_len}")  # fmt: skip
+        if prompt.expanded is not None:
+            raise ProgramError("programs are graded on prompts of text", "prompt")
+        given = prompt_of(self.tokenizer, prompt.ids, prompt.text, prompt.chat, [])
+        return bound_job(self.engine.run_prefix + _key(), given, programs, scores, longest, kl, top, bindings)
+
+    def grade_job(
+        self, prompt: Sequence[int], programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]],
+        top: int = 0,
+    ) -> GradeJob:  # fmt: skip
+        """The job of programs on a prompt of token ids. `scores`: as `sequences_of` takes them."""
+        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        return self._grade_job(_Prompt(list(prompt)), programs, scores, False, top, bindings)
+
+    @property
+    def batch_refusal(self) -> str:
+        """The reason why programs to grade run as requests; "" if they run in batches of the engine's own, which is
+        proved on the live model at first: unedited and edited, at several positions, they equal requests."""
+        engine = self.engine
+        if engine.batch_difference is None and not engine.batch_refusal:
+            engine.batch_difference = self._difference_of_batches()
+            if engine.batch_difference:
+                logger.warning("patchclamp: programs are graded as requests, which takes longer: %s",
+                               engine.batch_difference)  # fmt: skip
+        return engine.batch_refusal or engine.batch_difference or ""
+
+    def _difference_of_batches(self) -> str:
+        """A description of how batches differ from requests; "" if they do not."""
+        length = max(2, min(PROOF_TOKENS, self.model.max_model_len - 2))
+        ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
+        stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
+        edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
+        job = self.grade_job(ids, [[], *edits, []], [[((), ids[0])], [((), ids[1]), ((ids[1],), ids[0])]])
+        found = []
+        for run in (self._in_batches, self._as_requests):
+            table = GradeTable(job)
+            try:
+                run([job], [table])
+                grades = table.grades("")
+            except PatchclampError as error:
+                return f"a batch failed: {error}"
+            found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
+        off = float(np.abs(found[0] - found[1]).max())
+        most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
+        return "" if off <= most else f"log-probabilities in a batch were {off:.1e} off those of requests"
+
+    def _in_batches(
+        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable],
+        tell: Callable[[int, np.ndarray], None] = lambda *_: None,
+    ) -> None:  # fmt: skip
+        for i, programs in self.engine.grade(jobs, tables):
+            tell(i, programs)
+
+    def _as_requests(
+        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable],
+        tell: Callable[[int, np.ndarray], None] = lambda *_: None,
+    ) -> None:  # fmt: skip
+        for i, (job, table) in enumerate(zip(jobs, tables, strict=True)):
+            by_requests(self.engine, job, table)
+            tell(i, np.arange(job.count))
+
+    def graded(
+        self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None
+    ) -> list[Grades]:
+        """Runs jobs: together, in batches of the engine's own, or else as requests. `tell` is called with the number of
+        a job, its grades so far, and the numbers of programs that were graded."""
+        reason = self.batch_refusal or next((job.refusal for job in jobs if job.refusal), "")
+        tables = [GradeTable(job) for job in jobs]
+        route = "requests" if reason else "bulk"
+        grades = [table.grades(route, reason) for table in tables]
+        with base.rarely():
+            run = self._as_requests if reason else self._in_batches
+            run(jobs, tables, lambda i, programs: tell(i, grades[i], programs))
+        return [table.grades(route, reason) for table in tables]
 
     def _read_call(
         self,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.tokenizer import Chat, Turn
 from patchclamp.errors import (
     EngineError,
@@ -404,6 +405,7 @@ class Engine(Protocol):
     remote: True if programs run in other processes, which rules out `Apply`
     proved: True if the sites were already proved where the engine runs
     run_prefix: the prefix of its runs' names
+    batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
@@ -415,6 +417,7 @@ class Engine(Protocol):
     proved: bool = False
     run_prefix: str = ""
     keeps_captures_here: bool = True
+    batch_difference: str | None = None
 
     @property
     def whole_because(self) -> str:
@@ -499,6 +502,16 @@ class Engine(Protocol):
         raise EngineError(
             f"the {self.model.engine} engine computes no gradients: load the model with engine='transformers' for them"
         )
+
+    @property
+    def batch_refusal(self) -> str:
+        """The reason why programs to grade run as requests; "" if `grade` runs them."""
+        return f"the {self.model.engine} engine has no batches of its own"
+
+    def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        """Grade the programs of jobs, which have the same `kl` and `top`, in batches of the engine's own. Fills the
+        tables, and yields the number of a job with those of its programs that have been graded."""
+        raise EngineError(self.batch_refusal)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         """Return a weight by its name in `engines.weights`, fp32; None if the model, or this layer, has none."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -171,11 +172,12 @@ class CudaTables:
     def _changed(self) -> list[tuple[int, np.ndarray]]:
         slots, records = self.table.take_changed()
         stride = self.table.first.shape[1]
-        segments = [(self._at["first"] + slot * stride, self.table.first[slot]) for slot in sorted(slots)]
-        segments += [(self._at["generation"] + slot, self.table.generation[slot : slot + 1]) for slot in sorted(slots)]
+        runs = _merged((slot, slot + 1) for slot in slots)
+        segments = [(self._at["first"] + a * stride, self.table.first[a:b].reshape(-1)) for a, b in runs]
+        segments += [(self._at["generation"] + a, self.table.generation[a:b]) for a, b in runs]
         words = self.table.records.view(np.int32)
         size = cuda.RECORD_WORDS
-        return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
+        return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
 
     def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
         """The offsets by capture range and the bases by region, each from the lowest number in use to the highest."""
@@ -206,6 +208,17 @@ class CudaTables:
         moves.upload(staging.pinned, self._words, chunks)
         staging.done.record()
         self.copies += 1
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans begin … end − 1, ascending, adjacent ones as one."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int, np.ndarray]:

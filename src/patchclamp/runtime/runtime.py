@@ -50,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a worker's tables, bank and capture buffers. The last four apply on a GPU only.
 
     max_programs: programs admitted at one time
+    cells: slots for cells that are graded in batches, beside those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
@@ -62,6 +63,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     max_programs: int = 256
+    cells: int = 0
     max_records: int = 1 << 18
     bank_bytes: int = 1 << 28
     kept_bytes: int = 1 << 27
@@ -148,16 +150,17 @@ class ResidentRows:
         missing: MissingSource | None = None
         for key in dict.fromkeys([key for op in ops for key in op.keys]):
             try:
-                addresses[key] = self._address(key, placement, vectors, remote)
+                addresses[key] = self.address(key, placement, vectors, remote)
             except MissingSource as error:
                 missing = missing or error
         if missing is not None:
             raise missing
         return addresses
 
-    def _address(
+    def address(
         self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
     ) -> tuple[int, int]:
+        """The (offset, width) of a key's rows, as in `addresses`."""
         own = own_point(key)
         if own is not None:
             return placement.addresses[key][0], self._sites.points[own].width // self._sites.shard_count(own)
@@ -363,7 +366,7 @@ class Runtime:
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
         self.table: ProgramTable = ProgramTable(
-            limits.max_programs, len(sites.points), limits.max_records, self.sampled
+            limits.max_programs + limits.cells, len(sites.points), limits.max_records, self.sampled
         )
         self.bank: Bank = Bank(limits.bank_bytes // 4, device)
         self.store: CaptureStore = CaptureStore(self.widths, lambda: self.step.flush())
@@ -380,9 +383,10 @@ class Runtime:
         # returns the rows of other workers that a request's program reads, by bank key; None: no other workers
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures: int = 0  # runs whose edits were not finite
+        self.cell_errors: dict[int, Packed | None] = {}  # by slot, of the cells in the table
         self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of a request share its run
         self._code_errors: dict[str, Packed] = {}  # by run, since a run with code has only one request
-        self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
+        self._run_of_slot = np.full(limits.max_programs + limits.cells + 1, -1, np.int64)
         self.continuity: Continuity = Continuity(self.table)
         self._acts = b""  # `plan.active` as bytes, one per point
         self._token_bytes: collections.Counter[int] = collections.Counter()  # admitted programs, by their `token_bytes`
@@ -479,6 +483,8 @@ class Runtime:
         requests = {slot: request for request, slot in self._slot_of.items()}
         for slot in slots:
             request = requests.get(slot)
+            if slot in self.cell_errors:
+                self.cell_errors[slot] = self.cell_errors[slot] or packed
             if request is not None and request not in self._errors:
                 self._errors[request] = packed
                 self.failures += 1
@@ -582,6 +588,18 @@ class Runtime:
             if code_stop:
                 self._code_stop[request] = code_stop
 
+    def install_cells(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
+        """Write the records of cells [N, R], whose rows are in the bank, at leased slots and places in the table."""
+        self.table.install_alike(records, counts, slots, begins)
+        self.cell_errors.update(dict.fromkeys(slots.tolist()))
+
+    def drop_cells(self, slots: Iterable[int]) -> None:
+        """Free the slots of cells."""
+        there = [slot for slot in slots if slot in self.cell_errors]
+        self.table.drop_all(there)
+        for slot in there:
+            del self.cell_errors[slot]
+
     @functools.cached_property
     def _bytes_of_token(self) -> list[list[int]]:
         """Aligned bytes per token of a capture, by dtype and point; 0 for sampled rows (never written by graphs)."""
@@ -642,6 +660,10 @@ class Runtime:
         self.table.drop(admitted.slot)
         self.store.close(admitted.run)
         self._run_of_slot[admitted.slot] = -1
+
+    def requests_at(self, slot: int) -> list[str]:
+        """The requests with programs at a slot."""
+        return [request for request, own in self._slot_of.items() if own == slot]
 
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -63,6 +63,27 @@ class InstallOrder(msgspec.Struct):
 
     request: str
     program: bytes
+    placement: Placement
+
+
+class BlockPool(Protocol):
+    """The cache's free blocks."""
+
+    @property
+    def free(self) -> int: ...
+
+    def take(self, count: int) -> list[int]: ...
+
+    def give(self, blocks: list[int]) -> None: ...
+
+
+class Lease(msgspec.Struct, array_like=True):
+    """Resources of the cells of a job: blocks of the cache, slots and records of the program table, rows of the
+    bank."""
+
+    blocks: list[int]
+    slots: list[int]
+    records: int
     placement: Placement
 
 
@@ -147,6 +168,8 @@ class Admission:
         self._under_way: dict[str, RequestProgram] = {}  # by run: programs with captures of unfinished requests
         self._sessions: dict[str, float] = {}  # of remote clients: the time of each one's last heartbeat
         self._orders = Orders([], [], {})
+        self.pool: BlockPool | None = None  # of the core's cache
+        self._leases: dict[str, Lease] = {}
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
         self._words = LastWords()
 
@@ -216,6 +239,41 @@ class Admission:
             return None
         orders, self._orders = self._orders, Orders([], [], {})
         return orders
+
+    # -- leases
+
+    def lease(
+        self, name: str, blocks: tuple[int, int], slots: tuple[int, int], records: tuple[int, int],
+        sizes: dict[str, Any],
+    ) -> bytes | None:  # fmt: skip
+        """Lease resources to the cells of a job: blocks of the cache, slots and records (the least and the most of
+        each), and rows of keys with their sizes. Returns the encoded `Lease`, or None without room."""
+        assert self.pool is not None
+        count = min(blocks[1], self.pool.free * 3 // 4)
+        if count < blocks[0]:
+            return None
+        given = {key: (rows, width) for key, (rows, width) in sizes.items()}
+        rooms = self._room.lease((slots[0], slots[1]), (records[0], records[1]), given)  # lists, as they arrive
+        if rooms is None:
+            return None
+        placement, taken, number = rooms
+        lease = Lease(self.pool.take(count), taken, number, placement)
+        self._leases[name] = lease
+        for key in placement.load:
+            source = source_of(key.removesuffix("#"))
+            if source is not None:
+                self._runs.setdefault(source[0], set()).add(key)
+        return msgspec.msgpack.encode(lease)
+
+    def give(self, name: str) -> None:
+        """End a lease."""
+        lease = self._leases.pop(name, None)
+        if lease is not None:
+            assert self.pool is not None
+            self.pool.give(lease.blocks)
+            self._room.give_slots(lease.slots)
+            self._room.free(lease.placement)
+            self._blocked = None
 
     # -- requests
 
@@ -315,7 +373,7 @@ class Admission:
     def counts(self) -> dict[str, int]:
         """Return counts of resources; all 0 when every request has ended and every run was released."""
         return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
-                "requests": len(self.programs)}  # fmt: skip
+                "requests": len(self.programs), "leases": len(self._leases)}  # fmt: skip
 
     def _admit(self, request_id: str, program: RequestProgram) -> bool:
         """Place a program; return False if there is no room, or if it fails, with its error recorded."""

@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import queue
 import threading
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from patchclamp.engines.base import ABORTED, Answer, Captured, Request, Wanted, Window, settle
+from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import clients, configuration
 from patchclamp.engines.vllm.compat.clients import tell_cores, verdict_in
-from patchclamp.engines.vllm.frontend import VllmFrontEnd, confirm, join_captured, merged, results_of, with_rows
+from patchclamp.engines.vllm.frontend import (
+    Grading,
+    VllmFrontEnd,
+    confirm,
+    join_captured,
+    merged,
+    no_room,
+    results_of,
+    with_rows,
+)
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, as_patchclamp_error
 from patchclamp.plan import CAPTURE
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
     from patchclamp.engines.vllm.server import Metrics
 
 FETCHES = 4  # concurrent fetches of captures
+LEASE_S, RETRY_S = 600.0, 0.05  # the longest wait for a lease, and the time between two requests
 NOTHING = contextlib.nullcontext()
 
 
@@ -78,6 +90,53 @@ class AsyncEngine(VllmFrontEnd):
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         shards = self._wait(self.ask("weight", name, layer, only=0))
         return join_shards(name, shards, self.sites.tensor_parallel)
+
+    def _ask_now(self, verb: str, *args: Any) -> list[Any]:
+        return self._wait(self.ask(verb, *args, only=0))
+
+    def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        calls = self._grading(jobs, tables, lambda number, programs: found.put((number, programs)))
+        task = asyncio.run_coroutine_threadsafe(self._grade(jobs[0].name, calls), self._loop)
+        task.add_done_callback(lambda done: found.put(None))
+        try:
+            while isinstance(news := found.get(), tuple):
+                if self.metrics is not None:
+                    self.metrics.graded(len(news[1]))
+                yield news
+        finally:
+            task.cancel()
+        task.result()
+
+    async def _grade(self, name: str, calls: Grading) -> None:
+        """Carry out the calls of a grading. The core steps its requests between two batches."""
+        tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
+        try:
+            verb, args = next(calls)
+            while True:
+                if verb == "wait":
+                    result = await asyncio.sleep(*args)
+                elif verb == "lease":
+                    [answer] = tell_cores(self.client, "lease", *args, only=0)
+                    result = await answer
+                    if result is None:
+                        tries -= 1
+                        if not tries:
+                            raise no_room(args)
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                else:
+                    result = await self.ask("bulk", verb, name, *args, only=0)
+                verb, args = calls.send(result)
+        except StopIteration:
+            pass
+        finally:
+            with contextlib.suppress(Exception):  # the core may have failed
+                await asyncio.shield(self._end_grading(name))
+
+    async def _end_grading(self, name: str) -> None:
+        await self.ask("bulk", "close", name, only=0)
+        await asyncio.gather(*tell_cores(self.client, "give", name, only=0))
 
     def close(self) -> None:
         """Abort active requests; the `AsyncLLM` belongs to its server."""

@@ -11,8 +11,8 @@ import collections
 import functools
 import math
 import typing
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,14 +31,20 @@ from patchclamp.engines.base import (
     carry,
     receipt_of,
 )
+from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.admission import Verdict
+from patchclamp.engines.vllm.admission import Lease, Verdict
+from patchclamp.engines.vllm.bulk import BatchResult, Job, JobPrompt
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
+from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
-from patchclamp.errors import EngineError, ProgramError, unknown, unpack
+from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
+from patchclamp.plan.bound import MATCH, is_vector, source_of
+from patchclamp.plan.cells import CellRecords, joined
+from patchclamp.plan.room import resident_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +52,21 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
 
 Shard = TypeVar("Shard")  # one worker's part of some rows
+Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
+SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
+SHARE = 0.4  # of the time of the engine's steps that batches may add while it has requests
+FIRST_ROWS, BATCH_S = 1 << 11, 2.0  # on a CPU: rows of the first batch; the most time of a batch
+
+
+class BatchFacts(NamedTuple):
+    """Facts of a worker's batches: the reason why there are none, tokens of a block, groups of layers with block tables
+    of their own, and the most rows and sequences."""
+
+    refusal: str
+    block: int
+    groups: int
+    rows: int
+    sequences: int
 
 
 class VllmFrontEnd(Engine):
@@ -55,6 +76,7 @@ class VllmFrontEnd(Engine):
 
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
+        self._batch_facts: BatchFacts | None = None
         self._readers: collections.Counter[str] = collections.Counter()  # the number of requests that read each vector
 
     def _describe(
@@ -105,6 +127,82 @@ class VllmFrontEnd(Engine):
         if unused:
             self._tell("hold", b"", [], unused)
 
+    # -- cells in batches
+
+    @property
+    def batch_refusal(self) -> str:
+        if reason := refusal_of(self.config):
+            return reason
+        if self._batch_facts is None:
+            self._batch_facts = BatchFacts(*self._ask_now("bulk", "facts", "")[0])
+        return self._batch_facts.refusal
+
+    def _ask_now(self, verb: str, *args: Any) -> list[Any]:
+        """Call every worker, from any thread but the engine's."""
+        raise NotImplementedError
+
+    def _grading(
+        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
+    ) -> Grading:
+        """Run jobs together: a generator of calls ("lease", "open", "run", or "wait" for some seconds while the engine
+        has requests), whose results are sent to it. `tell` is called with the number of a
+        job and those of its programs that have been graded."""
+        facts, cells = self._batch_facts, joined([job.cells() for job in jobs])
+        assert facts is not None
+        vectors = {key: rows for job in jobs for key, rows in job.vectors.items()}
+        records = max((group.records.shape[1] for group in cells.groups), default=1)
+
+        def blocks(job: GradeJob, suffix: tuple[int, ...] = ()) -> int:
+            return -(-(len(job.prompt) + len(suffix)) // facts.block) * facts.groups
+
+        prompts = sum(map(blocks, jobs))
+        of_cell = max(sum(blocks(job, suffix) for suffix in job.suffixes) for job in jobs)
+        slots = 2 * min(facts.sequences, max(cells.count, 1))  # for two batches
+        own = min(of_cell * slots, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
+        needs = (prompts + of_cell, prompts + max(own, of_cell))
+        sizes = self._sizes_of(cells, jobs, vectors)
+        leased = yield "lease", (jobs[0].name, needs, (2, slots), (2 * records, slots * records), sizes)
+        lease = msgspec.msgpack.decode(leased, type=Lease)
+        rows = {key: np.ascontiguousarray(vectors[key]) for name in lease.placement.load
+                if is_vector(key := name.removesuffix("#"))}  # fmt: skip
+        parts = [JobPrompt(job.prompt, [list(suffix) for suffix in job.suffixes], job.terms, job.count) for job in jobs]
+        window = SORTED if self.config.device_config.device_type == "cuda" else 0
+        job = Job(parts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(rows), lease)
+        yield "open", (msgspec.msgpack.encode(job),)
+        left, rows = cells.count + len(jobs), facts.rows if window else FIRST_ROWS
+        while left:
+            results = yield "run", (rows,)
+            found = [msgspec.msgpack.decode(one, type=BatchResult) for one in results if one]
+            if not found:
+                continue
+            result = next((one for one in found if one.logprobs), found[0])  # one worker may have the logits
+            for number, programs in result.read(jobs, tables):
+                tell(number, programs)
+            left = result.left
+            rows = min(int(rows * min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8)) + 1, facts.rows)
+            if result.stepped and left:
+                yield "wait", (result.seconds / SHARE,)
+
+    def _sizes_of(
+        self, cells: CellRecords, jobs: Sequence[GradeJob], vectors: Mapping[str, np.ndarray]
+    ) -> dict[str, tuple[int, int]]:
+        """The sizes of the rows that cells read, by their names in the bank."""
+        sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
+        sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
+        for group in cells.groups:
+            match = group.records["kind"] == MATCH
+            for index in (group.key, group.beside):
+                ways = np.stack([index, sharded[group.point] & ~match], -1).reshape(-1, 2)
+                for key, apart in np.unique(ways[ways[:, 0] >= 0], axis=0).tolist():
+                    name = cells.keys[key]
+                    source = source_of(name)
+                    if source is None:
+                        size = vectors[name].shape
+                    else:
+                        size = len(sources[source[0]].positions_of(source[1])), self.sites.points[source[1]].width
+                    sizes[resident_name(name, bool(apart))] = size
+        return sizes
+
     def _underway(self, request: Request) -> Underway:
         """Return a request's state, before it is submitted."""
         underway = Underway(request, self._decoder(request) if self._has_text else None)
@@ -127,6 +225,15 @@ class VllmFrontEnd(Engine):
     def _carried(self, request: Request) -> bytes | None:
         """Encode a request's program."""
         return None if request.bound is None else carry(request, self.sites)
+
+
+def no_room(lease: tuple[Any, ...]) -> CapacityError:
+    """Return the error of an idle engine without room for a lease of these arguments."""
+    _, blocks, slots, records, _ = lease
+    return CapacityError(
+        f"there is no room for a batch of cells, which needs {blocks[0]} free blocks of the cache, {slots[0]} of the "
+        f"programs and {records[0]} of the records: give the cache more memory, or raise max_records"
+    )
 
 
 def confirm(run: str, verdict: Verdict | None, carried: bytes) -> None:

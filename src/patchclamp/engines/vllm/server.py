@@ -148,7 +148,9 @@ class Metrics:
 
         own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
         counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
-        self._programs = counter("patchclamp:programs", "Requests with a program that were given to the engine.")
+        self._programs = counter(
+            "patchclamp:programs", "Programs that were given to the engine, in requests or in batches."
+        )
         self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
         self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) that edits of ended runs acted on.")
         self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
@@ -169,6 +171,10 @@ class Metrics:
         self._programs.labels(self._model).inc()
         for op in bound.ops:
             self._ops.labels(self._model, KINDS[op.kind]).inc()
+
+    def graded(self, programs: int) -> None:
+        """Count programs that were graded in batches, by the programs alone."""
+        self._programs.labels(self._model).inc(programs)
 
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
         """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes those of conditions."""

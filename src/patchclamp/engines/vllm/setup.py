@@ -15,6 +15,7 @@ import msgspec
 from patchclamp.engines import base
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import carried, find_sites
+from patchclamp.engines.vllm.compat.runner import CELLS
 from patchclamp.engines.vllm.server import CAUSES, ServeLimits, set_serving
 from patchclamp.errors import EngineError, SeamMoved, describe_error, unknown
 from patchclamp.kernels import switches
@@ -94,7 +95,7 @@ def complete(vllm_config: VllmConfig) -> None:
     ours.update(
         version=__version__,
         op=_op(),
-        limits={**msgspec.to_builtins(limits), "max_programs": most},
+        limits={**msgspec.to_builtins(limits), "max_programs": most, "cells": limits.cells or 2 * CELLS},
         numerics=asked,
         taps=hashlib.sha256(tapped).hexdigest()[:16],
         table=carried(sites),

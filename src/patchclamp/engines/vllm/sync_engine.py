@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
+import queue
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,7 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )  # fmt: skip
+from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.vllm import setup
 from patchclamp.engines.vllm.compat import configuration, images
 from patchclamp.engines.vllm.compat.clients import (
@@ -39,7 +43,16 @@ from patchclamp.engines.vllm.compat.clients import (
 )
 from patchclamp.engines.vllm.compat.lora import Adapters
 from patchclamp.engines.vllm.compat.seams import require_all
-from patchclamp.engines.vllm.frontend import Underway, VllmFrontEnd, confirm, join_captured, merged, results_of
+from patchclamp.engines.vllm.frontend import (
+    Grading,
+    Underway,
+    VllmFrontEnd,
+    confirm,
+    join_captured,
+    merged,
+    no_room,
+    results_of,
+)
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
@@ -51,7 +64,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
+LIMITS = ("cells", "max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
 OURS = (*LIMITS, "numerics", "multiprocess_mode")
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
@@ -70,11 +83,11 @@ def known_options() -> list[str]:
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eight of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and nine of ours:
 
-    `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
-    (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or "stock";
-    `multiprocess_mode`: True to run the engine core in a separate process.
+    `cells`, `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the
+    worker (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or
+    "stock"; `multiprocess_mode`: True to run the engine core in a separate process.
     """
 
     _engine: LLMEngine
@@ -87,6 +100,7 @@ class VllmEngine(VllmFrontEnd):
         self._wake = threading.Condition()
         self._stop, self._ended = False, EngineError("the engine is closed")
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
+        self._gradings: collections.deque[RunningGrading] = collections.deque()
         self._waiting: dict[str, tuple[Underway, Future[Answer], bytes | None]] = {}  # with the program, by run
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -128,6 +142,22 @@ class VllmEngine(VllmFrontEnd):
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         shards = self._call(lambda: self._ask("weight", name, layer)).result()
         return join_shards(name, shards, self.sites.tensor_parallel)
+
+    def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        calls = self._grading(jobs, tables, lambda number, programs: found.put((number, programs)))
+        grading = RunningGrading(jobs[0].name, calls, found.put)
+        self._call(lambda: self._gradings.append(grading))
+        try:
+            while isinstance(news := found.get(), tuple):
+                yield news
+        finally:
+            grading.is_cancelled = True
+        if news is not None:
+            raise news
+
+    def _ask_now(self, verb: str, *args: Any) -> list[Any]:
+        return self._call(lambda: self._ask(verb, *args)).result()
 
     def report(self) -> list[Finding]:
         """Return the doctor's findings about this engine."""
@@ -183,6 +213,7 @@ class VllmEngine(VllmFrontEnd):
         try:
             while self._serve():
                 self._step()
+                self._grade_on()
             self._fail(EngineError("the engine is closed"))
         except BaseException as error:
             stopped = EngineError(f"vLLM stopped: {describe_error(error)}")
@@ -251,7 +282,14 @@ class VllmEngine(VllmFrontEnd):
     def _serve(self) -> bool:
         """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
         with self._wake:
-            while not (self._stop or self._queue or self._held_back or self._released or is_busy(self._engine)):
+            while not (
+                self._stop
+                or self._queue
+                or self._held_back
+                or self._released
+                or self._gradings
+                or is_busy(self._engine)
+            ):
                 self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
@@ -286,6 +324,28 @@ class VllmEngine(VllmFrontEnd):
                     underway.take(output)
         self._drop(ended)
 
+    def _grade_on(self) -> None:
+        """Run a batch of the oldest grading."""
+        if not self._gradings:
+            return
+        grading, busy = self._gradings[0], is_busy(self._engine)
+        try:
+            if grading.is_cancelled:
+                raise EngineError(ABORTED)
+            if grading.advance(self._ask, functools.partial(ask_core, self._engine), busy):
+                return
+            error = None
+        except Exception as failure:
+            error = _as_error(failure)
+        self._gradings.popleft()
+        self._end_grading(grading, error)
+
+    def _end_grading(self, grading: RunningGrading, error: PatchclampError | None) -> None:
+        with suppress(Exception):  # the engine may have failed
+            self._ask("bulk", "close", grading.name)
+            ask_core(self._engine, "give", grading.name)
+        grading.end(error)
+
     def _forget(self, request: Request) -> None:
         """Drop the state of an ended request, but for its vectors."""
         if self._waiting.pop(request.run, None) is not None:
@@ -298,7 +358,7 @@ class VllmEngine(VllmFrontEnd):
             raise deep
         if not self.config.model_config.enable_sleep_mode:
             raise EngineError("this engine cannot sleep: start it with enable_sleep_mode=True")
-        runs = len(self._waiting) + len(self._held_back)
+        runs = len(self._waiting) + len(self._held_back) + len(self._gradings)
         if runs:
             raise EngineError(f"the engine cannot sleep with {runs} unfinished runs")
         self._asleep = True  # set first: an engine whose sleep failed does not schedule until `wake` either
@@ -373,6 +433,41 @@ class VllmEngine(VllmFrontEnd):
             settle(future, error)
         self._held_back.clear()
         self._waiting.clear()
+        for grading in self._gradings:
+            self._end_grading(grading, error)
+        self._gradings.clear()
+
+
+class RunningGrading:
+    """A grading under way. `end` is called with its error, or None at its end."""
+
+    def __init__(self, name: str, calls: Grading, end: Callable[[PatchclampError | None], None]) -> None:
+        self.name, self._calls, self.end = name, calls, end
+        self.is_cancelled = False
+        self._since = 0.0  # when it began to wait
+        self._next = next(calls)
+
+    def advance(self, ask: Callable[..., list[Any]], core: Callable[..., Any], busy: bool) -> bool:
+        """Carry out the next call. Returns False at the end. `busy`: the engine has requests."""
+        verb, args = self._next
+        if verb == "wait":
+            self._since = self._since or time.monotonic()
+            if busy and time.monotonic() < self._since + args[0]:
+                return True
+            found, self._since = None, 0.0
+        elif verb == "lease":
+            found = core("lease", *args)
+            if found is None and busy:
+                return True  # later, when a request has ended
+            if found is None:
+                raise no_room(args)
+        else:
+            found = ask("bulk", verb, self.name, *args)
+        try:
+            self._next = self._calls.send(found)
+        except StopIteration:
+            return False
+        return True
 
 
 def _finished(output: RequestOutput, underway: Underway, carried: bytes | None) -> Answer | PatchclampError:

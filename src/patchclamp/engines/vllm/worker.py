@@ -6,6 +6,7 @@ Every worker installs the same programs in the same order, so senders and receiv
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ import torch
 from patchclamp.engines.base import Wanted, Window, decode, receipt_of
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders
+from patchclamp.engines.vllm.bulk import Bulk, Job
 from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.architecture import share, site_map
+from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.weights import Shard, read_weight, shard_of
@@ -27,6 +30,7 @@ from patchclamp.errors import EngineError, MissingSource, Packed, pack
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import source_of
+from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
 from patchclamp.runtime import Arrival, Limits, Runtime, cuda_graphs
@@ -63,7 +67,8 @@ class Exchange:
     def move(self, request: str, bound: BoundProgram) -> None:
         """Move the rows that a request's program reads; called on every worker, before any waits for another."""
         try:
-            self._moved[request] = self._move(bound)
+            reads = [read for op in bound.ops for read in op.reads()]
+            self._moved[request] = self._move(reads)
         except Exception as error:
             self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
 
@@ -75,10 +80,21 @@ class Exchange:
             raise moved
         return moved
 
-    def _move(self, bound: BoundProgram) -> dict[str, torch.Tensor] | MissingSource:
+    def of_cells(self, job: Job) -> dict[str, torch.Tensor]:
+        """Move the rows that a job's cells read to this worker, and return them. Called on every worker."""
+        cells = CellRecords.of_bytes(job.cells)
+        reads = {(cells.keys[key], point) for group in cells.groups for index in (group.key, group.beside)
+                 for key, point in np.unique(np.stack([index, group.point], -1).reshape(-1, 2), axis=0).tolist()
+                 if key >= 0}  # fmt: skip
+        rows = self._move(sorted(reads))
+        if isinstance(rows, MissingSource):
+            raise rows
+        return rows
+
+    def _move(self, reads: list[tuple[str, int]]) -> dict[str, torch.Tensor] | MissingSource:
         received: dict[str, torch.Tensor] = {}
         lacking: list[str] = []
-        for key, reader in self._crossings(bound):
+        for key, reader in self._crossings(reads):
             run, point = source_of(key) or ("", 0)
             owner = self._owner(point, reader)
             if owner == reader or owner is None:
@@ -102,13 +118,12 @@ class Exchange:
         except Exception:
             return None
 
-    def _crossings(self, bound: BoundProgram) -> list[tuple[str, int]]:
+    def _crossings(self, reads: list[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return each key of a run's rows with each worker that reads it, in the same order on every worker."""
         pairs: dict[tuple[str, int], None] = {}
-        for op in bound.ops:
-            for key, point in op.reads():
-                if source_of(key) is not None:
-                    pairs |= dict.fromkeys((key, int(worker)) for worker in np.flatnonzero(self._has_tap[:, point]))
+        for key, point in reads:
+            if source_of(key) is not None:
+                pairs |= dict.fromkeys((key, int(worker)) for worker in np.flatnonzero(self._has_tap[:, point]))
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
@@ -140,7 +155,7 @@ def admission_of(vllm_config: VllmConfig) -> Admission:
     config = configuration.enabled(vllm_config)
     assert config is not None
     limits = msgspec.convert(config["limits"], Limits)
-    room = Room(limits.max_programs, limits.max_records, limits.bank_bytes // 4)
+    room = Room(limits.max_programs, limits.max_records, limits.bank_bytes // 4, limits.cells)
     ahead = configuration.images_see_ahead(vllm_config)
     return Admission(site_map(vllm_config), room, vllm_config.parallel_config.world_size, ahead)
 
@@ -190,6 +205,9 @@ class Attached:
         self._config, self._compiled = worker.vllm_config, compiled_ahead(worker.vllm_config)
         self._fusions = fusions_of(self._config)
         self._sender = shared.CaptureSender()
+        self._bulk: Bulk | None = None
+        self._steps_at_batch = 0  # steps with tokens at the last batch of cells
+        self._exchange: Exchange | None = None
         if self.runtime.device.type == "cuda":
             self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
@@ -256,6 +274,7 @@ class Attached:
         """Move the rows of other runs that new programs read, with several workers. This must happen before a pipeline
         stage waits for the previous one."""
         orders = compat.orders(scheduler_output)
+        assert self._exchange is not None
         for admitted in () if orders is None else orders.admit:
             self._exchange.move(admitted.request, decode(admitted.program).bound)
 
@@ -453,6 +472,38 @@ class Attached:
         """Like `do_fetch` for a receiver, for a window of the rows."""
         stored = self._stored([(run, point, op) for run, point, op, _, _ in windows])
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
+
+    def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
+        """Run cells in batches: facts about them, or a call of `Bulk`."""
+        if self._bulk is None:
+            model = BatchModel(self._runner, self.kind)
+            self._bulk = Bulk(self.runtime, model, self._in_batch, self._await_logits)
+        if verb == "facts":
+            model = self._bulk.model
+            refusal = refusal_of(self._config) or model.refusal
+            return refusal, model.block, model.groups, model.rows, model.sequences
+        if verb == "open":
+            job = msgspec.msgpack.decode(args[0], type=Job)
+            # a request in the placement's slot has ended, but no step has said so yet
+            self._free(self.runtime.requests_at(job.lease.placement.slot))
+            self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
+            return None
+        if verb == "run":
+            began, before = time.monotonic(), self._steps_at_batch
+            result, self._steps_at_batch = self._bulk.run(name, *args), sum(self._steps)
+            if result is None:
+                return None
+            result.seconds, result.stepped = time.monotonic() - began, self._steps_at_batch > before
+            return msgspec.msgpack.encode(result)
+        return self._bulk.close(name)
+
+    @contextmanager
+    def _in_batch(self) -> Iterator[None]:
+        with self.at_work(), compat.without_graph():
+            yield
+
+    def _await_logits(self) -> None:
+        self._awaits_logits = self.runtime.plan is not None
 
     def do_weight(self, name: str, layer: int | None) -> Shard | None:
         """Return this worker's shard of a weight; None if another worker returns it."""

@@ -265,11 +265,11 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     answers.append(future)
 
 
-def ask_core(engine: LLMEngine, method: str) -> Any:
+def ask_core(engine: LLMEngine, method: str, *args: Any) -> Any:
     """Call a method of the core's `Admission` and return its result."""
     client: Any = engine.engine_core
     core = _core_here(engine)
-    return client.call_utility("patchclamp_call", method, ()) if core is None else core.patchclamp_call(method, ())
+    return client.call_utility("patchclamp_call", method, args) if core is None else core.patchclamp_call(method, args)
 
 
 def _core_here(engine: LLMEngine) -> Any:

@@ -203,6 +203,23 @@ class _Withheld(msgspec.Struct):
     proofs: list[_PendingProof]
 
 
+class _Blocks:
+    """The free blocks of a core's cache (`admission.BlockPool`)."""
+
+    def __init__(self, cache_manager: KVCacheManager) -> None:
+        self._pool = cache_manager.block_pool
+
+    @property
+    def free(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def take(self, count: int) -> list[int]:
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
+
+    def give(self, blocks: list[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+
 class _Admitting:
     """Admission around one engine core."""
 
@@ -225,6 +242,7 @@ class _Admitting:
         scheduler.has_finished_requests = forwards(self._finished)(self.finished)
         cache_manager = scheduler.kv_cache_manager
         coordinator = cache_manager.coordinator
+        admission.pool = _Blocks(cache_manager)
         self._free_blocks, self._cache_blocks = cache_manager.free, coordinator.cache_blocks
         self._reset_cache = cache_manager.reset_prefix_cache
         cache_manager.free = forwards(self._free_blocks)(self.free_blocks)

@@ -1,4 +1,4 @@
-"""Hooks on vLLM's model runners, worker and attention layers, and readers of the scheduler's output."""
+"""Hooks on vLLM's model runners, worker and attention layers; readers of the scheduler's output; batches of our own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from patchclamp.engines.vllm.compat.variants import (
     record_variants_v1,
 )
 from patchclamp.errors import SeamMoved
+from patchclamp.kernels.transfer import to_device
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
@@ -360,6 +362,11 @@ def _no_graph(mode: Any, tokens: int) -> bool:
     return False
 
 
+def without_graph() -> AbstractContextManager[Any]:
+    """A context in which compiled code with taps runs, without a graph."""
+    return compiled_variant(active=True, usable=_no_graph)
+
+
 def _profile_variants(runner: V1Runner, graphs: Graphs) -> None:
     """Make a V1 runner compile, tune and measure both variants. Its other dummy steps are always idle."""
     dummy = runner._dummy_run
@@ -390,7 +397,7 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     speculative_config = runner.vllm_config.speculative_config
     samples = 1 + (0 if speculative_config is None else speculative_config.num_speculative_tokens)
     positions = runner.input_buffers.positions if kind == "v2" else runner.positions
-    return runner.max_num_tokens, samples * runner.max_num_reqs, positions
+    return runner.max_num_tokens, max(samples * runner.max_num_reqs, CELLS), positions
 
 
 def token_ids(runner: Any, kind: str) -> Any:
@@ -459,3 +466,137 @@ def finished(scheduler_output: SchedulerOutput) -> set[str]:
 def preempted(scheduler_output: SchedulerOutput) -> int:
     """Return the number of requests that this step preempted."""
     return len(scheduler_output.preempted_req_ids or ())
+
+
+# -- batches of our own, between the engine's steps
+
+
+def refusal_of(config: VllmConfig) -> str:
+    """The reason why cells of a model with this configuration run as requests; "" if they run in batches."""
+    parallel, model = config.parallel_config, config.model_config
+    reasons = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "adapters": config.lora_config is not None,
+        "drafts": config.speculative_config is not None,
+        "images": model.is_multimodal_model or model.uses_mrope,
+        "state-space layers": model.is_hybrid or model.is_attention_free,
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without buffers by sequence
+CELLS = 2048  # the most sequences of a batch, and rows with logits
+
+
+class BatchModel:
+    """A runner's model, for batches over blocks that the core has leased.
+
+    C sequences of a batch · R its rows · G groups of layers that share block tables · B tokens of a block
+
+    refusal: the reason why it takes none; "" if it does
+    block: B · groups: G · blocks: the number of blocks in the cache
+    rows, sequences, samples: the most of a batch; samples are rows with logits
+    """
+
+    def __init__(self, runner: Any, kind: str) -> None:
+        self._runner, self._kind = runner, kind
+        config = runner.kv_cache_config
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        kernel_blocks = getattr(runner, "kernel_block_sizes" if kind == "v2" else "_kernel_block_sizes", None)
+        sizes = {spec.block_size for spec in specs}
+        self.refusal: str = ""
+        if len(sizes) != 1 or set(kernel_blocks or sizes) != sizes:
+            self.refusal = f"blocks of several sizes ({sorted(sizes | set(kernel_blocks or ()))})"
+        elif any(not hasattr(spec, "num_kv_heads") for spec in specs):
+            self.refusal = f"a cache of {', '.join(sorted({type(spec).__name__ for spec in specs}))}"
+        self.block: int = min(sizes, default=1)
+        self.groups: int = len(specs)
+        self.blocks: int = config.num_blocks
+        self.rows, self.sequences = int(runner.max_num_tokens), int(runner.max_num_reqs)
+        self._builders = [builder for groups in runner.attn_groups for group in groups
+                          for builder in group.metadata_builders]  # fmt: skip
+        self._has_graph = [bool(getattr(builder, "use_full_cuda_graph", False)) for builder in self._builders]
+        if {type(builder).__name__ for builder in self._builders} <= UNBOUNDED:
+            self.sequences = CELLS
+        self.samples: int = CELLS
+        # every cache once, with its blocks along the first axis
+        caches = {cache.data_ptr(): cache for cache in self._caches()}
+        self._by_block: list[torch.Tensor] = [self._blocks_first(cache) for cache in caches.values()]
+
+    def _caches(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for cache in self._runner.kv_caches:
+            found += [cache] if isinstance(cache, torch.Tensor) else list(cache)
+        return found
+
+    def _blocks_first(self, cache: torch.Tensor) -> torch.Tensor:
+        axes = [axis for axis, size in enumerate(cache.shape[:2]) if size == self.blocks]
+        if len(axes) != 1:
+            self.refusal = self.refusal or f"a cache of shape {list(cache.shape)} for {self.blocks} blocks"
+            return cache
+        return cache.movedim(axes[0], 0)
+
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy the keys and values of whole blocks, in every layer."""
+        if len(source):
+            device = self._runner.device
+            from_K, to_K = to_device(source.astype(np.int64), device), to_device(target.astype(np.int64), device)
+            for cache in self._by_block:
+                cache[to_K] = cache[from_K]
+
+    def forward(
+        self, ids: np.ndarray, position: np.ndarray, count: np.ndarray, length: np.ndarray, tables: np.ndarray
+    ) -> torch.Tensor:
+        """Compute a batch, and return the stream after the last layer, [R, D].
+
+        ids, position: token ids and positions of all rows, sequence by sequence, [R]
+        count, length: each sequence's rows, and its tokens up to the last of them, [C]
+        tables: the blocks of each sequence, [G, C, blocks]
+        """
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+        runner, device, rows = self._runner, self._runner.device, len(ids)
+        begins = np.zeros(len(count) + 1, np.int32)
+        np.cumsum(count, out=begins[1:])
+        sequence = np.repeat(np.arange(len(count)), count)
+        slots = tables[:, sequence, position // self.block] * self.block + position % self.block
+        ids_R, position_R = self._inputs(rows)
+        ids_R.copy_(to_device(ids.astype(np.int32), device))
+        position_R.copy_(to_device(position.astype(np.int64), device))
+        slots_GR = to_device(slots.astype(np.int64), device)
+        lengths = length.astype(np.int32)
+        for builder in self._builders:
+            if hasattr(builder, "use_full_cuda_graph"):  # whose buffers belong to the engine's steps
+                builder.use_full_cuda_graph = False
+        metadata = build_attn_metadata(
+            attn_groups=runner.attn_groups, num_reqs=len(count), num_tokens=rows,
+            query_start_loc_gpu=to_device(begins, device), query_start_loc_cpu=torch.from_numpy(begins),
+            max_query_len=int(count.max()), seq_lens=to_device(lengths, device), max_seq_len=int(length.max()),
+            block_tables=[to_device(np.ascontiguousarray(table, np.int32), device) for table in tables],
+            slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths), positions=position_R,
+            is_prefilling=torch.ones(len(count), dtype=torch.bool),
+        )  # fmt: skip
+        for builder, has_graph in zip(self._builders, self._has_graph, strict=True):
+            if has_graph:
+                builder.use_full_cuda_graph = True
+        slot_mapping = build_slot_mappings_by_layer(slots_GR, runner.kv_cache_config)
+        with set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
+            return runner.get_model()(
+                input_ids=ids_R, positions=position_R, intermediate_tensors=None, inputs_embeds=None
+            )
+
+    def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The runner's own tensors of token ids and positions, which our kernels read too, [R] each."""
+        runner = self._runner
+        if self._kind == "v2":
+            return runner.input_buffers.input_ids[:rows], runner.input_buffers.positions[:rows]
+        return runner.input_ids.gpu[:rows], runner.positions[:rows]
+
+    def logits(self, hidden: torch.Tensor, row: np.ndarray) -> torch.Tensor | None:
+        """The logits of some rows, [S, V]; None on a tensor-parallel worker that does not get them."""
+        return self._runner.get_model().compute_logits(hidden[to_device(row, hidden.device)])

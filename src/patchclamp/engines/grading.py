@@ -1,0 +1,136 @@
+"""Grading: for many programs on one prompt, the log-probabilities of given next tokens.
+
+`GradeJob` is a prompt with its programs, `Grades` the result. vLLM runs jobs in batches of their own
+(`engines/vllm/bulk.py`); every engine can run them as requests (`grade.by_requests`).
+
+N programs · k scores · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError
+from patchclamp.language.structs import PublicStruct
+from patchclamp.plan.bind import Code
+from patchclamp.plan.bound import APPLY, CAPTURE, STORE, BoundProgram
+from patchclamp.plan.cells import CellRecords
+from patchclamp.store.named import SourceRun
+
+Term = tuple[int, int, int]
+
+
+class GradeJob(msgspec.Struct):
+    """The programs of one prompt to grade.
+
+    name: unique; runs of the job have names that begin with it
+    count: N
+    suffixes: the tokens after the prompt of each sequence that a program's run computes
+    terms: for each score the tokens whose log-probabilities are summed: the sequence, the number of tokens between the
+        prompt and the token, and the token
+    kl: True to compute KL(unedited ‖ edited) of the next token
+    top: the number of likeliest next tokens to return
+    cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit
+    refusal: the reason why the programs cannot run in batches; "" if they can
+    vectors, code, sources: as in a `Request`
+    """
+
+    name: str
+    prompt: list[int]
+    count: int
+    suffixes: list[tuple[int, ...]]
+    terms: list[list[Term]]
+    cells: Callable[[], CellRecords]
+    bound: Callable[[int], BoundProgram | None]
+    kl: bool = False
+    top: int = 0
+    refusal: str = ""
+    vectors: dict[str, np.ndarray] = {}
+    code: dict[int, Code] = {}
+    sources: tuple[SourceRun, ...] = ()
+
+
+def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
+    """The suffixes and terms of a job. A score is a list of tokens to score, each with the tokens after the prompt that
+    precede it. Suffixes that begin others need no sequence of their own."""
+    wanted = sorted({suffix for score in scores for suffix, _ in score}, key=len, reverse=True)
+    suffixes: list[tuple[int, ...]] = []
+    for suffix in wanted:
+        if not any(other[: len(suffix)] == suffix for other in suffixes):
+            suffixes.append(suffix)
+    suffixes = suffixes or [()]
+
+    def term(suffix: tuple[int, ...], token: int) -> Term:
+        number = next(i for i, other in enumerate(suffixes) if other[: len(suffix)] == suffix)
+        return number, len(suffix), token
+
+    return suffixes, [[term(*each) for each in score] for score in scores]
+
+
+def refusal_of(programs: Iterable[BoundProgram | None]) -> str:
+    """The reason why programs cannot run in batches; "" if they can."""
+    kinds = {op.kind for bound in programs if bound is not None for op in bound.ops}
+    reasons = {APPLY: "Apply", CAPTURE: "captures", STORE: "values of the same run"}
+    return ", ".join(reason for kind, reason in reasons.items() if kind in kinds)
+
+
+class Grades(PublicStruct, frozen=True, eq=False):
+    """The grades of N programs on one prompt.
+
+    logprobs: log-probabilities of the scores, [N, k]
+    baseline: those of the prompt without a program, [k]
+    kl: KL(unedited ‖ edited) of the next token in nats, [N]; None if not requested
+    top_ids, top_logprobs: the likeliest next tokens with their log-probabilities, [N, top]
+    errors: by the number of the program; its numbers are NaN
+    route: "bulk" if the engine ran them in batches of its own, "requests" if each was a request
+    route_reason: why they were requests
+    """
+
+    logprobs: np.ndarray
+    baseline: np.ndarray
+    kl: np.ndarray | None
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    errors: dict[int, PatchclampError]
+    route: str
+    route_reason: str = ""
+
+    def __repr__(self) -> str:
+        count, scores = self.logprobs.shape
+        failed = f", {len(self.errors)} failed" if self.errors else ""
+        return f"<Grades of {count} programs, {scores} scores{failed}, by {self.route}>"
+
+
+class GradeTable:
+    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i."""
+
+    def __init__(self, job: GradeJob) -> None:
+        rows = job.count + 1
+        self.logprobs = np.full((rows, len(job.terms)), np.nan, np.float32)
+        self.kl = np.full(rows, np.nan, np.float32) if job.kl else None
+        self.top_ids = np.full((rows, job.top), -1, np.int64)
+        self.top_logprobs = np.full((rows, job.top), np.nan, np.float32)
+        self.errors: dict[int, PatchclampError] = {}
+
+    def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
+        """Add the results of some programs: log-probabilities, KL, likeliest tokens, and their log-probabilities."""
+        columns = (self.logprobs, self.kl, self.top_ids, self.top_logprobs)
+        for column, values in zip(columns, found, strict=True):
+            if column is not None and column.size and values.size:
+                column[number + 1] = values.reshape(len(number), *column.shape[1:])
+        self.errors.update(errors)
+
+    def grades(self, route: str, reason: str = "") -> Grades:
+        if -1 in self.errors:
+            raise self.errors[-1]
+        for number in self.errors:
+            self.logprobs[number + 1] = self.top_logprobs[number + 1] = np.nan
+            if self.kl is not None:
+                self.kl[number + 1] = np.nan
+        kl = None if self.kl is None else self.kl[1:]
+        return Grades(self.logprobs[1:], self.logprobs[0], kl, self.top_ids[1:], self.top_logprobs[1:], self.errors,
+                      route, reason)  # fmt: skip

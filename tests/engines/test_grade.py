@@ -1,0 +1,291 @@
+"""Programs graded in batches of the engine's own equal the same programs as requests."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.errors import EngineError, ProgramError, TokensError
+from patchclamp.lm import LM
+
+from ..models import of_family
+from .test_families import EAGER, IDS
+
+PROMPT = "When John and Mary went to the store, John gave a drink to"
+OTHER = "When Mary and John went to the park, Mary took a picture of"
+CAPTURED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "z", "v")
+SCORES = [" Mary", " John", " Mary and John", [5, 7, 11]]
+
+
+@pytest.fixture(scope="module")
+def lm(shallow) -> LM:
+    return shallow.get("vllm", "float32")
+
+
+def as_requests(lm: LM, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr(LM, "batch_refusal", property(lambda lm: "asked for"))
+        return lm.grade(*args, **kwargs)
+
+
+def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator, count: int) -> list[Any]:
+    """Programs of one to three random edits, at sites that the model has; some programs are empty."""
+    names = sorted({ref.name for ref in lm.sites.refs()}.intersection(CAPTURED))
+    vector = draw.standard_normal(lm.model.d_model).astype(np.float32)
+
+    def edit() -> Any:
+        layer, name = int(draw.integers(lm.model.layers)), str(draw.choice(names))
+        at = pc.Site(name, layer)
+        begin, end = np.sort(draw.integers(0, length + 1, 2)).tolist()
+        tokens = pc.every[begin : max(end, begin + 1) if begin < length else length]
+        tokens = pc.every[int(draw.integers(length))] if begin >= length else tokens
+        stream = pc.resid_post[layer]
+        return [
+            lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, alpha=float(draw.choice([1.0, 0.5]))),
+            lambda: pc.Zero(at=at, tokens=tokens),
+            lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.normal())),
+            lambda: pc.Ablate(vector, at=stream, tokens=tokens),
+            lambda: pc.Clamp(vector, at=stream, tokens=tokens, low=-1.0, high=1.0),
+            lambda: pc.Noise(0.3, at=pc.embed, tokens=tokens, seed=int(draw.integers(100))),
+            lambda: pc.Replace(vector, at=stream, tokens=tokens, mask=(draw.random(lm.model.d_model) < 0.5).astype("f4")),
+            lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
+        ][int(draw.integers(8))]()  # fmt: skip
+
+    return [[edit() for _ in range(int(draw.integers(4)))] for _ in range(count)]
+
+
+def check_equal(one: pc.Grades, other: pc.Grades, most: float = 1e-4) -> None:
+    assert (one.route, other.route) == ("bulk", "requests")
+    assert one.errors.keys() == other.errors.keys()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=most)
+    np.testing.assert_allclose(one.baseline, other.baseline, atol=most)
+    if one.kl is not None:
+        np.testing.assert_allclose(one.kl, other.kl, atol=most)
+    np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=most)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_random_programs_equal_requests(lm, monkeypatch, warm):
+    ids, length = lm.tokens(PROMPT), len(lm.tokens(PROMPT))
+    run = lm.run(lm.tokens(OTHER)[:length], max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
+    length = min(length, len(lm.tokens(OTHER)))
+    if not warm:
+        lm.engine._engine.reset_prefix_cache()
+    programs = random_programs(lm, run, length, np.random.default_rng(3), 60)
+    asked: Any = {"score": SCORES, "kl": True, "top": 4}
+    grades = lm.grade(ids, programs, **asked)
+    check_equal(grades, as_requests(lm, monkeypatch, ids, programs, **asked))
+    moved = np.abs(grades.logprobs - grades.baseline).max(1)
+    assert np.count_nonzero(moved > 1e-3) > 30
+    empty = [i for i, program in enumerate(programs) if not program]
+    assert empty
+    np.testing.assert_allclose(grades.logprobs[empty], np.tile(grades.baseline, (len(empty), 1)), atol=1e-5)
+    assert (grades.kl[empty] < 1e-6).all()
+    status = lm.engine.status()
+    assert not any(status[name] for name in ("programs", "records", "pinned", "leases", "waiting", "vectors"))
+
+
+def test_kl_is_that_of_whole_distributions(lm):
+    vector = np.random.default_rng(0).standard_normal(lm.model.d_model).astype(np.float32)
+    edits = [pc.Add(vector, at=pc.resid_post[2], scale=4.0)]
+    grades = lm.grade(PROMPT, [edits], kl=True)
+    rows = [np.asarray(lm.run(PROMPT, max_tokens=1, edits=each, capture=[pc.logits])[pc.logits], np.float64)[-1]
+            for each in ([], edits)]  # fmt: skip
+    log_p, log_q = (row - np.logaddexp.reduce(row) for row in rows)
+    assert grades.kl[0] == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(), abs=1e-4)
+    assert grades.kl[0] > 0.01
+    assert grades.logprobs.shape == (1, 0)
+
+
+def test_a_score_of_several_tokens_is_their_sum(lm):
+    ids = lm.tokens(PROMPT)
+    answer = lm.tokenizer.bare(" Mary and John")
+    assert len(answer) == 3
+    edits = [pc.Scale(0.5, at=pc.resid_post[1], tokens=pc.every[4:8])]
+    grades = lm.grade(ids, [edits], score=[answer])
+    each = [lm.run([*ids, *answer[:i]], max_tokens=1, edits=edits, score=[token]).scores[token]
+            for i, token in enumerate(answer)]  # fmt: skip
+    assert grades.logprobs[0, 0] == pytest.approx(sum(each), abs=1e-4)
+
+
+def test_edits_after_the_prompt(lm, monkeypatch):
+    edits = [pc.Scale(0.2, at=pc.resid_post[1], tokens=pc.generated)]
+    grades = lm.grade(PROMPT, [edits], score=[" Mary and John"])
+    assert abs(grades.logprobs[0, 0] - grades.baseline[0]) > 1e-3
+    check_equal(grades, as_requests(lm, monkeypatch, PROMPT, [edits], score=[" Mary and John"]))
+    with pytest.raises(TokensError, match="generated") as caught:  # no token after the prompt is computed
+        lm.grade(PROMPT, [edits], score=[" Mary"])
+    assert caught.value.path == "programs[0].edits[0].tokens"
+
+
+def test_conditions_on_tokens(lm, monkeypatch):
+    token = lm.tokenizer.bare(" John")[0]
+    programs = [[pc.Scale(0.0, at=pc.resid_post[1], tokens=pc.token(token))], [pc.Zero(pc.mlp_out[2], pc.every[3])]]
+    grades = lm.grade(PROMPT, programs, score=[" Mary"])
+    check_equal(grades, as_requests(lm, monkeypatch, PROMPT, programs, score=[" Mary"]))
+    assert (np.abs(grades.logprobs - grades.baseline) > 1e-4).all()
+
+
+def test_a_cell_that_overflows_fails_alone(lm, monkeypatch):
+    bad = [pc.Scale(3e38, at=pc.resid_post[1]), pc.Scale(3e38, at=pc.resid_post[1])]
+    programs = [[], bad, [pc.Zero(at=pc.mlp_out[2])]]
+    asked: Any = {"score": [" Mary"], "kl": True, "top": 2}
+    grades = lm.grade(PROMPT, programs, **asked)
+    check_equal(grades, as_requests(lm, monkeypatch, PROMPT, programs, **asked))
+    assert list(grades.errors) == [1]
+    assert "finite" in str(grades.errors[1])
+    assert np.isnan([grades.logprobs[1, 0], grades.kl[1], grades.top_logprobs[1, 0]]).all()
+    assert np.isfinite(grades.logprobs[[0, 2]]).all()
+
+
+def test_several_prompts_share_batches(lm, monkeypatch):
+    prompts = [PROMPT, "The capital of France is", [5]]
+    programs = [[[pc.Zero(at=pc.mlp_out[i])] for i in range(3)], [pc.Zero(at=pc.attn_out[1])], []]
+    grades = lm.grade(prompts, programs, score=[" Paris", [7, 9]], kl=True)
+    assert [len(each.logprobs) for each in grades] == [3, 1, 0]
+    for one, other in zip(grades, as_requests(lm, monkeypatch, prompts, programs, score=[" Paris", [7, 9]], kl=True),
+                          strict=True):  # fmt: skip
+        check_equal(one, other)
+
+
+def test_programs_that_run_as_requests(lm):
+    same_run = [pc.Replace(pc.SameRun(pc.resid_post[0]), at=pc.resid_post[3])]
+    grades = lm.grade(PROMPT, [same_run, []], score=[" Mary"])
+    assert (grades.route, grades.route_reason) == ("requests", "values of the same run")
+    run = lm.run(PROMPT, max_tokens=1, edits=same_run, score=[" Mary"])
+    assert grades.logprobs[0, 0] == pytest.approx(next(iter(run.scores.values())), abs=1e-5)
+
+
+def test_other_requests_are_unaffected(lm):
+    """Requests that run meanwhile get the same answers, and the grades are the same as alone."""
+    programs = [[pc.Zero(at=pc.Site(name, layer))] for name in ("mlp_out", "attn_out") for layer in range(8)] * 20
+    asked: Any = {"max_tokens": 24, "logprobs": True, "sampling": {"ignore_eos": True},
+                  "edits": [pc.Scale(0.9, at=pc.resid_post[2])]}  # fmt: skip
+    alone, expected = lm.grade(PROMPT, programs, score=[" Mary"]), lm.run(OTHER, **asked)
+    found: list[pc.Grades] = []
+    thread = threading.Thread(target=lambda: found.append(lm.grade(PROMPT, programs, score=[" Mary"])))
+    thread.start()
+    runs = []
+    while thread.is_alive():
+        runs.append(lm.run(OTHER, **asked))
+    thread.join()
+    assert runs
+    for run in runs:
+        assert run.token_ids == expected.token_ids
+        np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
+    np.testing.assert_allclose(found[0].logprobs, alone.logprobs, atol=1e-4)
+
+
+def test_a_cancelled_grading_returns_its_lease(lm):
+    pool = lm.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    job = lm.grade_job(lm.tokens(PROMPT), [[pc.Zero(at=pc.mlp_out[i % 8])] for i in range(600)], [[((), 5)]])
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    for _ in range(3):
+        with pytest.raises(Stop):
+            lm.graded([job], stop)
+    lm.grade(PROMPT, [[]], score=[5])  # which waits for the lease
+    status = lm.engine.status()
+    assert not any(status[name] for name in ("programs", "records", "pinned", "leases"))
+    assert pool.get_num_free_blocks() == before
+
+
+def test_a_run_that_is_gone(lm):
+    run = lm.run(OTHER, max_tokens=1, capture=[pc.resid_post])
+    edits = pc.Replace(pc.From(run, pc.resid_post[3], pc.every[2]), at=pc.resid_post[3], tokens=pc.every[2])
+    job = lm.grade_job(lm.tokens(PROMPT), [edits], [[((), 5)]])
+    lm.engine.release([run.key])
+    lm.run("x", max_tokens=1)
+    with pytest.raises(pc.PatchclampError):
+        lm.graded([job])
+    assert not lm.engine.status()["leases"]
+    assert lm.grade(PROMPT, [[]], score=[5]).route == "bulk"
+
+
+def test_wrong_arguments(lm):
+    for kwargs, kind, path in (
+        ({"score": ["x y z", 10**9]}, TokensError, "score[1]"), ({"top": -1}, ProgramError, "top"),
+        ({"kl": "yes"}, ProgramError, "kl"), ({"programs": "abc"}, ProgramError, "programs"),
+        ({"programs": [[5]]}, ProgramError, "programs[0]"), ({"score": [[]]}, TokensError, "score[0]"),
+        ({"programs": [pc.Zero(pc.mlp_out[99])]}, pc.UnsupportedSite, "programs[0].edits[0].at"),
+    ):  # fmt: skip
+        with pytest.raises(kind) as caught:
+            lm.grade(PROMPT, **{"programs": [[]], "score": [5], **kwargs})
+        assert caught.value.path.startswith(path), kwargs
+
+
+def test_transformers_grades_by_requests(shallow, lm, monkeypatch):
+    hub = shallow.get("transformers", "float32")
+    programs = [[pc.Zero(at=pc.mlp_out[i])] for i in range(4)] + [[]]
+    grades = hub.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
+    assert grades.route == "requests"
+    check_equal(lm.grade(PROMPT, programs, score=SCORES, kl=True, top=3), grades, 1e-3)
+    with pytest.raises(EngineError):
+        next(iter(hub.engine.grade([], [])))
+
+
+@pytest.mark.parametrize("study", ["patch_sweep", "zeros", "trace", "ablation", "paths", "custom"])
+def test_studies_in_batches_equal_requests(lm, monkeypatch, study, tmp_path):
+    clean, corrupt = lm.tokens(PROMPT), lm.tokens(OTHER)
+    size = min(len(clean), len(corrupt))
+    pair = {
+        "clean": [clean[:size], corrupt[:size]],
+        "corrupt": [corrupt[:size], clean[:size]],
+        "answer": " Mary",
+        "foil": " John",
+    }
+    sites = ["resid_pre", "z", "mlp_out"]
+    call, arguments = {
+        "patch_sweep": (pc.studies.patch_sweep, {**pair, "sites": sites, "alpha": 0.7, "window": 2}),
+        "zeros": (pc.studies.patch_sweep, {**pair, "sites": sites, "source": "zeros", "direction": "noising"}),
+        "trace": (pc.studies.causal_trace, {"prompt": clean, "subject": " Mary", "answer": " Mary", "seeds": 2}),
+        "ablation": (pc.studies.ablation_sweep, {"prompt": clean, "answer": " Mary", "metric": "logprob", "group": 1,
+                                                 "sites": ["z"], "source": pc.studies.MeanOf([OTHER])}),
+        "paths": (pc.studies.path_patch, {**pair, "receivers": ["q[3]", "logits"]}),
+        "custom": (pc.studies.patch_sweep, {**pair, "sites": ["resid_pre"], "layers": [1, 5],
+                                            "metric": pc.studies.Metric(lambda p: max(p.top.values()), top=3)}),
+    }[study]  # fmt: skip
+    journal = tmp_path / "journal"
+    bulk = call(lm, **arguments, show_progress=False, resume=journal)
+    with monkeypatch.context() as patched:
+        patched.setattr(LM, "batch_refusal", property(lambda lm: "asked for"))
+        requests = call(lm, **arguments, show_progress=False)
+        resumed = call(lm, **arguments, show_progress=False, resume=journal)
+    assert "in batches" in bulk.computed
+    assert "in batches" not in requests.computed
+    np.testing.assert_allclose(bulk.values, requests.values, atol=1e-4)
+    assert np.array_equal(resumed.values, bulk.values, equal_nan=True)
+    assert bulk.noise_floor < 1e-4
+
+
+# why programs of these run as requests on the CPU build: state-space layers, or batches that were proved wrong there
+REFUSED = {"mamba2": "state-space", "gemma2": "off", "gpt_oss": "off", "deepseek_v2": "off"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "gpt2", "falcon", "qwen3_moe", "deepseek_v2", "gpt_oss", "mamba2"]
+)
+def test_families(family, tmp_path, monkeypatch):
+    with pc.LM(of_family(tmp_path, family), engine="vllm", prove=False, **IDS, **EAGER) as lm:
+        draw = np.random.default_rng(1)
+        ids, other = (draw.integers(5, 100, 41).tolist() for _ in range(2))
+        sites = [pc.Site(name) for name in sorted({ref.name for ref in lm.sites.refs()}.intersection(CAPTURED))]
+        run = lm.run(other, max_tokens=1, capture=sites)
+        programs = random_programs(lm, run, 41, draw, 40)
+        grades = lm.grade(ids, programs, score=[5, [7, 9]], kl=True)
+        if family in REFUSED:
+            assert grades.route == "requests"
+            assert REFUSED[family] in grades.route_reason
+        else:
+            check_equal(grades, as_requests(lm, monkeypatch, ids, programs, score=[5, [7, 9]], kl=True))
