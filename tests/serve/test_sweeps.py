@@ -21,6 +21,10 @@ ASKED = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "a
          "sites": ["resid_pre", "mlp_out"]}  # fmt: skip
 
 
+LONGER = ASKED | {side: ASKED[side].removesuffix(" is in") + ", which is in another city," * 4 + " is in"
+                  for side in ("clean", "corrupt")}  # fmt: skip
+
+
 def events(lines):
     name = ""
     for line in lines:
@@ -42,7 +46,7 @@ def test_a_sweep_is_the_same_as_here(server, local):
     there = load(base64.b64decode(result[1]["safetensors"]))
     np.testing.assert_allclose(there.grid, here.grid, atol=1e-3)
     assert there.config == here.config == {"study": "PatchSweep", **ASKED}
-    assert len(parts) > 1
+    assert parts
     grid = np.full(here.grid.shape, np.nan)
     for _, data in parts:
         for site, layer, column, value in data["cells"]:
@@ -205,7 +209,7 @@ def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
 
 
 def test_a_sweep_whose_client_went_away_goes_on(server):
-    body = ASKED | {"sites": ["resid_pre", "attn_out", "mlp_out", "z"], "resume": "left"}
+    body = LONGER | {"sites": ["resid_pre", "attn_out", "mlp_out", "z"], "resume": "left"}
     with server.http() as http:
         with http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=body) as response:
             left = next(data["cells"] for name, data in events(response.iter_lines()) if name == "cells")
@@ -248,7 +252,7 @@ def test_matched_subjects_are_the_same_as_here(server, local):
 
 
 def test_one_study_more_than_the_limit_is_asked_to_wait(server):
-    body = ASKED | {"sites": ["z", "q"], "group": 1}
+    body = LONGER | {"sites": ["z", "q"], "group": 1}
     with server.http() as http, contextlib.ExitStack() as until:
         readers = []  # one that is dropped closes its response, and with it its study
         for _ in range(4):

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, _spread, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Trial, Zoom, _spread, planned, zoom_in
 from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
 from patchclamp.studies.study import keeping
@@ -306,7 +307,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     (values,) = cells.run(
         [graded],
         [20],
-        lambda: [Round(trials, Trial(prompt, (), graded))],
+        lambda: [SimpleNamespace(trials=trials, baseline=Trial(prompt, (), graded))],
         lambda n, which, of: heard.extend((n, i) for i in which),
     )
     assert len(graded.questions) == 4

@@ -25,9 +25,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op
 from patchclamp.lm import LM
+from patchclamp.plan.cells import CellRecords
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
@@ -71,8 +73,10 @@ from patchclamp.studies.sources import (
     MeanOf,
     Mixing,
     Resampled,
+    Sides,
     Source,
     captured_runs,
+    cells_of_grid,
     in_words,
     opened,
     question_of_source,
@@ -267,11 +271,11 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """Sites patched together: one row, and one column per case. `at`: the numbers of row and column in the grid; for
-    several cells, those of the first."""
+    """Sites patched together: one row, and the numbers of columns of the grid. `at`: the numbers of row and column in
+    the grid; for several cells, those of the first."""
 
     row: Row
-    columns: Sequence[Column]
+    columns: tuple[int, ...]
     at: tuple[int, int]
 
 
@@ -338,6 +342,7 @@ class GridPlan:
         if isinstance(source, Resampled):
             self.draws, self.seeds = source.draws, (*self.seeds, source.seed)
         self.repeats, self.zoom, self.settings = repeats, zoom, settings or {}
+        self._sides: dict[tuple[int, tuple[int, ...]], Sides] = {}
         # an error's frames may keep runs alive for long, so they are closed at the end
         self.open: ExitStack[bool | None] = ExitStack()
 
@@ -426,12 +431,16 @@ class GridPlan:
         if len(r) > 1:
             layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
             row = msgspec.structs.replace(row, layers=tuple(sorted(layers)))
-        return GridPlace(row, [_joined([case.columns[i] for i in p]) for case in self.cases], (r[0], p[0]))
+        return GridPlace(row, tuple(p), (r[0], p[0]))
 
-    def sides(self, place: GridPlace, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def sides(self, place: GridPlace, number: int) -> Sides:
         """The positions to read and to write of a case."""
-        column = place.columns[number]
-        return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
+        key = number, place.columns
+        if key not in self._sides:
+            column = _joined([self.cases[number].columns[i] for i in place.columns])
+            both = (column.clean, column.corrupt), (column.corrupt, column.clean)
+            self._sides[key] = both[self.written != "corrupt"]
+        return self._sides[key]
 
     def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
         """Places that are patched together, in groups whose sources fit into memory."""
@@ -632,12 +641,9 @@ class GridPlan:
         return Filled(np.array(values).reshape(len(units), len(places)), float(max(floors)))
 
     def _round(self, unit: Unit, places: Sequence[GridPlace]) -> Round:
-        writer = unit.writer(places)
-        trials = []
-        for place in places:
-            for edits in writer.edits(place.row, *self.sides(place, unit.number), (unit.number, *place.at)):
-                trials.append(Trial(unit.prompt, [*unit.before, *edits], unit.graded))
-        return Round(trials, Trial(unit.prompt, unit.before, unit.graded))
+        return Round(unit.prompt, unit.before, unit.graded, unit.writer(places), [place.row for place in places],
+                     [self.sides(place, unit.number) for place in places],
+                     [(unit.number, *place.at) for place in places])  # fmt: skip
 
 
 def _joined(columns: list[Column]) -> Column:
@@ -660,11 +666,44 @@ class Trial(NamedTuple):
     graded: Graded
 
 
-class Round(NamedTuple):
-    """The trials of one unpatched run, which `baseline` repeats."""
+class Round:
+    """The trials of one unpatched run: every place, once for each draw of the writer's. The `baseline` repeats the run.
 
-    trials: Sequence[Trial]
-    baseline: Trial
+    rows, sides, cells: of each place: its row, its positions to read and to write, and its number (`CellWriter.edits`)
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], before: Sequence[Op], graded: Graded, writer: CellWriter, rows: Sequence[Row],
+        sides: Sequence[Sides], cells: Sequence[tuple[int, int, int]],
+    ) -> None:  # fmt: skip
+        self.prompt, self.before, self.graded, self._writer = prompt, before, graded, writer
+        self._rows, self._sides, self._cells = rows, sides, cells
+        self._records: CellRecords | None = None
+        self.baseline: Trial = Trial(prompt, before, graded)
+
+    @functools.cached_property
+    def trials(self) -> list[Trial]:
+        each = zip(self._rows, self._sides, self._cells, strict=True)
+        return [Trial(self.prompt, [*self.before, *edits], self.graded)
+                for row, sides, cell in each for edits in self._writer.edits(row, *sides, cell)]  # fmt: skip
+
+    def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
+        """The job of some trials; None is the baseline."""
+        records = self._records_of_all(lm)
+        if records is None:
+            edits = [(self.baseline if i is None else self.trials[i]).edits for i in which]
+            return lm.grade_job(self.prompt, edits, self.graded.scores, top=self.graded.top)
+        job = lm.grade_job(self.prompt, [self.before], self.graded.scores, top=self.graded.top)
+        run = self._writer.run
+        return msgspec.structs.replace(
+            job, count=len(which), cells=lambda: records.take(which).after(job.cells()),
+            sources=(*job.sources, *([] if run is None else [run])),
+        )  # fmt: skip
+
+    def _records_of_all(self, lm: LM) -> CellRecords | None:
+        if self._records is None and self._rows:
+            self._records = cells_of_grid(lm, self._writer, self._rows, self._sides)
+        return self._records
 
 
 class Values(NamedTuple):
@@ -689,10 +728,13 @@ class Cells:
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
         self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
+        self._in_batches = False
 
     @property
     def computed(self) -> str:
         """A phrase for what was computed: whole runs, or from the first edit on. Empty if the engine cannot choose."""
+        if self._in_batches and self._runs:
+            return "in batches, from the first edited position on"
         if self._cut:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
@@ -719,7 +761,7 @@ class Cells:
         plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
         values = np.full(len(plan), np.nan)
 
-        def told(which: range) -> None:
+        def told(which: Sequence[int] | np.ndarray) -> None:
             by_round: dict[int, list[int]] = {}
             for at in which:
                 if plan[at][1] is not None:
@@ -728,8 +770,13 @@ class Cells:
                 tell(number, np.array([plan[at][1] for at in of]), values[of])
             self._advance(len(which))
 
-        def read(which: range, runs: list[Run], new: list[float]) -> None:
-            self._runs += len(runs)
+        def read_batch(which: np.ndarray, new: list[float]) -> None:
+            self._runs += len(which)
+            values[which] = new
+            told(which)
+
+        def read(which: range, runs: Sequence[Run], new: list[float]) -> None:
+            self._runs += len(which)
             self._cut += sum(run.answer.computed_from is not None for run in runs)
             values[which.start : which.stop] = new
             told(which)
@@ -740,6 +787,10 @@ class Cells:
         if len(known) < len(plan):
             made = rounds()
             left = plan[len(known) :]
+            self._in_batches = not self._lm.batch_refusal
+            if self._in_batches:
+                self._grade(made, left, len(known), read_batch)
+                left = []
             trials = [made[number].baseline if i is None else made[number].trials[i] for number, i in left]
             self._carry(trials, len(known), read)
         numbers, is_trial = np.array([number for number, _ in plan]), np.array([i is not None for _, i in plan])
@@ -749,6 +800,31 @@ class Cells:
     def _take(self, count: int) -> list[Recorded]:
         kind: Any = Recorded
         return self.journal.take(kind, count) if self.journal is not None else []
+
+    def _grade(
+        self, rounds: Sequence[Round], left: Sequence[tuple[int, int | None]], begin: int,
+        read: Callable[[np.ndarray, list[float]], None],
+    ) -> None:  # fmt: skip
+        """Like `_carry`, for trials of rounds by number, in batches of the engine's own. They finish in any order."""
+        by_round = {number: [i for _, i in of] for number, of in itertools.groupby(left, lambda entry: entry[0])}
+        firsts = dict(zip(by_round, itertools.accumulate(map(len, by_round.values()), initial=0), strict=False))
+        numbers, graded = list(by_round), [rounds[number].graded for number in by_round]
+        records: list[Any] = [None] * len(left)
+        written = 0
+
+        def tell(i: int, grades: Grades, programs: np.ndarray) -> None:
+            nonlocal written
+            first = firsts[numbers[i]]
+            new = graded[i].records(grades, programs)
+            for at, record in zip((first + programs).tolist(), new, strict=True):
+                records[at] = record
+            end = next((at for at in range(written, len(records)) if records[at] is None), len(records))
+            if self.journal is not None and end > written:  # which keeps them in order
+                self.journal.append(records[written:end])
+            written = end
+            read(begin + first + programs, [graded[i].value(record) for record in new])
+
+        self._lm.graded([rounds[number].job(self._lm, which) for number, which in by_round.items()], tell)
 
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]

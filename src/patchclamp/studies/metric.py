@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
+from patchclamp.engines.grading import Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM, MAX_SCORES
@@ -170,6 +171,32 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
                 questions.append(Question((), (), self.custom.top))
             vars(self)["questions"] = tuple(questions)
         return vars(self)["questions"]
+
+    @property
+    def scores(self) -> list[list[tuple[tuple[int, ...], int]]]:
+        """The scores of a `GradeJob` that `records` reads: for a named metric the sequences that it compares, for a
+        custom one every token."""
+        if self.custom is None:
+            return [[(tokens[:i], token) for i, token in enumerate(tokens)] for tokens in self.compared]
+        return [[(of.suffix, token)] for of in self.questions for token in of.score]
+
+    @property
+    def top(self) -> int:
+        """The number of likeliest tokens that it needs."""
+        return self.custom.top if self.custom is not None else 0
+
+    def records(self, grades: Grades, programs: np.ndarray) -> list[Recorded]:
+        """The records of some programs of a job. Raises the first error of a program."""
+        if grades.errors:
+            raise grades.errors[min(grades.errors)]
+        logprobs = grades.logprobs[programs].astype(np.float64)
+        if self.custom is None:
+            if self.metric in ALONE:
+                return (np.exp(logprobs[:, 0]) if self.metric == "prob" else logprobs[:, 0]).tolist()
+            return (logprobs[:, 0] - logprobs[:, 1]).tolist()
+        pairs = zip(grades.top_ids[programs].tolist(), grades.top_logprobs[programs].tolist(), strict=True)
+        tops = [dict(zip(ids, values, strict=True)) for ids, values in pairs]
+        return list(zip(logprobs.tolist(), tops, strict=True))
 
     def record(self, runs: Sequence[Scored]) -> Recorded:
         """The journal's record of the runs of its questions: the metric before normalisation or, for a custom one, the

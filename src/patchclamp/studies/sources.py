@@ -20,6 +20,8 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Index, Positions, every, parse_index
 from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
+from patchclamp.plan.bound import pack_columns, position_ranges, run_key
+from patchclamp.plan.cells import CellRecords, PatchedPart, patched_cells
 from patchclamp.run import Run
 from patchclamp.studies.inputs import Row, check_whole, chosen_positions, selection, words_of
 
@@ -194,8 +196,45 @@ class CellWriter:
         column."""
         return [[self.mixing.replace(self.value(at, read, write), at, write) for at in row.sites]]
 
+    def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
+        """The parts that the cells of a row change, if they differ in positions alone (`plan.cells`); else None."""
+        return None
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The factors of the old and of the new value in those cells."""
+        return 0.0, 0.0
+
+    @property
+    def run(self) -> Run | None:
+        """The run that those cells read."""
+        return None
+
     def close(self) -> None:
         """Free the captures."""
+
+
+Sides = tuple[tuple[int, ...], tuple[int, ...]]  # positions to read and to write
+
+
+def cells_of_grid(lm: LM, writer: CellWriter, rows: Sequence[Row], sides: Sequence[Sides]) -> CellRecords | None:
+    """The cells of some places as arrays, by their rows and sides [N]; None if their edits must be bound one by one."""
+    row_of, side_of = {row: i for i, row in enumerate(dict.fromkeys(rows))}, dict[Sides, int]()
+    parts = []
+    for row in row_of:
+        of_row = writer.parts(lm, row)
+        if of_row is None:
+            return None
+        parts.append(of_row)
+    number = np.array([side_of.setdefault(side, len(side_of)) for side in sides])
+    ranges = [position_ranges(np.array(write), np.array(read) if parts[0][0].key else None) for read, write in side_of]
+    return patched_cells(writer.scales, parts, ranges, np.array([row_of[row] for row in rows]), number)
+
+
+def _refs(lm: LM, row: Row) -> list[tuple[int, int]]:
+    """The points of a row's sites, with their columns (`pack_columns`)."""
+    refs = [ref for at in row.sites for ref in lm.sites.resolve(at)]
+    return [(ref.point, pack_columns(ref.columns) if ref.columns else 0) for ref in refs]
 
 
 class FromRun(CellWriter):
@@ -207,6 +246,21 @@ class FromRun(CellWriter):
 
     def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> From:
         return From(self._run, at, every[read])
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        return 1.0 - self.mixing.alpha, self.mixing.alpha
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
+        refs = _refs(lm, row)
+        captured = [self._run.positions_of(point) for point, _ in refs]
+        if self.mixing.mask is not None or any(len(at) == 0 or at[-1] != len(at) - 1 for at in captured):
+            return None  # row i of the run must be position i
+        return [PatchedPart(point, columns, run_key(self._run.key, point)) for point, columns in refs]
 
 
 class FromZeros(CellWriter):
@@ -225,6 +279,11 @@ class FromZeros(CellWriter):
 
     def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> np.ndarray:
         return np.zeros(width_of(self._lm, at), np.float32)
+
+    def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
+        if self.mixing != Mixing():
+            return None
+        return [PatchedPart(point, columns, None) for point, columns in _refs(lm, row)]
 
 
 class FromBank(CellWriter):
