@@ -34,13 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harvest import Remote
 
 GRID = {5: 1, 40: 1, 204: 1, 1000: 10}  # by tokens of the prompts: every so many positions
+TWELVE = ("resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "neurons", "mlp_out",
+          "resid_post")  # fmt: skip
+SITES = {1: TWELVE[:1], 4: ("resid_pre", "z", "attn_out", "mlp_out"), 12: TWELVE}  # by their number
 ANSWER, FOIL = 7, 9
 LOOP_TOKENS = 1 << 15  # of a batch of the plain loop
 BARS = {
     "vllm": 1.15,
     "changed": 3.0,
 }  # at 204 tokens: seconds of stock's, at most; cells a second of the loop's, at least
-FLOAT, LAYERS = {"tiny": "float32", "0.6b": "bfloat16"}, {"tiny": 4, "0.6b": 28}
+FLOAT = {"tiny": "float32", "0.6b": "bfloat16", "8b": "bfloat16"}
+LAYERS = {"tiny": 4, "0.6b": 28, "8b": 32}
 
 
 class Loop:
@@ -105,7 +109,7 @@ class Ours:
 
         began = time.perf_counter()
         sweep = pc.studies.patch_sweep(
-            self.lm, clean=prompts[0], corrupt=prompts[1], answer=ANSWER, foil=FOIL, sites=[pc.resid_pre],
+            self.lm, clean=prompts[0], corrupt=prompts[1], answer=ANSWER, foil=FOIL, sites=asked["sites"],
             metric="logit_diff", positions=asked["positions"], show_progress=False,
         )  # fmt: skip
         seconds = time.perf_counter() - began
@@ -130,7 +134,8 @@ class Stock:
 
         ids, draw = list(prompts), np.random.default_rng(prompts[0])
         for position in asked["positions"]:
-            rest = draw.integers(100, 500, (self.layers, len(prompts[1]) - position)).tolist()
+            count = self.layers * len(asked["sites"])
+            rest = draw.integers(100, 500, (count, len(prompts[1]) - position)).tolist()
             ids += [prompts[1][:position] + one for one in rest]
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2,
                                 logprob_token_ids=[ANSWER, FOIL])  # fmt: skip
@@ -178,7 +183,7 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
     return started
 
 
-def measure(sides: dict[str, Remote], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
+def measure(sides: dict[str, Remote], tokens: int, sites: int, layers: int, rounds: int) -> dict[str, Any]:
     """A row of the result: every side in turn, after one call of each that is not counted."""
     positions = list(range(0, tokens, GRID.get(tokens, 1)))
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -188,7 +193,8 @@ def measure(sides: dict[str, Remote], tokens: int, layers: int, rounds: int) -> 
         draw = np.random.default_rng((tokens, number))
         clean = draw.integers(100, 500, tokens).tolist()
         corrupt = [*draw.integers(100, 500, tokens // 2).tolist(), *clean[tokens // 2 :]]
-        answers = {name: side.seconds([clean, corrupt], positions=positions) for name, side in
+        asked = {"positions": positions, "sites": SITES[sites]}
+        answers = {name: side.seconds([clean, corrupt], **asked) for name, side in
                    (sides.items() if number % 2 else reversed(sides.items()))}  # fmt: skip
         for name, answer in answers.items():
             if number:
@@ -198,10 +204,11 @@ def measure(sides: dict[str, Remote], tokens: int, layers: int, rounds: int) -> 
                 assert cells.shape == loops.shape
                 far[name] = max(far.get(name, 0.0), float(np.abs(cells - loops).max()))
             told |= {f"{name}_{key}": answer[key] for key in ("noise", "computed") if key in answer}
-    cells = len(positions) * layers
+    cells = len(positions) * layers * sites
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     return {
-        "tokens": tokens, "cells": cells, "seconds": seconds, "median_s": medians, "from_loop": far, **told,
+        "tokens": tokens, "sites": sites, "cells": cells, "seconds": seconds, "median_s": medians, "from_loop": far,
+        **told,
         "cells_per_s": {name: round(cells / median) for name, median in medians.items()},
         "of_stock": {name: round(median / medians["stock"], 3) for name, median in medians.items() if "stock" in sides},
         "of_loop": {name: round(medians["loop"] / median, 2) for name, median in medians.items() if "loop" in sides},
@@ -212,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=FLOAT, default="0.6b")
     parser.add_argument("--sides", default="loop,changed,vllm,stock", help="separated by commas; also: beside")
-    parser.add_argument("--tokens", default=",".join(map(str, GRID)))
+    parser.add_argument("--tokens", default="17x12,204,1000", help="of the prompts, x sites (1, 4 or 12); 17x12 has 12")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=256, help="max_num_seqs of the Transformers engine")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -230,8 +237,9 @@ def main() -> None:
     path = args.out / f"gpu_sweep-{args.shape}-{result['date']}.json"
     sides = start(args)
     try:
-        for tokens in map(int, args.tokens.split(",")):
-            row = measure(sides, tokens, LAYERS[args.shape], args.rounds)
+        for case in args.tokens.split(","):
+            tokens, _, sites = case.partition("x")
+            row = measure(sides, int(tokens), int(sites or 1), LAYERS[args.shape], args.rounds)
             print({key: value for key, value in row.items() if key != "seconds"}, flush=True)
             result["rows"].append(row)
             path.write_text(json.dumps(result, indent=1) + "\n")
