@@ -21,6 +21,7 @@ JOBS = {
     "trace": "pc.LM: proxies of tensors that write programs",
     "proving": "proves each site on the live model",
     "lm": "checks a call, binds its programs, hands it over",
+    "grade": "many programs on one prompt: reads, runs as requests",
     "call": "the arguments of a call, read for each prompt",
     "stream": "the tokens of a run as they are generated",
     "run": "the results of a request; fetches its captures",
@@ -36,7 +37,7 @@ JOBS = {
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
-    "call": ("#0969da", ("trace", "proving", "lm", "call", "stream", "run")),
+    "call": ("#0969da", ("trace", "proving", "lm", "grade", "call", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
     "know": ("#57606a", ("sites", "store", "language", "errors", "version")),

@@ -16,7 +16,7 @@ ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
-    "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "grade", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors", "version",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`
@@ -171,9 +171,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_011, 7), "sites": (1_907, 4), "plan": (2_717, 9), "kernels": (1_230, 10), "store": (1_651, 7),
-    "runtime": (2_217, 7), "engines": (3_415, 10), "engines/vllm": (5_822, 20), "trace": (2_470, 5),
-    "studies": (10_683, 27), "plots": (1_353, 5), "serve": (3_451, 13), "cli": (1_318, 4), "": (3_069, 11),
+    "language": (2_011, 7), "sites": (1_907, 4), "plan": (3_015, 10), "kernels": (1_230, 10), "store": (1_651, 7),
+    "runtime": (2_252, 7), "engines": (3_564, 11), "engines/vllm": (6_765, 21), "trace": (2_470, 5),
+    "studies": (10_845, 27), "plots": (1_353, 5), "serve": (3_451, 13), "cli": (1_318, 4), "": (3_377, 12),
 }  # fmt: skip
 
 
