@@ -272,11 +272,20 @@ class LM:
         proved on the live model at first: unedited and edited, at several positions, they equal requests."""
         engine = self.engine
         if engine.batch_difference is None and not engine.batch_refusal:
-            engine.batch_difference = self._difference_of_batches()
+            try:
+                engine.batch_difference = self._difference_of_batches()
+            except PatchclampError as error:  # such as a lack of room, which may pass
+                return f"a batch failed: {error}"
             if engine.batch_difference:
                 logger.warning("patchclamp: programs are graded as requests, which takes longer: %s",
                                engine.batch_difference)  # fmt: skip
         return engine.batch_refusal or engine.batch_difference or ""
+
+    def jobs_refusal(self, jobs: Sequence[GradeJob]) -> str:
+        """The reason why these jobs run as requests; "" if they run in batches."""
+        return self.batch_refusal or next(
+            filter(None, (job.refusal or self.engine.job_refusal(job) for job in jobs)), ""
+        )
 
     def _difference_of_batches(self) -> str:
         """A description of how batches differ from requests; "" if they do not."""
@@ -288,11 +297,8 @@ class LM:
         found = []
         for run in (self._in_batches, self._as_requests):
             table = GradeTable(job)
-            try:
-                run([job], [table])
-                grades = table.grades("")
-            except PatchclampError as error:
-                return f"a batch failed: {error}"
+            run([job], [table])
+            grades = table.grades("")
             found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
         off = float(np.abs(found[0] - found[1]).max())
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
@@ -318,13 +324,14 @@ class LM:
     ) -> list[Grades]:
         """Runs jobs: together, in batches of the engine's own, or else as requests. `tell` is called with the number of
         a job, its grades so far, and the numbers of programs that were graded."""
-        reason = self.batch_refusal or next((job.refusal for job in jobs if job.refusal), "")
+        reason = self.jobs_refusal(jobs)
         tables = [GradeTable(job) for job in jobs]
         route = "requests" if reason else "bulk"
         grades = [table.grades(route, reason) for table in tables]
         with base.rarely():
             run = self._as_requests if reason else self._in_batches
-            run(jobs, tables, lambda i, programs: tell(i, grades[i], programs))
+            if jobs:
+                run(jobs, tables, lambda i, programs: tell(i, grades[i], programs))
         return [table.grades(route, reason) for table in tables]
 
     def _read_call(

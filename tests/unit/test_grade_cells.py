@@ -207,8 +207,7 @@ def test_a_lease_takes_slots_of_its_own():
     assert room.counts() == {"programs": 1, "records": 60, "pinned": 1}
     assert room.lease((2, 2), (10, 20), {}) is None  # no slot is left
     assert [room.place(5, {}).slot for _ in range(3)] == [2, 3, 4]  # those of programs are
-    room.free(placement)
-    room.give_slots(slots)
+    room.end_lease(placement, slots)
     assert room.counts()["pinned"] == 0
     placement, slots, records = room.lease((2, 3), (10, 1000), {})
     assert slots == [5, 6, 7]

@@ -508,6 +508,10 @@ class Engine(Protocol):
         """The reason why programs to grade run as requests; "" if `grade` runs them."""
         return f"the {self.model.engine} engine has no batches of its own"
 
+    def job_refusal(self, job: GradeJob) -> str:
+        """The reason why the programs of one job run as requests, on an engine with batches of its own."""
+        return ""
+
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         """Grade the programs of jobs, which have the same `kl` and `top`, in batches of the engine's own. Fills the
         tables, and yields the number of a job with those of its programs that have been graded."""

@@ -204,7 +204,7 @@ class Room:
         self, slots: tuple[int, int], records: tuple[int, int], sizes: Sizes
     ) -> tuple[Placement, list[int], int] | None:
         """Place cells that read keys of `sizes`. Returns the placement, slots for cells, and the number of records, of
-        both at least and at most as many as given; None without room. `free` and `give_slots` end the lease. Raises
+        both at least and at most as many as given; None without room. `end_lease` ends it. Raises
         `CapacityError` as `place` does."""
         count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest * 3 // 4)
         placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
@@ -213,9 +213,13 @@ class Room:
         taken, self._cell_slots = self._cell_slots[:count], self._cell_slots[count:]
         return placement, taken, most
 
-    def give_slots(self, slots: Sequence[int]) -> None:
-        """Free the slots of a lease."""
+    def end_lease(self, placement: Placement, slots: Sequence[int]) -> None:
+        """Free a lease. Its rows leave the bank, and evictions that it was told of are told again, because its workers
+        may not have received it."""
         self._cell_slots = sorted([*self._cell_slots, *slots])
+        self.free(placement)
+        self.forget(placement.load)
+        self._evicted += [name for name in placement.evicted if name not in self._resident]
 
     def free(self, placement: Placement) -> None:
         """Free a placement. Its rows stay cached in the bank for later programs, except those that it stored itself."""

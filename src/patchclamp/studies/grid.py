@@ -787,9 +787,8 @@ class Cells:
         if len(known) < len(plan):
             made = rounds()
             left = plan[len(known) :]
-            self._in_batches = not self._lm.batch_refusal
+            self._in_batches = not self._lm.batch_refusal and self._grade(made, left, len(known), read_batch)
             if self._in_batches:
-                self._grade(made, left, len(known), read_batch)
                 left = []
             trials = [made[number].baseline if i is None else made[number].trials[i] for number, i in left]
             self._carry(trials, len(known), read)
@@ -804,8 +803,9 @@ class Cells:
     def _grade(
         self, rounds: Sequence[Round], left: Sequence[tuple[int, int | None]], begin: int,
         read: Callable[[np.ndarray, list[float]], None],
-    ) -> None:  # fmt: skip
-        """Like `_carry`, for trials of rounds by number, in batches of the engine's own. They finish in any order."""
+    ) -> bool:  # fmt: skip
+        """Like `_carry`, for trials of rounds by number, in batches of the engine's own. They finish in any order.
+        Returns False, and does nothing, if they must run as requests."""
         by_round = {number: [i for _, i in of] for number, of in itertools.groupby(left, lambda entry: entry[0])}
         firsts = dict(zip(by_round, itertools.accumulate(map(len, by_round.values()), initial=0), strict=False))
         numbers, graded = list(by_round), [rounds[number].graded for number in by_round]
@@ -824,7 +824,11 @@ class Cells:
             written = end
             read(begin + first + programs, [graded[i].value(record) for record in new])
 
-        self._lm.graded([rounds[number].job(self._lm, which) for number, which in by_round.items()], tell)
+        jobs = [rounds[number].job(self._lm, which) for number, which in by_round.items()]
+        if self._lm.jobs_refusal(jobs):
+            return False
+        self._lm.graded(jobs, tell)
+        return True
 
     def _carry(
         self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]

@@ -271,8 +271,7 @@ class Admission:
         if lease is not None:
             assert self.pool is not None
             self.pool.give(lease.blocks)
-            self._room.give_slots(lease.slots)
-            self._room.free(lease.placement)
+            self._room.end_lease(lease.placement, lease.slots)
             self._blocked = None
 
     # -- requests

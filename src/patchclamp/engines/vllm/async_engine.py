@@ -106,7 +106,10 @@ class AsyncEngine(VllmFrontEnd):
                 yield news
         finally:
             task.cancel()
-        task.result()
+        try:
+            task.result()
+        except Exception as error:
+            raise as_patchclamp_error(error) from error
 
     async def _grade(self, name: str, calls: Grading) -> None:
         """Carry out the calls of a grading. The core steps its requests between two batches."""
@@ -131,12 +134,13 @@ class AsyncEngine(VllmFrontEnd):
         except StopIteration:
             pass
         finally:
-            with contextlib.suppress(Exception):  # the core may have failed
-                await asyncio.shield(self._end_grading(name))
+            await asyncio.shield(self._end_grading(name))
 
     async def _end_grading(self, name: str) -> None:
-        await self.ask("bulk", "close", name, only=0)
-        await asyncio.gather(*tell_cores(self.client, "give", name, only=0))
+        with contextlib.suppress(Exception):  # the core may have failed
+            await self.ask("bulk", "close", name, only=0)
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*tell_cores(self.client, "give", name, only=0))
 
     def close(self) -> None:
         """Abort active requests; the `AsyncLLM` belongs to its server."""

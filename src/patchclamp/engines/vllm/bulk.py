@@ -347,12 +347,13 @@ class _RunningJob:
         kl_N = torch.zeros(len(part) if job.kl else 0, device=device)
         ids = torch.zeros(len(part), job.top, dtype=torch.int64, device=device)
         top = torch.zeros(len(part), job.top, device=device)
-        chunk = len(sampled) if self._edits_logits else self._chunk
+        chunk, is_here = len(sampled) if self._edits_logits else self._chunk, True
         for begin in range(0, len(sampled), chunk):
             self._bulk.await_logits()
             logits = self._model.logits(hidden, sampled[begin : begin + chunk])
-            if logits is None:
-                return []
+            if logits is None:  # another worker has them; this one takes part in gathering every chunk
+                is_here = False
+                continue
             logits_SV = logits.float()
             total_S = logits_SV.logsumexp(-1)
             here = np.flatnonzero((row >= begin) & (row < begin + chunk))
@@ -367,7 +368,7 @@ class _RunningJob:
                 if job.top:
                     likeliest = next_NV.topk(job.top)
                     ids[where], top[where] = likeliest.indices, likeliest.values
-        return [scored, kl_N, ids, top]
+        return [scored, kl_N, ids, top] if is_here else []
 
     def _kl(self, part: np.ndarray, next_NV: torch.Tensor) -> torch.Tensor:
         """KL(unedited ‖ edited) of the next token of some cells, by their parts."""

@@ -39,7 +39,7 @@ from patchclamp.engines.vllm.bulk import BatchResult, Job, JobPrompt
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
-from patchclamp.engines.vllm.compat.runner import refusal_of
+from patchclamp.engines.vllm.compat.runner import CELLS, refusal_of
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
 from patchclamp.plan.bound import MATCH, is_vector, source_of
@@ -137,6 +137,14 @@ class VllmFrontEnd(Engine):
             self._batch_facts = BatchFacts(*self._ask_now("bulk", "facts", "")[0])
         return self._batch_facts.refusal
 
+    def job_refusal(self, job: GradeJob) -> str:
+        facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]
+        if facts is None:
+            return ""
+        samples = sum(len(suffix) + 1 for suffix in job.suffixes)
+        fits = sum(lengths) <= facts.rows and len(lengths) <= facts.sequences and samples <= min(CELLS, facts.rows)
+        return "" if fits else f"one program computes more than a batch of {facts.rows} tokens"
+
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
         """Call every worker, from any thread but the engine's."""
         raise NotImplementedError
@@ -176,6 +184,8 @@ class VllmFrontEnd(Engine):
             if not found:
                 continue
             result = next((one for one in found if one.logprobs), found[0])  # one worker may have the logits
+            for one in found:
+                result.errors.update(one.errors)
             for number, programs in result.read(jobs, tables):
                 tell(number, programs)
             left = result.left

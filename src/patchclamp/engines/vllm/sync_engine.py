@@ -147,7 +147,7 @@ class VllmEngine(VllmFrontEnd):
         found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         calls = self._grading(jobs, tables, lambda number, programs: found.put((number, programs)))
         grading = RunningGrading(jobs[0].name, calls, found.put)
-        self._call(lambda: self._gradings.append(grading))
+        self._call(lambda: self._begin_grading(grading)).result()
         try:
             while isinstance(news := found.get(), tuple):
                 yield news
@@ -324,6 +324,11 @@ class VllmEngine(VllmFrontEnd):
                     underway.take(output)
         self._drop(ended)
 
+    def _begin_grading(self, grading: RunningGrading) -> None:
+        if self._asleep:
+            raise EngineError("the engine sleeps: wake it with lm.wake()")
+        self._gradings.append(grading)
+
     def _grade_on(self) -> None:
         """Run a batch of the oldest grading."""
         if not self._gradings:
@@ -343,6 +348,7 @@ class VllmEngine(VllmFrontEnd):
     def _end_grading(self, grading: RunningGrading, error: PatchclampError | None) -> None:
         with suppress(Exception):  # the engine may have failed
             self._ask("bulk", "close", grading.name)
+        with suppress(Exception):
             ask_core(self._engine, "give", grading.name)
         grading.end(error)
 

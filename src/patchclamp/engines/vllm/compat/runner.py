@@ -557,7 +557,7 @@ class BatchModel:
         tables: the blocks of each sequence, [G, C, blocks]
         """
         from vllm.forward_context import set_forward_context
-        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
         runner, device, rows = self._runner, self._runner.device, len(ids)
         begins = np.zeros(len(count) + 1, np.int32)
@@ -572,23 +572,34 @@ class BatchModel:
         for builder in self._builders:
             if hasattr(builder, "use_full_cuda_graph"):  # whose buffers belong to the engine's steps
                 builder.use_full_cuda_graph = False
-        metadata = build_attn_metadata(
-            attn_groups=runner.attn_groups, num_reqs=len(count), num_tokens=rows,
-            query_start_loc_gpu=to_device(begins, device), query_start_loc_cpu=torch.from_numpy(begins),
-            max_query_len=int(count.max()), seq_lens=to_device(lengths, device), max_seq_len=int(length.max()),
-            block_tables=[to_device(np.ascontiguousarray(table, np.int32), device) for table in tables],
-            slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
-            seq_lens_cpu_upper_bound=torch.from_numpy(lengths), positions=position_R,
-            is_prefilling=torch.ones(len(count), dtype=torch.bool),
-        )  # fmt: skip
-        for builder, has_graph in zip(self._builders, self._has_graph, strict=True):
-            if has_graph:
-                builder.use_full_cuda_graph = True
+        try:
+            metadata = self._metadata(begins, rows, count, lengths, tables, slots_GR, position_R)
+        finally:
+            for builder, has_graph in zip(self._builders, self._has_graph, strict=True):
+                if has_graph:
+                    builder.use_full_cuda_graph = True
         slot_mapping = build_slot_mappings_by_layer(slots_GR, runner.kv_cache_config)
         with set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
             return runner.get_model()(
                 input_ids=ids_R, positions=position_R, intermediate_tensors=None, inputs_embeds=None
             )
+
+    def _metadata(
+        self, begins: np.ndarray, rows: int, count: np.ndarray, lengths: np.ndarray, tables: np.ndarray,
+        slots_GR: torch.Tensor, position_R: torch.Tensor,
+    ) -> dict[str, Any]:  # fmt: skip
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+        runner, device = self._runner, self._runner.device
+        return build_attn_metadata(
+            attn_groups=runner.attn_groups, num_reqs=len(count), num_tokens=rows,
+            query_start_loc_gpu=to_device(begins, device), query_start_loc_cpu=torch.from_numpy(begins),
+            max_query_len=int(count.max()), seq_lens=to_device(lengths, device), max_seq_len=int(lengths.max()),
+            block_tables=[to_device(np.ascontiguousarray(table, np.int32), device) for table in tables],
+            slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths), positions=position_R,
+            is_prefilling=torch.ones(len(count), dtype=torch.bool),
+        )  # fmt: skip
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The runner's own tensors of token ids and positions, which our kernels read too, [R] each."""
