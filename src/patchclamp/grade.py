@@ -1,12 +1,13 @@
 """`LM.grade`: many programs on one prompt, each with the log-probabilities of the same next tokens.
 
-`read_grade` makes a `GradeJob` of a call's arguments. `by_requests` runs it as requests, on any engine.
+`bound_job` makes a `GradeJob` of a prompt and its programs. `by_requests` runs it as requests, on any engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,12 +16,12 @@ import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
-from patchclamp.engines.grading import GradeJob, GradeTable, refusal_of, sequences_of
+from patchclamp.engines.grading import GradeJob, GradeTable, kl, log_softmax, refusal_of, sequences_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, as_patchclamp_error
 from patchclamp.language import Program
 from patchclamp.language.values import as_items
-from patchclamp.plan.bind import Bindings, Code
-from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange
+from patchclamp.plan.bind import Bindings, Code, code_numbers
+from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange, RunCode
 from patchclamp.plan.cells import cells_of
 from patchclamp.plan.prompt import Prompt
 from patchclamp.store.named import SourceRun
@@ -103,44 +104,36 @@ def by_requests(engine: Engine, job: GradeJob, table: GradeTable) -> None:
     base: np.ndarray | None = None
     for begin in range(0, len(numbers), size):
         part = numbers[begin : begin + size]
-        requests = [_request(engine, job, number, *question, kl=job.kl and i == 0)
+        requests = [_request(engine, job, number, *question, job.kl and i == 0)
                     for number in part for i, question in enumerate(questions)]  # fmt: skip
-        answers = iter(_answers(engine, requests))
-        runs = iter(requests)
-        for number in part:
-            for i, (suffix, _, top) in enumerate(questions):
-                answer, request = next(answers), next(runs)
-                if isinstance(answer, PatchclampError):
-                    table.errors.setdefault(number, answer)
-                    continue
-                for score, token in by_suffix.get(suffix, ()) if not top else ():
-                    table.logprobs[number + 1, score] += answer.scores[token]
-                if top and job.top:
-                    found = answer.top_logprobs[0]
-                    ids = sorted(found, key=lambda token: -found[token])[: job.top]
-                    table.top_ids[number + 1] = ids
-                    table.top_logprobs[number + 1] = [found[token] for token in ids]
-                if job.kl and i == 0 and table.kl is not None:
-                    row = _next_logprobs(engine, request)
-                    base = row if base is None else base
-                    table.kl[number + 1] = kl_of(base, row)
-        engine.release([request.run for request in requests])
-
-
-def kl_of(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """KL(p ‖ q) of two distributions as log-probabilities [V], in nats."""
-    there = np.isfinite(log_p)
-    log_p, log_q = log_p[there].astype(np.float64), log_q[there].astype(np.float64)
-    return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)
+        try:
+            answers = zip(_answers(engine, requests), requests, strict=True)
+            for number in part:
+                for i, (suffix, _, top) in enumerate(questions):
+                    answer, request = next(answers)
+                    if isinstance(answer, PatchclampError):
+                        table.errors.setdefault(number, answer)
+                        continue
+                    for score, token in by_suffix.get(suffix, ()) if not top else ():
+                        table.logprobs[number + 1, score] += answer.scores[token]
+                    if top and job.top:
+                        found = answer.top_logprobs[0]
+                        ids = sorted(found, key=lambda token: -found[token])[: job.top]
+                        table.top_ids[number + 1] = ids
+                        table.top_logprobs[number + 1] = [found[token] for token in ids]
+                    if job.kl and i == 0 and table.kl is not None:
+                        row = _next_logprobs(engine, request)
+                        base = row if base is None else base
+                        table.kl[number + 1] = kl(base, row)
+        finally:
+            engine.release([request.run for request in requests])
 
 
 def _next_logprobs(engine: Engine, request: Request) -> np.ndarray:
     """The log-probabilities of all next tokens, [V], from a request's captured logits."""
     point = _logits(engine)
     _, rows = engine.fetch(request.run, point)
-    logits = np.asarray(rows, np.float64)[-1]
-    logits -= logits.max()
-    return logits - np.log(np.exp(logits).sum())
+    return log_softmax(np.asarray(rows)[-1])
 
 
 def _logits(engine: Engine) -> int:
@@ -148,23 +141,31 @@ def _logits(engine: Engine) -> int:
 
 
 def _request(
-    engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, kl: bool
+    engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, asks_kl: bool
 ) -> Request:
     """The request of one program. Its positions count the prompt's tokens, so those after it are `suffix`."""
-    run = f"{job.name}.{number}.{len(suffix)}.{'-'.join(map(str, suffix))[:32]}.{top}"
-    bound = job.bound(number) if number >= 0 else None
-    prompt = [*job.prompt, *suffix]
+    run, prompt = engine.run_prefix + secrets.token_hex(8), [*job.prompt, *suffix]
+    bound, code = job.bound(number) if number >= 0 else None, dict[int, Code]()
     if bound is not None:
-        bound = msgspec.structs.replace(bound, run=run, prompt=len(prompt))
-    if kl:
+        ops = tuple(_with_code(op, job.code, code) for op in bound.ops)
+        bound = BoundProgram(run, len(prompt), ops)
+    if asks_kl:
         ranges = (PositionRange(len(prompt) - 1, len(prompt)),)
         keep = BoundOp("kl", Keep(0), (_logits(engine),), (), ranges)
         bound = BoundProgram(run, len(prompt), (*(() if bound is None else bound.ops), keep))
     keys = set() if bound is None else {key for op in bound.ops for key in op.keys}
     vectors = {key: rows for key, rows in job.vectors.items() if key in keys}
-    return Request(
-        run, prompt, 1, bound, vectors, score=score, logprobs=top or None, code=job.code, sources=job.sources
-    )
+    return Request(run, prompt, 1, bound, vectors, score=score, logprobs=top or None, code=code, sources=job.sources)
+
+
+def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:
+    """An op whose code, if it has any, has a number of its own, under which it is added to `code`: an engine drops the
+    code of a request that has ended."""
+    if not isinstance(op.action, RunCode):
+        return op
+    number = next(code_numbers)
+    code[number] = known[op.action.code]
+    return msgspec.structs.replace(op, action=RunCode(number))
 
 
 def _answers(engine: Engine, requests: list[Request]) -> list[Answer | PatchclampError]:

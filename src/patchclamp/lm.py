@@ -324,15 +324,28 @@ class LM:
     ) -> list[Grades]:
         """Runs jobs: together, in batches of the engine's own, or else as requests. `tell` is called with the number of
         a job, its grades so far, and the numbers of programs that were graded."""
-        reason = self.jobs_refusal(jobs)
-        tables = [GradeTable(job) for job in jobs]
-        route = "requests" if reason else "bulk"
-        grades = [table.grades(route, reason) for table in tables]
+        reason, told = self.jobs_refusal(jobs), False
+
+        def graded(i: int, programs: np.ndarray) -> None:
+            nonlocal told
+            told = True
+            tell(i, grades[i], programs)
+
         with base.rarely():
-            run = self._as_requests if reason else self._in_batches
-            if jobs:
-                run(jobs, tables, lambda i, programs: tell(i, grades[i], programs))
-        return [table.grades(route, reason) for table in tables]
+            if not reason and jobs:
+                tables = [GradeTable(job) for job in jobs]
+                grades = [table.grades("bulk") for table in tables]
+                try:
+                    self._in_batches(jobs, tables, graded)
+                    return [table.grades("bulk") for table in tables]
+                except CapacityError as error:  # one program may have room where a batch of them has none
+                    if told:
+                        raise
+                    reason = str(error)
+            tables = [GradeTable(job) for job in jobs]
+            grades = [table.grades("requests", reason) for table in tables]
+            self._as_requests(jobs, tables, graded)
+            return [table.grades("requests", reason) for table in tables]
 
     def _read_call(
         self,

@@ -41,7 +41,7 @@ def test_a_cell_is_the_run_with_the_short_form_of_fuzzing(lm, sweep):
         answer = sweep.answers[p][l][s]
         assert (answer.text, list(answer.token_ids)) == (fuzzed.text, fuzzed.token_ids)
         assert sweep.unfuzzed[p][0].text == plain.text
-        kl, js = divergences(*(metric.log_softmax(np.asarray(run["logits"])[0]) for run in (plain, fuzzed)))
+        kl, js = divergences(*(grading.log_softmax(np.asarray(run["logits"])[0]) for run in (plain, fuzzed)))
         assert np.allclose((sweep.kl[p, l, s], sweep.js[p, l, s]), (kl, js), atol=1e-12)
         assert sweep.exact[p, l, s] == (fuzzed.token_ids == plain.token_ids)
         assert sweep.refused[p, l, s] == ("cat" in fuzzed.text)
@@ -189,20 +189,20 @@ def test_the_share_before_answers_differ(a: list[int], b: list[int]):
 def test_divergences_equal_their_sums_and_stay_in_bounds():
     draw = np.random.default_rng(1)
     for spread in (0.1, 1.0, 8.0):
-        p, q = (metric.log_softmax(spread * draw.normal(size=50)) for _ in range(2))
+        p, q = (grading.log_softmax(spread * draw.normal(size=50)) for _ in range(2))
         kl, js = divergences(p, q)
-        assert metric.kl(p, q) == pytest.approx(kl, rel=1e-9)
+        assert grading.kl(p, q) == pytest.approx(kl, rel=1e-9)
         assert metric.js(p, q) == metric.js(q, p) == pytest.approx(js, rel=1e-9)
         assert 0 < js < np.log(2)
-        assert metric.kl(p, q) != pytest.approx(metric.kl(q, p), rel=1e-4)
+        assert grading.kl(p, q) != pytest.approx(grading.kl(q, p), rel=1e-4)
         lumped = [metric.with_rest(one[:7]) for one in (p, q)]
         assert np.exp(lumped[0]).sum() == pytest.approx(1)
-        assert 0 < metric.kl(*lumped) <= kl
+        assert 0 < grading.kl(*lumped) <= kl
         assert metric.js(*lumped) <= js
     apart = np.array([0.0, -np.inf]), np.array([-np.inf, 0.0])
     assert metric.js(*apart) == pytest.approx(np.log(2))
-    assert metric.kl(*apart) == np.inf
-    assert metric.kl(p, p) == metric.js(p, p) == 0
+    assert grading.kl(*apart) == np.inf
+    assert grading.kl(p, p) == metric.js(p, p) == 0
 
 
 def test_wilsons_interval_as_published():

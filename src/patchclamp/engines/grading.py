@@ -134,3 +134,17 @@ class GradeTable:
         kl = None if self.kl is None else self.kl[1:]
         return Grades(self.logprobs[1:], self.logprobs[0], kl, self.top_ids[1:], self.top_logprobs[1:], self.errors,
                       route, reason)  # fmt: skip
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of logits, over the last axis, in fp64."""
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """KL(p ‖ q) of two distributions as log-probabilities [V]; negative rounding errors are clipped to 0."""
+    there = np.isfinite(log_p)
+    log_p, log_q = log_p[there], log_q[there]
+    return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)

@@ -199,7 +199,7 @@ class Code(NamedTuple):
     sites: Mapping[int, str] = {}
 
 
-_code_numbers = itertools.count(1)
+code_numbers = itertools.count(1)
 
 
 def bind(
@@ -401,7 +401,7 @@ class _Binder:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
             )
-        number = next(_code_numbers)
+        number = next(code_numbers)
         self._code[number] = Code(path, op.fn, op.wanted_arguments(), sites)
         return number
 

@@ -9,7 +9,7 @@ a group. Groups are made from bound programs (`cells_of`), or for a whole grid a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from patchclamp.plan.table import RECORD, named, op_records, shape_of
 
 
 class CellGroup(msgspec.Struct):
-    """CellRecords with R records each, sorted by point.
+    """Cells with R records each, sorted by point.
 
     number [N]: the cells' numbers among all
     records [N, R]: `RECORD`s whose `value` is a row of the key
@@ -60,6 +60,24 @@ class CellRecords(msgspec.Struct):
             if len(there):
                 groups.append(msgspec.structs.replace(group.take(place[number[there]]), number=there))
         return CellRecords(len(number), groups, self.keys)
+
+    def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+        """The (begin, end) of consecutive cells that read keys of at most `most` numbers together, or of one cell that
+        reads more. `sizes` [K]: the numbers of each key."""
+        pairs = [np.stack(np.broadcast_arrays(group.number[:, None], index), -1).reshape(-1, 2)
+                 for group in self.groups for index in (group.key, group.beside)]  # fmt: skip
+        joint = np.concatenate([np.zeros((0, 2), np.int64), *pairs])
+        joint = joint[joint[:, 1] >= 0]
+        number, key = joint[np.argsort(joint[:, 0], kind="stable")].T
+        begin = 0
+        while begin < self.count:
+            rest = np.searchsorted(number, begin)
+            keys, at = np.unique(key[rest:], return_index=True)  # the first cell that reads each
+            order = np.argsort(at)
+            beyond = np.searchsorted(np.cumsum(sizes[keys[order]]), most, "right")
+            end = self.count if beyond == len(keys) else int(number[rest + at[order][beyond]])
+            yield begin, max(end, begin + 1)
+            begin = max(end, begin + 1)
 
     def after(self, first: CellRecords) -> CellRecords:
         """The cells, each with the records of the only cell `first` before its own."""

@@ -195,7 +195,8 @@ class Room:
             key: (self._resident[name].begin, rows) for name, (key, (rows, _)) in zip(names, sizes.items(), strict=True)
         }
         load = tuple(filter(is_loaded, new))
-        placement = Placement(self._free_slots.pop(), first_record, addresses, load, tuple(self._evicted))
+        evicted = tuple(name for name in self._evicted if name not in self._resident)
+        placement = Placement(self._free_slots.pop(), first_record, addresses, load, evicted)
         self._evicted.clear()
         self._admitted[placement.slot] = records, names
         return placement
@@ -203,23 +204,22 @@ class Room:
     def lease(
         self, slots: tuple[int, int], records: tuple[int, int], sizes: Sizes
     ) -> tuple[Placement, list[int], int] | None:
-        """Place cells that read keys of `sizes`. Returns the placement, slots for cells, and the number of records, of
-        both at least and at most as many as given; None without room. `end_lease` ends it. Raises
-        `CapacityError` as `place` does."""
+        """Place cells that read keys of `sizes`, with slots and records between the given least and most. Returns the
+        placement, the slots and the number of records; None without room. Raises `CapacityError` as `place` does."""
         count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest * 3 // 4)
         placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
         if placement is None:
             return None
+        # workers may receive the lease after programs that are placed later, so those are told of evictions
+        self._evicted = list(placement.evicted)
         taken, self._cell_slots = self._cell_slots[:count], self._cell_slots[count:]
-        return placement, taken, most
+        return msgspec.structs.replace(placement, evicted=()), taken, most
 
     def end_lease(self, placement: Placement, slots: Sequence[int]) -> None:
-        """Free a lease. Its rows leave the bank, and evictions that it was told of are told again, because its workers
-        may not have received it."""
+        """Free a lease. Its rows leave the bank, because its workers may not have loaded them."""
         self._cell_slots = sorted([*self._cell_slots, *slots])
         self.free(placement)
         self.forget(placement.load)
-        self._evicted += [name for name in placement.evicted if name not in self._resident]
 
     def free(self, placement: Placement) -> None:
         """Free a placement. Its rows stay cached in the bank for later programs, except those that it stored itself."""

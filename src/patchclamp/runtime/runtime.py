@@ -547,7 +547,8 @@ class Runtime:
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
         """Restrict a program to this worker, and assign places to the rows that it reads."""
-        self.resident.forget(arrival.placement.evicted)
+        # rows to load may have had a place before, which is valid no more even if they cannot be loaded
+        self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # count captures regardless of the worker that keeps them: all workers of a stage must choose the same graphs

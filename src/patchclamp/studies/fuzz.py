@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from patchclamp.engines.grading import kl, log_softmax
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op, Program
 from patchclamp.language.ops import MODES, as_capture, fuzz
@@ -51,7 +52,7 @@ from patchclamp.studies.inputs import (
     ask,
     check_whole,
 )
-from patchclamp.studies.metric import js, kl, log_softmax, with_rest
+from patchclamp.studies.metric import js, with_rest
 from patchclamp.studies.study import (
     Show,
     StoredArray,

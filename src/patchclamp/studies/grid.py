@@ -29,6 +29,7 @@ from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op
 from patchclamp.lm import LM
+from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.cells import CellRecords
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
@@ -695,8 +696,13 @@ class Round:
             return lm.grade_job(self.prompt, edits, self.graded.scores, top=self.graded.top)
         job = lm.grade_job(self.prompt, [self.before], self.graded.scores, top=self.graded.top)
         run = self._writer.run
+
+        def bound(i: int) -> BoundProgram | None:
+            trial = self.baseline if (number := which[i]) is None else self.trials[number]
+            return lm.grade_job(self.prompt, [trial.edits], self.graded.scores).bound(0)
+
         return msgspec.structs.replace(
-            job, count=len(which), cells=lambda: records.take(which).after(job.cells()),
+            job, count=len(which), cells=lambda: records.take(which).after(job.cells()), bound=bound,
             sources=(*job.sources, *([] if run is None else [run])),
         )  # fmt: skip
 

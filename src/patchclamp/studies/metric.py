@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.engines.grading import Grades
+from patchclamp.engines.grading import Grades, kl
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM, MAX_SCORES
@@ -372,20 +372,6 @@ def _signs(pairs: int, draw: np.random.Generator) -> tuple[np.ndarray, int]:
         bits = (np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1
         return 1.0 - 2.0 * bits, 0
     return draw.choice((-1.0, 1.0), (FLIPS, pairs)), 1
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of logits, over the last axis, in fp64."""
-    logits = np.asarray(logits, np.float64)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """KL(p ‖ q) of two distributions as log-probabilities [V]; negative rounding errors are clipped to 0."""
-    there = np.isfinite(log_p)
-    log_p, log_q = log_p[there], log_q[there]
-    return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)
 
 
 def js(log_p: np.ndarray, log_q: np.ndarray) -> float:

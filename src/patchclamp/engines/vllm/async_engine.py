@@ -119,6 +119,8 @@ class AsyncEngine(VllmFrontEnd):
             while True:
                 if verb == "wait":
                     result = await asyncio.sleep(*args)
+                elif verb == "end":
+                    result = await self._end_grading(name)
                 elif verb == "lease":
                     [answer] = tell_cores(self.client, "lease", *args, only=0)
                     result = await answer

@@ -25,7 +25,7 @@ import torch
 from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.vllm.admission import Lease
 from patchclamp.engines.vllm.compat.runner import BatchModel
-from patchclamp.errors import EngineError, Packed, unpack
+from patchclamp.errors import Packed, unpack
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan.bound import is_vector, source_of
 from patchclamp.plan.cells import CellRecords, Placed, place
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from patchclamp.runtime import Runtime
 
-MAX_LOGITS = 1 << 27  # numbers of a batch's logits
+MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+LATER = b"later"  # a worker's answer to a call that must be repeated
 
 
 class JobPrompt(msgspec.Struct, array_like=True):
@@ -68,6 +69,18 @@ class Job(msgspec.Struct, array_like=True):
     lease: Lease
 
 
+class Piece(NamedTuple):
+    """Some consecutive cells of a job, which run together with those of other pieces.
+
+    number: of the job · first: the number of the first of the cells in it
+    """
+
+    job: GradeJob
+    number: int
+    first: int
+    cells: CellRecords
+
+
 class BatchResult(msgspec.Struct, array_like=True):
     """The results of a batch, fp32 unless named otherwise. Cell −1 − p is prompt p without a program.
 
@@ -87,20 +100,22 @@ class BatchResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     stepped: bool = False
 
-    def read(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of a job's parts. Yields the number of each part with its programs."""
+    def read(self, pieces: Sequence[Piece], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        """Add the results to the tables of the pieces' jobs. Yields the number of each job with its programs."""
         number = np.frombuffer(self.number, np.int64)
-        ends = np.cumsum([job.count for job in jobs])
+        ends = np.cumsum([piece.cells.count for piece in pieces])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
         logprobs, kl, top = (np.frombuffer(data, np.float32) for data in (self.logprobs, self.kl, self.top_logprobs))
         found = [each.reshape(len(number), -1) for each in (logprobs, kl, np.frombuffer(self.top_ids, np.int64), top)]
         for i in np.unique(part).tolist():
-            mine, job = part == i, jobs[i]
-            own = np.where(number[mine] < 0, -1, number[mine] - (ends[i] - job.count))
+            mine, piece = part == i, pieces[i]
+            first = piece.first - (ends[i] - piece.cells.count)
+            own = np.where(number[mine] < 0, -1, number[mine] + first)
             pairs = zip(number[mine].tolist(), own.tolist(), strict=True)
             errors = {cell: unpack(self.errors[each]) for each, cell in pairs if each in self.errors}
-            tables[i].take(own, [found[0][mine, : len(job.terms)], *(each[mine] for each in found[1:])], errors)
-            yield i, own[own >= 0]
+            scores = found[0][mine, : len(piece.job.terms)]
+            tables[piece.number].take(own, [scores, *(each[mine] for each in found[1:])], errors)
+            yield piece.number, own[own >= 0]
 
 
 class Bulk:
@@ -126,8 +141,6 @@ class Bulk:
     def run(self, name: str, rows: int) -> BatchResult | None:
         """Launch a job's next batch, of at most `rows` rows but at least one cell. Returns the results of the one
         before, if there is one."""
-        if self.runtime.plan is not None:
-            raise EngineError("a step is under way")
         try:
             return self._jobs[name].run(min(rows, self.model.rows))
         finally:
@@ -136,11 +149,18 @@ class Bulk:
 
 
 class _Launched(NamedTuple):
-    """A batch in flight: its cells and their slots, the results that are arriving, and the cells that were launched so
-    far."""
+    """A batch in flight.
+
+    number, slot: its cells, and their slots
+    cell, score: of every token that is scored, the index of its cell and the number of its score
+    found: the results that are arriving
+    count: the number of cells that were launched so far
+    """
 
     number: np.ndarray
     slot: np.ndarray
+    cell: np.ndarray
+    score: np.ndarray
     found: list[Arriving]
     count: int
 
@@ -176,7 +196,6 @@ class _RunningJob:
     def _order_cells(self) -> None:
         """Order the cells by where they begin: layer, then position. Each prompt without a program comes first."""
         job, sites = self._job, self._bulk.runtime.sites
-        self._ends = np.cumsum([part.count for part in job.parts])
         part = np.repeat(np.arange(len(job.parts)), [part.count for part in job.parts])
         cuts = cuts_of_cells(self._cells, self._prompt[part], first_layers(sites), sites.layers)
         window = np.arange(len(part)) // max(job.window, 1)
@@ -236,6 +255,8 @@ class _RunningJob:
         before, self._launched = self._launched, None
         if self._next < len(self._order):
             self._launched = self._launch(self._take(rows))
+        if self._bulk.runtime.device.type == "cpu":  # which has computed it
+            before, self._launched = self._launched, None
         return None if before is None else self._result(before)
 
     def _launch(self, which: slice) -> _Launched:
@@ -260,9 +281,11 @@ class _RunningJob:
             hidden = model.forward(self._ids[sequence[of_row], position], position, count, length, tables)
             first_sample = np.zeros(len(cell), np.int64)
             first_sample[by_count] = np.cumsum(samples) - samples
-            found = self._read(part, first, first_sample, hidden, batch.sampled_rows)
+            scored, terms = self._terms(part)
+            found = self._read(part, first, first_sample, scored, terms, hidden, batch.sampled_rows)
         runtime.end()
-        return _Launched(number, slot_of_cell, [Arriving(each) for each in found], self._next)
+        arriving = [Arriving(each) for each in found]
+        return _Launched(number, slot_of_cell, scored, terms[:, 0], arriving, self._next)
 
     def _result(self, batch: _Launched) -> BatchResult:
         """The results of a batch in flight."""
@@ -275,7 +298,10 @@ class _RunningJob:
         }  # fmt: skip
         runtime.drop_cells(batch.slot[batch.slot > 0].tolist())
         scored, kl, ids, top = found or [np.zeros(0, np.float32)] * 4
-        logprobs = self._sums(batch.number, scored) if found else scored
+        scores = max(len(each.terms) for each in self._job.parts)
+        logprobs = np.zeros((len(batch.number) if found else 0, scores), np.float32)
+        if found:
+            np.add.at(logprobs, (batch.cell, batch.score), scored)
         parts = (each.tobytes() for each in (batch.number, logprobs, kl, ids, top))
         return BatchResult(*parts, errors, len(self._order) - batch.count)  # pyright: ignore[reportCallIssue]
 
@@ -288,14 +314,6 @@ class _RunningJob:
             cells.append(np.repeat(mine, len(of_part)))
             terms.append(np.tile(np.array(of_part, np.int64).reshape(-1, 4), (len(mine), 1)))
         return np.concatenate(cells), np.concatenate(terms)
-
-    def _sums(self, number: np.ndarray, scored: np.ndarray) -> np.ndarray:
-        """The log-probabilities of scores, [n, scores], from those of their tokens."""
-        part = np.where(number < 0, -1 - number, np.searchsorted(self._ends, number, "right"))
-        cell, terms = self._terms(part)
-        logprobs = np.zeros((len(number), max(len(each.terms) for each in self._job.parts)), np.float32)
-        np.add.at(logprobs, (cell, terms[:, 0]), scored)
-        return logprobs
 
     def _install(self, number: np.ndarray) -> np.ndarray:
         """Write the records of a batch's cells; return the slot of each, 0 without a program."""
@@ -333,15 +351,16 @@ class _RunningJob:
         return tables
 
     def _read(
-        self, part: np.ndarray, first: np.ndarray, first_sample: np.ndarray, hidden: torch.Tensor, sampled: np.ndarray
-    ) -> list[torch.Tensor]:
+        self, part: np.ndarray, first: np.ndarray, first_sample: np.ndarray, cell: np.ndarray, terms: np.ndarray,
+        hidden: torch.Tensor, sampled: np.ndarray,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Queue the results of a batch: log-probabilities of the tokens to score, and KL, likeliest tokens and their
         log-probabilities if requested. Logits are computed for some rows at a time.
 
         first: of each cell, among the batch's sequences · first_sample: each sequence's first sampled row
+        cell, terms: from `_terms`
         """
         job, device = self._job, hidden.device
-        cell, terms = self._terms(part)
         row, next_row = first_sample[first[cell] + terms[:, 1]] + terms[:, 2], first_sample[first]
         scored = torch.zeros(len(row), device=device)
         kl_N = torch.zeros(len(part) if job.kl else 0, device=device)
@@ -387,7 +406,7 @@ def _placed(runtime: Runtime, keys: list[str], job: Job, remote: dict[str, torch
     """The addresses of a job's keys, whose rows are written to the bank."""
     placement, resident = job.lease.placement, runtime.resident
     vectors = {key: torch.from_numpy(rows) for key, rows in safetensors.numpy.load(job.vectors).items()}
-    resident.forget(placement.evicted)
+    resident.forget(placement.load)
     sources = [source for key in placement.load if (source := source_of(key)) is not None]
     resident.find([source for source in sources if runtime.captured_here(*source)])
     shards = runtime.shards

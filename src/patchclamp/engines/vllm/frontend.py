@@ -11,7 +11,7 @@ import collections
 import functools
 import math
 import typing
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -35,11 +35,11 @@ from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Lease, Verdict
-from patchclamp.engines.vllm.bulk import BatchResult, Job, JobPrompt
+from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt, Piece
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
-from patchclamp.engines.vllm.compat.runner import CELLS, refusal_of
+from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
 from patchclamp.plan.bound import MATCH, is_vector, source_of
@@ -55,18 +55,29 @@ Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
 SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
 SHARE = 0.4  # of the time of the engine's steps that batches may add while it has requests
-FIRST_ROWS, BATCH_S = 1 << 11, 2.0  # on a CPU: rows of the first batch; the most time of a batch
+LATER_S = 0.001  # before a call is repeated
+FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch; the most time of a batch
 
 
 class BatchFacts(NamedTuple):
-    """Facts of a worker's batches: the reason why there are none, tokens of a block, groups of layers with block tables
-    of their own, and the most rows and sequences."""
+    """Facts of a worker's batches.
+
+    refusal: the reason why there are none; "" if there are
+    block, blocks: tokens of a block of the cache, and the number of blocks
+    groups: groups of layers with block tables of their own
+    rows, sequences: the most of a batch
+    """
 
     refusal: str
     block: int
+    blocks: int
     groups: int
     rows: int
     sequences: int
+
+    def blocks_of(self, tokens: int) -> int:
+        """The number of blocks that hold some tokens, in all groups."""
+        return -(-tokens // self.block) * self.groups
 
 
 class VllmFrontEnd(Engine):
@@ -142,8 +153,9 @@ class VllmFrontEnd(Engine):
         if facts is None:
             return ""
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
-        fits = sum(lengths) <= facts.rows and len(lengths) <= facts.sequences and samples <= min(CELLS, facts.rows)
-        return "" if fits else f"one program computes more than a batch of {facts.rows} tokens"
+        if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
+            return f"one program computes more than a batch of {facts.rows} tokens"
+        return "" if 2 * sum(map(facts.blocks_of, [0, *lengths])) <= facts.blocks else "the cache has too few blocks"
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
         """Call every worker, from any thread but the engine's."""
@@ -152,41 +164,77 @@ class VllmFrontEnd(Engine):
     def _grading(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> Grading:
-        """Run jobs together: a generator of calls ("lease", "open", "run", or "wait" for some seconds while the engine
-        has requests), whose results are sent to it. `tell` is called with the number of a
-        job and those of its programs that have been graded."""
-        facts, cells = self._batch_facts, joined([job.cells() for job in jobs])
+        """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait" for
+        some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a job
+        and those of its programs that have been graded."""
+        for pieces in self._together(jobs):
+            yield from self._grade_together(pieces, tables, tell)
+            yield "end", ()
+
+    def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[Piece]]:
+        """Cut jobs into pieces, and join pieces whose prompts fit into a batch and a quarter of the cache, and whose
+        rows fit into half of the bank."""
+        facts, limits = self._batch_facts, configuration.enabled(self.config)
         assert facts is not None
+        assert limits is not None
+        most = np.array([facts.rows, facts.blocks // 4, limits["limits"]["bank_bytes"] // 8])
+        group: list[Piece] = []
+        used = np.zeros(3, np.int64)
+        for i, job in enumerate(jobs):
+            cells = job.cells()
+            sizes = self._sizes_of(cells, [job], job.vectors)
+            numbers = np.array(
+                [sum(math.prod(sizes.get(name, (0, 0))) for name in (key, f"{key}#")) for key in cells.keys]
+            )
+            for begin, end in cells.splits(numbers, int(most[2])) if cells.count else [(0, 0)]:
+                some = cells if end - begin == cells.count else cells.take(range(begin, end))
+                read = sum(math.prod(size) for size in self._sizes_of(some, [job], job.vectors).values())
+                takes = np.array([len(job.prompt), facts.blocks_of(len(job.prompt)), read])
+                if group and (used + takes > most).any():
+                    yield group
+                    group, used = [], np.zeros(3, np.int64)
+                group.append(Piece(job, i, begin, some))
+                used += takes
+        yield group
+
+    def _grade_together(
+        self, pieces: Sequence[Piece], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
+    ) -> Grading:
+        """Run pieces in the same batches."""
+        facts, cells = self._batch_facts, joined([piece.cells for piece in pieces])
+        assert facts is not None
+        jobs = [piece.job for piece in pieces]
         vectors = {key: rows for job in jobs for key, rows in job.vectors.items()}
         records = max((group.records.shape[1] for group in cells.groups), default=1)
-
-        def blocks(job: GradeJob, suffix: tuple[int, ...] = ()) -> int:
-            return -(-(len(job.prompt) + len(suffix)) // facts.block) * facts.groups
-
-        prompts = sum(map(blocks, jobs))
-        of_cell = max(sum(blocks(job, suffix) for suffix in job.suffixes) for job in jobs)
+        prompts = sum(facts.blocks_of(len(job.prompt)) for job in jobs)
+        of_cell = max(sum(facts.blocks_of(len(job.prompt) + len(suffix)) for suffix in job.suffixes) for job in jobs)
         slots = 2 * min(facts.sequences, max(cells.count, 1))  # for two batches
         own = min(of_cell * slots, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
         needs = (prompts + of_cell, prompts + max(own, of_cell))
         sizes = self._sizes_of(cells, jobs, vectors)
         leased = yield "lease", (jobs[0].name, needs, (2, slots), (2 * records, slots * records), sizes)
         lease = msgspec.msgpack.decode(leased, type=Lease)
-        rows = {key: np.ascontiguousarray(vectors[key]) for name in lease.placement.load
-                if is_vector(key := name.removesuffix("#"))}  # fmt: skip
-        parts = [JobPrompt(job.prompt, [list(suffix) for suffix in job.suffixes], job.terms, job.count) for job in jobs]
+        loaded = {key: np.ascontiguousarray(vectors[key]) for name in lease.placement.load
+                  if is_vector(key := name.removesuffix("#"))}  # fmt: skip
+        parts = [JobPrompt(job.prompt, [list(suffix) for suffix in job.suffixes], job.terms, piece.cells.count)
+                 for job, piece in zip(jobs, pieces, strict=True)]  # fmt: skip
         window = SORTED if self.config.device_config.device_type == "cuda" else 0
-        job = Job(parts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(rows), lease)
-        yield "open", (msgspec.msgpack.encode(job),)
+        job = Job(parts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(loaded), lease)
+        while LATER in (yield "open", (msgspec.msgpack.encode(job),)):
+            yield "wait", (LATER_S,)
         left, rows = cells.count + len(jobs), facts.rows if window else FIRST_ROWS
         while left:
             results = yield "run", (rows,)
+            if LATER in results:
+                yield "wait", (LATER_S,)
+                continue
             found = [msgspec.msgpack.decode(one, type=BatchResult) for one in results if one]
             if not found:
                 continue
             result = next((one for one in found if one.logprobs), found[0])  # one worker may have the logits
             for one in found:
                 result.errors.update(one.errors)
-            for number, programs in result.read(jobs, tables):
+            for number, programs in result.read(pieces, tables):
                 tell(number, programs)
             left = result.left
             rows = min(int(rows * min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8)) + 1, facts.rows)

@@ -467,6 +467,9 @@ class RunningGrading:
                 return True  # later, when a request has ended
             if found is None:
                 raise no_room(args)
+        elif verb == "end":
+            ask("bulk", "close", self.name)
+            found = core("give", self.name)
         else:
             found = ask("bulk", verb, self.name, *args)
         try:

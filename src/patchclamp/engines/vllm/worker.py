@@ -18,7 +18,7 @@ import torch
 from patchclamp.engines.base import Wanted, Window, decode, receipt_of
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders
-from patchclamp.engines.vllm.bulk import Bulk, Job
+from patchclamp.engines.vllm.bulk import LATER, Bulk, Job
 from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.architecture import share, site_map
@@ -474,14 +474,17 @@ class Attached:
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: facts about them, or a call of `Bulk`."""
+        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`: a step with programs is not finished,
+        because vLLM defers its sampling until it has a grammar's mask."""
         if self._bulk is None:
             model = BatchModel(self._runner, self.kind)
             self._bulk = Bulk(self.runtime, model, self._in_batch, self._await_logits)
         if verb == "facts":
             model = self._bulk.model
             refusal = refusal_of(self._config) or model.refusal
-            return refusal, model.block, model.groups, model.rows, model.sequences
+            return refusal, model.block, model.blocks, model.groups, model.rows, min(model.sequences, model.samples)
+        if verb in ("open", "run") and self.runtime.plan is not None:
+            return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)
             # a request in the placement's slot has ended, but no step has said so yet
