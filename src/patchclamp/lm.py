@@ -289,11 +289,9 @@ class LM:
 
     def _difference_of_batches(self) -> str:
         """A description of how batches differ from requests; "" if they do not."""
-        length = max(2, min(PROOF_TOKENS, self.model.max_model_len - 2))
-        ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
-        stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
-        edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
-        job = self.grade_job(ids, [[], *edits, []], [[((), ids[0])], [((), ids[1]), ((ids[1],), ids[0])]])
+        job = self._proof(max(2, min(PROOF_TOKENS, self.model.max_model_len - 2)))
+        while self.engine.job_refusal(job) and len(job.prompt) > 2:
+            job = self._proof(max(2, len(job.prompt) // 2))
         found = []
         for run in (self._in_batches, self._as_requests):
             table = GradeTable(job)
@@ -303,6 +301,13 @@ class LM:
         off = float(np.abs(found[0] - found[1]).max())
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
         return "" if off <= most else f"log-probabilities in a batch were {off:.1e} off those of requests"
+
+    def _proof(self, length: int) -> GradeJob:
+        """A job of edited and unedited cells of a random prompt."""
+        ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
+        stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
+        edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
+        return self.grade_job(ids, [[], *edits, []], [[((), ids[0])], [((), ids[1]), ((ids[1],), ids[0])]])
 
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable],

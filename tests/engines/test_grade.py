@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines.vllm.bulk import LATER
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
 
 from ..models import of_family
+from .conftest import CHUNKED
 from .test_families import EAGER, IDS
 
 PROMPT = "When John and Mary went to the store, John gave a drink to"
@@ -210,6 +212,82 @@ def test_a_run_that_is_gone(lm):
         lm.graded([job])
     assert not lm.engine.status()["leases"]
     assert lm.grade(PROMPT, [[]], score=[5]).route == "bulk"
+
+
+def half(rows):
+    return rows * 0.5
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_code_runs_as_requests(shallow, engine):
+    """Each request of a program has code of its own: those of the other scores go on when one has ended."""
+    lm = shallow.get(engine, "float32")
+    lm.allows_code, allowed = True, lm.allows_code
+    try:
+        programs = [[pc.Apply(half, at=pc.resid_post[i])] for i in range(3)]
+        grades = lm.grade(PROMPT, programs, score=[" Mary", " Mary and John"], kl=True, top=2)
+    finally:
+        lm.allows_code = allowed
+    scaled = lm.grade(PROMPT, [[pc.Scale(0.5, at=pc.resid_post[i])] for i in range(3)],
+                      score=[" Mary", " Mary and John"], kl=True, top=2)  # fmt: skip
+    assert not grades.errors
+    assert grades.route == "requests"
+    assert "Apply" in grades.route_reason or engine == "transformers"
+    np.testing.assert_allclose(grades.logprobs, scaled.logprobs, atol=1e-4)
+    np.testing.assert_allclose(grades.kl, scaled.kl, atol=1e-4)
+    assert not lm.engine.status()["code"]
+
+
+def test_rows_that_do_not_fit_into_the_bank_at_once(shallow, monkeypatch):
+    """A sweep whose rows are larger than the bank runs in several leases."""
+    lm = shallow.get("vllm", "float32", bank_bytes=1 << 18)
+    run = lm.run(OTHER, max_tokens=1, capture=[pc.resid_pre, pc.mlp_out])
+    assert 4 * 2 * lm.model.layers * len(lm.tokens(OTHER)) * lm.model.d_model > 1 << 18
+    admission, leases = lm.engine._engine.engine_core.engine_core.patchclamp.admission, list[str]()
+    lease = admission.lease
+    monkeypatch.setattr(admission, "lease", lambda name, *args: leases.append(name) or lease(name, *args))
+    places = [
+        (kind[layer], p) for kind in (pc.resid_pre, pc.mlp_out) for layer in range(lm.model.layers) for p in (1, 5)
+    ]
+    programs = [[pc.Replace(pc.From(run, at, pc.every[p]), at=at, tokens=pc.every[p])] for at, p in places]
+    grades = lm.grade(PROMPT, programs, score=SCORES, kl=True)
+    assert len(leases) > 2
+    check_equal(grades, as_requests(lm, monkeypatch, PROMPT, programs, score=SCORES, kl=True))
+
+
+def test_a_program_larger_than_a_batch(shallow):
+    lm, ids = shallow.get("vllm", "float32", **CHUNKED), list(range(5, 45))
+    programs: list[Any] = [[pc.Zero(at=pc.mlp_out[1])], []]
+    grades = lm.grade(ids, programs, score=[5])
+    assert grades.route == "requests"
+    assert "more than a batch" in grades.route_reason
+    whole = shallow.get("vllm", "float32").grade(ids, programs, score=[5])
+    np.testing.assert_allclose(grades.logprobs, whole.logprobs, atol=1e-4)
+
+
+def test_a_batch_without_room_runs_as_requests(lm, monkeypatch):
+    """So do the cells of a sweep, which are arrays and are bound one by one then."""
+
+    def refuse(*_: Any) -> Any:
+        raise pc.CapacityError("no room")
+
+    pair = {"clean": lm.tokens(PROMPT)[:9], "corrupt": lm.tokens(OTHER)[:9], "answer": " Mary", "foil": " John"}
+    asked: Any = {**pair, "sites": ["resid_pre", "z"], "layers": [1, 6], "show_progress": False}
+    expected = pc.studies.patch_sweep(lm, **asked)
+    monkeypatch.setattr(lm.engine, "grade", refuse)
+    assert lm.grade(PROMPT, [[]], score=[5]).route_reason == "no room"
+    np.testing.assert_allclose(pc.studies.patch_sweep(lm, **asked).values, expected.values, atol=1e-4)
+
+
+def test_no_batch_runs_while_a_step_is_unfinished(lm):
+    """vLLM may sample a step later, with the plan that is current then."""
+    driver: Any = lm.engine._engine.engine_core.engine_core.model_executor.driver_worker
+    attached = getattr(driver, "worker", driver).patchclamp
+    attached.runtime.plan = object()
+    try:
+        assert attached.do_bulk("run", "any", 1) == attached.do_bulk("open", "any", b"") == LATER
+    finally:
+        attached.runtime.plan = None
 
 
 def test_wrong_arguments(lm):

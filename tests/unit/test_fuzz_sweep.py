@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.engines import grading
 from patchclamp.studies import FuzzSweepResult, fuzz_sweep, metric
 from patchclamp.studies.fuzz import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS, prefix_share, wilson
 

@@ -195,6 +195,25 @@ def test_a_grid():
         assert np.array_equal(found[number][0], records_of(program.ops, known, POINTS)[0])
 
 
+@pytest.mark.parametrize("most", [1, 30, 60, 10_000])
+def test_splits_by_what_cells_read(most):
+    """Consecutive cells read keys of at most `most` numbers together, unless one alone reads more."""
+    programs = random_programs(6)
+    cells = cells_of(programs)
+    sizes = np.random.default_rng(0).integers(1, 20, len(cells.keys))
+    read = [{key for op in program.ops for key in op.keys} if program else set() for program in programs]
+    size = dict(zip(cells.keys, sizes.tolist(), strict=True))
+    splits = list(cells.splits(sizes, most))
+    assert [begin for begin, _ in splits] == [0, *(end for _, end in splits[:-1])]
+    assert splits[-1][1] == len(programs)
+    for begin, end in splits:
+        together = sum(size[key] for key in set().union(*read[begin:end]))
+        assert together <= most or end == begin + 1
+        if end < len(programs):  # one more would be too many
+            assert sum(size[key] for key in set().union(*read[begin : end + 1])) > most
+    assert len(splits) > 1 or most == 10_000
+
+
 # -- leases
 
 
@@ -212,6 +231,20 @@ def test_a_lease_takes_slots_of_its_own():
     placement, slots, records = room.lease((2, 3), (10, 1000), {})
     assert slots == [5, 6, 7]
     assert records == 45  # three quarters of the largest free part, the first 60
+
+
+def test_a_lease_leaves_evictions_to_programs():
+    """A worker may receive a lease after programs that were placed later. Those are told what was evicted for it, but
+    not what has been placed again."""
+    room = Room(4, 100, 20, cells=6)
+    for name in ("v:a", "v:b"):
+        room.free(room.place(1, {name: (1, 10)}))
+    placement, slots, _ = room.lease((2, 2), (1, 2), {"v:c": (2, 10)})
+    assert placement.evicted == ()
+    room.end_lease(placement, slots)
+    again = room.place(1, {"v:a": (1, 10)})
+    assert again.load == ("v:a",)
+    assert set(again.evicted) == {"v:b", "v:c"}
 
 
 def test_a_lease_that_can_never_fit():

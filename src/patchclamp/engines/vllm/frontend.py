@@ -155,7 +155,8 @@ class VllmFrontEnd(Engine):
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
         if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
             return f"one program computes more than a batch of {facts.rows} tokens"
-        return "" if 2 * sum(map(facts.blocks_of, [0, *lengths])) <= facts.blocks else "the cache has too few blocks"
+        fits = 2 * sum(map(facts.blocks_of, [len(job.prompt), *lengths])) <= facts.blocks
+        return "" if fits else "the cache has too few blocks"
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
         """Call every worker, from any thread but the engine's."""
@@ -164,9 +165,9 @@ class VllmFrontEnd(Engine):
     def _grading(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> Grading:
-        """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait" for
-        some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a job
-        and those of its programs that have been graded."""
+        """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait"
+        for some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a
+        job and those of its programs that have been graded."""
         for pieces in self._together(jobs):
             yield from self._grade_together(pieces, tables, tell)
             yield "end", ()
