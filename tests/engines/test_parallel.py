@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.envs import disable_envs_cache
 
 import patchclamp as pc
@@ -93,7 +94,27 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         found[f"patched {a} {b}"] = torch.tensor(patched.logprobs)
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
-    return found | {"swept": torch.as_tensor(sweep.grid)} | of_the_same_run(lm) | projected(lm), size
+    found |= {"swept": torch.as_tensor(sweep.grid)} | graded(lm, runs[1])
+    return found | of_the_same_run(lm) | projected(lm), size
+
+
+def graded(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
+    """Programs of whole rows and of shards, a cell that fails, and rows of another run; over two stages as requests."""
+    programs = [
+        [pc.Scale(0.5, at=pc.resid_post[1], tokens=pc.every[2])], [pc.Zero(at=pc.z[2, 1])], [pc.Zero(at=pc.k[0])],
+        [pc.Add(VECTOR, at=pc.resid_mid[3])], [pc.Noise(0.3, at=pc.mlp_out[2]), pc.Scale(2.0, at=pc.neurons[1])],
+        [pc.Replace(pc.From(source, pc.z[1], pc.every[4]), at=pc.z[1], tokens=pc.every[3])],
+        [pc.Add([3e38] * D, at=pc.resid_post[2], scale=1e30)], [],
+    ]  # fmt: skip
+    grades = lm.grade(SHORT, programs, score=[9, [11, 23]], kl=True, top=3)
+    assert list(grades.errors) == [6]
+    if lm.engine.config.parallel_config.pipeline_parallel_size > 1:
+        assert (grades.route, "pipeline parallelism" in grades.route_reason) == ("requests", True)
+    else:
+        assert (grades.route, grades.route_reason) == ("bulk", "")
+    kept = [i for i in range(len(programs)) if i != 6]
+    found = {"graded": grades.logprobs[kept], "likeliest": grades.top_logprobs[kept], "kl + 1": grades.kl[kept] + 1}
+    return {name: torch.as_tensor(numbers) for name, numbers in found.items()}
 
 
 def projected(lm: pc.LM) -> dict[str, torch.Tensor]:
@@ -321,3 +342,13 @@ def test_two_workers_do_what_one_does(start, alone, options):
     assert {name: status[name] for name in held} == held
     assert status["failures"] == (6 if tensor_parallel else 8)  # of workers that see the same rows one counts
     a_worker_that_dies_is_the_error_of_all(lm)
+
+
+def test_an_unembedding_of_its_own_over_two_stages(start, tmp_path):
+    """The first stage lacks it, and the last one lacks the embedding."""
+    folder = with_weights(tmp_path, "0.6b", 2, **SHAPE, tie_word_embeddings=False)
+    with pc.LM(folder, engine="vllm", dtype="float32", max_model_len=64, prove=False, skip_tokenizer_init=True,
+               kv_cache_memory_bytes=1 << 25, pipeline_parallel_size=2) as lm:  # fmt: skip
+        stored = {name: rows for file in tmp_path.glob("*.safetensors") for name, rows in load_file(file).items()}
+        assert torch.equal(torch.as_tensor(lm.weights("W_U")), stored["lm_head.weight"].float().T)
+        assert torch.equal(torch.as_tensor(lm.weights("W_E")), stored["model.embed_tokens.weight"].float())

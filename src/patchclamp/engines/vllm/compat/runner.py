@@ -474,6 +474,8 @@ def preempted(scheduler_output: SchedulerOutput) -> int:
 def refusal_of(config: VllmConfig) -> str:
     """The reason why cells of a model with this configuration run as requests; "" if they run in batches."""
     parallel, model = config.parallel_config, config.model_config
+    # where vLLM has turned both off, such as for MLA on a CPU, attention may not read what earlier steps have computed
+    in_parts = config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
@@ -483,6 +485,7 @@ def refusal_of(config: VllmConfig) -> str:
         "drafts": config.speculative_config is not None,
         "images": model.is_multimodal_model or model.uses_mrope,
         "state-space layers": model.is_hybrid or model.is_attention_free,
+        "no chunked prefill": not in_parts,
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
@@ -595,7 +598,7 @@ class BatchModel:
             attn_groups=runner.attn_groups, num_reqs=len(count), num_tokens=rows,
             query_start_loc_gpu=to_device(begins, device), query_start_loc_cpu=torch.from_numpy(begins),
             max_query_len=int(count.max()), seq_lens=to_device(lengths, device), max_seq_len=int(lengths.max()),
-            block_tables=[to_device(np.ascontiguousarray(table, np.int32), device) for table in tables],
+            block_tables=[to_device(table.astype(np.int32), device) for table in tables],
             slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
             seq_lens_cpu_upper_bound=torch.from_numpy(lengths), positions=position_R,
             is_prefilling=torch.ones(len(count), dtype=torch.bool),
