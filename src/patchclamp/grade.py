@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,8 +29,13 @@ from patchclamp.plan.cells import cells_of
 from patchclamp.plan.prompt import Prompt
 from patchclamp.store.named import SourceRun
 
-AT_ONCE = 512  # requests submitted at a time
+AT_ONCE = 512  # requests of a batch
 FULL_BYTES = 1 << 28  # of full distributions captured at a time
+UNDER_WAY = 2  # batches
+LOOK_EVERY_S = 0.2
+BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
+FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
+Item = TypeVar("Item")
 
 
 def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], ...]:
@@ -87,46 +95,95 @@ def bound_job(
                     bound.__getitem__, kl, top, refusal_of(bound), vectors, code, tuple(sources.values()))  # fmt: skip
 
 
-def by_requests(engine: Engine, job: GradeJob, table: GradeTable) -> None:
-    """Grade programs by requests of an engine, some at a time."""
-    by_suffix: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # requests differ in the tokens after the prompt
-    for i, terms in enumerate(job.terms):
-        for number, offset, token in terms:
-            by_suffix.setdefault(job.suffixes[number][:offset], []).append((i, token))
-    questions = [(suffix, tuple(dict.fromkeys(token for _, token in of)), 0) for suffix, of in by_suffix.items()]
-    if job.top or not questions:
-        questions.append(((), (), max(job.top, 1)))  # engines do not report the likeliest tokens beside scores
-    table.logprobs[:] = 0
-    size = AT_ONCE
-    if job.kl:
-        size = max(1, min(size, FULL_BYTES // (4 * engine.model.d_vocab)))
-    numbers = range(-1, job.count)
-    base: np.ndarray | None = None
-    for begin in range(0, len(numbers), size):
-        part = numbers[begin : begin + size]
-        requests = [_request(engine, job, number, *question, job.kl and i == 0)
-                    for number in part for i, question in enumerate(questions)]  # fmt: skip
-        try:
-            answers = zip(_answers(engine, requests), requests, strict=True)
-            for number in part:
-                for i, (suffix, _, top) in enumerate(questions):
-                    answer, request = next(answers)
-                    if isinstance(answer, PatchclampError):
-                        table.errors.setdefault(number, answer)
-                        continue
-                    for score, token in by_suffix.get(suffix, ()) if not top else ():
-                        table.logprobs[number + 1, score] += answer.scores[token]
-                    if top and job.top:
-                        found = answer.top_logprobs[0]
-                        ids = sorted(found, key=lambda token: -found[token])[: job.top]
-                        table.top_ids[number + 1] = ids
-                        table.top_logprobs[number + 1] = [found[token] for token in ids]
-                    if job.kl and i == 0 and table.kl is not None:
-                        row = _next_logprobs(engine, request)
-                        base = row if base is None else base
-                        table.kl[number + 1] = kl(base, row)
-        finally:
-            engine.release([request.run for request in requests])
+class _ByRequests:
+    """A job whose programs run as requests, one per distinct tokens after the prompt.
+
+    questions: of each program's requests, the tokens after the prompt, those to score, and the number of likeliest ones
+    """
+
+    def __init__(self, job: GradeJob, table: GradeTable) -> None:
+        self.job, self.table = job, table
+        self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and tokens, by the tokens before
+        for i, terms in enumerate(job.terms):
+            for number, offset, token in terms:
+                self._scored.setdefault(job.suffixes[number][:offset], []).append((i, token))
+        self.questions: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+            (suffix, tuple(dict.fromkeys(token for _, token in of)), 0) for suffix, of in self._scored.items()
+        ]
+        if job.top or not self.questions:
+            self.questions.append(((), (), max(job.top, 1)))  # engines do not report the likeliest beside scores
+        self._base: np.ndarray | None = None
+        table.logprobs[0 if job.has_baseline else 1 :] = 0
+
+    def requests(self, engine: Engine, number: int) -> list[Request]:
+        """The requests of a program; of the prompt without one if the number is −1."""
+        return [_request(engine, self.job, number, *question, self.job.kl and i == 0)
+                for i, question in enumerate(self.questions)]  # fmt: skip
+
+    def read(
+        self, engine: Engine, number: int, requests: Sequence[Request], answers: Iterable[Answer | PatchclampError]
+    ) -> None:
+        """Add the answers of a program to the table."""
+        job, table, row = self.job, self.table, number + 1
+        for i, ((suffix, _, top), request, answer) in enumerate(zip(self.questions, requests, answers, strict=True)):
+            if isinstance(answer, PatchclampError):
+                table.errors.setdefault(number, answer)
+                continue
+            table.from_cut += answer.computed_from is not None
+            for score, token in self._scored.get(suffix, ()) if not top else ():
+                table.logprobs[row, score] += answer.scores[token]
+            if top and job.top:
+                found = answer.top_logprobs[0]
+                ids = sorted(found, key=lambda token: -found[token])[: job.top]
+                table.top_ids[row] = ids
+                table.top_logprobs[row] = [found[token] for token in ids]
+            if job.kl and i == 0 and table.kl is not None:
+                logprobs = _next_logprobs(engine, request)
+                self._base = logprobs if self._base is None else self._base
+                table.kl[row] = kl(self._base, logprobs)
+
+
+def by_requests(
+    engine: Engine, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None],
+    batch: int = AT_ONCE,
+) -> None:  # fmt: skip
+    """Grade the programs of jobs by requests, at most `batch` at a time (`Pace`). Two batches are under way.
+
+    `tell` is called with the number of a job and those of its programs that have been graded. An error that it raises,
+    or an interrupt, stops the requests that are under way.
+    """
+    running = [_ByRequests(job, table) for job, table in zip(jobs, tables, strict=True)]
+    if any(job.kl for job in jobs):
+        batch = max(1, min(batch, FULL_BYTES // (4 * engine.model.d_vocab)))
+    programs = ((i, number) for i, job in enumerate(jobs) for number in range(-1 if job.has_baseline else 0, job.count))
+    under_way: collections.deque[tuple[list[tuple[int, int]], list[Request], list[Future[Answer]]]]
+    under_way, pace = collections.deque(), Pace(batch)
+
+    def read_one() -> None:
+        part, requests, futures = under_way[0]
+        # Python handles a signal that arrives just before it blocks only after the wait, so wait in short steps
+        while wait(futures, timeout=LOOK_EVERY_S).not_done:
+            pass
+        pairs = zip(requests, map(_answer, futures), strict=True)
+        for i, number in part:
+            own = list(itertools.islice(pairs, len(running[i].questions)))
+            running[i].read(engine, number, [request for request, _ in own], [answer for _, answer in own])
+        under_way.popleft()
+        engine.release([request.run for request in requests])
+        pace.done()
+        for i, of in itertools.groupby(part, lambda program: program[0]):
+            tell(i, np.array([number for _, number in of if number >= 0], np.int64))
+
+    try:
+        for part in pace.parts(programs, lambda program: len(running[program[0]].questions)):
+            requests = [request for i, number in part for request in running[i].requests(engine, number)]
+            under_way.append((part, requests, engine.submit(requests)))
+            if len(under_way) == UNDER_WAY:
+                read_one()
+        while under_way:
+            read_one()
+    finally:
+        engine.abort([request.run for _, requests, _ in under_way for request in requests])
 
 
 def _next_logprobs(engine: Engine, request: Request) -> np.ndarray:
@@ -168,15 +225,6 @@ def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) ->
     return msgspec.structs.replace(op, action=RunCode(number))
 
 
-def _answers(engine: Engine, requests: list[Request]) -> list[Answer | PatchclampError]:
-    futures = engine.submit(requests)
-    try:
-        return [_answer(future) for future in futures]
-    except BaseException:
-        engine.abort([request.run for request in requests])
-        raise
-
-
 def _answer(future: Future[Answer]) -> Answer | PatchclampError:
     try:
         return future.result()
@@ -184,3 +232,45 @@ def _answer(future: Future[Answer]) -> Answer | PatchclampError:
         return error
     except Exception as error:
         return as_patchclamp_error(error)
+
+
+class Pace:
+    """Cuts items into batches that take about `BATCH_S`, by the measured speed of the batches before them. The first
+    ones are small. The order of items does not depend on speed.
+
+    most, first: largest number of units in a batch, and in the first batch; an item is one unit, unless `parts` gets
+    `units`
+    """
+
+    def __init__(self, most: int, first: int = FIRST) -> None:
+        self._most, self._size = most, min(first, most)
+        self._under_way: collections.deque[int] = collections.deque()
+        self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # times, total units
+
+    def parts(self, items: Iterable[Item], units: Callable[[Item], int] = lambda item: 1) -> Iterator[list[Item]]:
+        """Yield batches of consecutive items, at least one each, sized at the moment they are requested."""
+        part: list[Item] = []
+        size = 0
+        for item in items:
+            more = units(item)
+            if part and size + more > self._size:
+                yield self._begin(part, size)
+                part, size = [], 0
+            part.append(item)
+            size += more
+        if part:
+            yield self._begin(part, size)
+
+    def _begin(self, part: list[Item], size: int) -> list[Item]:
+        if not self._done:
+            self._done.append((time.monotonic(), 0))
+        self._under_way.append(size)
+        return part
+
+    def done(self) -> None:
+        """Record that the oldest batch in flight has finished."""
+        now, units = time.monotonic(), self._done[-1][1] + self._under_way.popleft()
+        self._done.append((now, units))
+        began, before = self._done[0]
+        in_time = int((units - before) / max(now - began, 1e-6) * BATCH_S)
+        self._size = max(1, min(in_time, GROWTH * self._size, self._most))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import inspect
 import itertools
 import logging
@@ -53,7 +54,7 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )
-from patchclamp.grade import bound_job, by_requests, read_scores, read_top
+from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_scores, read_top
 from patchclamp.language import Program, Site, every
 from patchclamp.language.ops import Scale
 from patchclamp.language.site import parse_site
@@ -293,9 +294,9 @@ class LM:
         while self.engine.job_refusal(job) and len(job.prompt) > 2:
             job = self._proof(max(2, len(job.prompt) // 2))
         found = []
-        for run in (self._in_batches, self._as_requests):
+        for run in (self._in_batches, functools.partial(by_requests, self.engine)):
             table = GradeTable(job)
-            run([job], [table])
+            run([job], [table], lambda *_: None)
             grades = table.grades("")
             found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
         off = float(np.abs(found[0] - found[1]).max())
@@ -310,25 +311,17 @@ class LM:
         return self.grade_job(ids, [[], *edits, []], [[((), ids[0])], [((), ids[1]), ((ids[1],), ids[0])]])
 
     def _in_batches(
-        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable],
-        tell: Callable[[int, np.ndarray], None] = lambda *_: None,
-    ) -> None:  # fmt: skip
+        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
+    ) -> None:
         for i, programs in self.engine.grade(jobs, tables):
             tell(i, programs)
 
-    def _as_requests(
-        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable],
-        tell: Callable[[int, np.ndarray], None] = lambda *_: None,
-    ) -> None:  # fmt: skip
-        for i, (job, table) in enumerate(zip(jobs, tables, strict=True)):
-            by_requests(self.engine, job, table)
-            tell(i, np.arange(job.count))
-
     def graded(
-        self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None
-    ) -> list[Grades]:
-        """Runs jobs: together, in batches of the engine's own, or else as requests. `tell` is called with the number of
-        a job, its grades so far, and the numbers of programs that were graded."""
+        self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None,
+        batch: int = AT_ONCE,
+    ) -> list[Grades]:  # fmt: skip
+        """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
+        is called with the number of a job, its grades so far, and the numbers of programs that were graded."""
         reason, told = self.jobs_refusal(jobs), False
 
         def graded(i: int, programs: np.ndarray) -> None:
@@ -349,7 +342,7 @@ class LM:
                     reason = str(error)
             tables = [GradeTable(job) for job in jobs]
             grades = [table.grades("requests", reason) for table in tables]
-            self._as_requests(jobs, tables, graded)
+            by_requests(self.engine, jobs, tables, graded, batch)
             return [table.grades("requests", reason) for table in tables]
 
     def _read_call(

@@ -142,7 +142,7 @@ def test_a_sweep_is_the_same(lm, local):
     asked = dict(clean="The Eiffel Tower is in", corrupt="The Colosseum is in", answer=" Paris", foil=" Rome",
                  sites=[pc.resid_pre])  # fmt: skip
     there, here = patch_sweep(lm, **asked), patch_sweep(local, **asked)
-    assert np.array_equal(there.grid, here.grid, equal_nan=True)
+    np.testing.assert_allclose(there.grid, here.grid, atol=1e-4)  # their batches may differ
     assert there.grid.size > 20
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import patch_sweep, study
-from patchclamp.studies.study import BATCH_S, UNDER_WAY, Pace, run_batches
+from patchclamp import grade
+from patchclamp.grade import BATCH_S, UNDER_WAY, Pace
+from patchclamp.studies import patch_sweep
+from patchclamp.studies.study import run_batches
 
 
 class Log:
@@ -115,7 +117,7 @@ def test_a_sweep_in_small_batches_is_the_same_to_the_bit():
 @pytest.mark.parametrize("per_second", [0.4, 7.0, 1e5])
 def test_batches_grow_to_what_the_measured_speed_allows(monkeypatch, per_second: float):
     now = [0.0]
-    monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(grade.time, "monotonic", lambda: now[0])
     pace, sizes, seen = Pace(512), [], []
     items = range(4000 if per_second > 100 else 540)
     for part in pace.parts(items):
@@ -124,8 +126,8 @@ def test_batches_grow_to_what_the_measured_speed_allows(monkeypatch, per_second:
         seen += part
         pace.done()
     assert seen == [*items]
-    assert sizes[0] == study.FIRST
-    assert max(sizes) == (512 if per_second > 100 else max(study.FIRST, int(per_second * BATCH_S)))
+    assert sizes[0] == grade.FIRST
+    assert max(sizes) == (512 if per_second > 100 else max(grade.FIRST, int(per_second * BATCH_S)))
     assert max(sizes[1:]) / per_second <= max(BATCH_S, 1 / per_second)
 
 

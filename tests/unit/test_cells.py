@@ -35,7 +35,7 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Trial, Zoom, _spread, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Zoom, _spread, job_of, planned, zoom_in
 from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
 from patchclamp.studies.study import keeping
@@ -301,16 +301,20 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     submit = lm.engine.submit
     monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
     prompt = lm.tokens(CLEAN)
-    trials = [Trial(prompt, [pc.Scale(1 + i / 40, at="resid_pre[1]")], graded) for i in range(20)]
+    programs = [[pc.Scale(1 + i / 40, at="resid_pre[1]")] for i in range(20)]
+
+    def job(lm, which):
+        return job_of(lm, prompt, [[] if i is None else programs[i] for i in which], graded)
+
     heard: list[tuple[int, int]] = []
     cells = Cells(lm, 9, None, lambda done: None)
     (values,) = cells.run(
         [graded],
         [20],
-        lambda: [SimpleNamespace(trials=trials, baseline=Trial(prompt, (), graded))],
+        lambda: [SimpleNamespace(job=job)],
         lambda n, which, of: heard.extend((n, i) for i in which),
     )
-    assert len(graded.questions) == 4
+    assert graded.runs == 4
     assert sizes[0] == 4
     assert set(sizes[:-1]) == {4, 8}
     assert sum(sizes) == 4 * planned([20]) == 4 * (20 + len(values.baselines))
@@ -536,7 +540,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
     length, rows, layers = len(lm.tokens(CLEAN)), 4, 3
     assert shown[0][0] == 2 * rows * length
     # of each pair: every cell takes a run for each token of the answer that no other token's run grades
-    questions = len(grade("logit_diff", (7, 8), (9,)).questions)
+    questions = grade("logit_diff", (7, 8), (9,)).runs
     assert [runs for _, runs, _ in shown[:2]] == [2 * rows * length * questions, 2 * rows * length * 3 * questions]
     assert shown[2][1] < shown[0][1] * 4
     width = 4 * (16 + layers * lm.sites.points[lm.sites.resolve(pc.Site("z", 0))[0].point].width)

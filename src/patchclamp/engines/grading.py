@@ -37,6 +37,7 @@ class GradeJob(msgspec.Struct):
     cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit
     refusal: the reason why the programs cannot run in batches; "" if they can
     vectors, code, sources: as in a `Request`
+    has_baseline: False if the prompt without a program need not be graded
     """
 
     name: str
@@ -52,6 +53,7 @@ class GradeJob(msgspec.Struct):
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
     sources: tuple[SourceRun, ...] = ()
+    has_baseline: bool = True
 
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
@@ -88,6 +90,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     errors: by the number of the program; its numbers are NaN
     route: "bulk" if the engine ran them in batches of its own, "requests" if each was a request
     route_reason: why they were requests
+    from_cut: the number of requests that were computed from their first edit on (`Run.computed_from`)
     """
 
     logprobs: np.ndarray
@@ -98,6 +101,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     errors: dict[int, PatchclampError]
     route: str
     route_reason: str = ""
+    from_cut: int = 0
 
     def __repr__(self) -> str:
         count, scores = self.logprobs.shape
@@ -115,6 +119,7 @@ class GradeTable:
         self.top_ids = np.full((rows, job.top), -1, np.int64)
         self.top_logprobs = np.full((rows, job.top), np.nan, np.float32)
         self.errors: dict[int, PatchclampError] = {}
+        self.from_cut: int = 0
 
     def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
         """Add the results of some programs: log-probabilities, KL, likeliest tokens, and their log-probabilities."""
@@ -133,7 +138,7 @@ class GradeTable:
                 self.kl[number + 1] = np.nan
         kl = None if self.kl is None else self.kl[1:]
         return Grades(self.logprobs[1:], self.logprobs[0], kl, self.top_ids[1:], self.top_logprobs[1:], self.errors,
-                      route, reason)  # fmt: skip
+                      route, reason, self.from_cut)  # fmt: skip
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

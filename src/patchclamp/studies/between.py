@@ -33,15 +33,12 @@ from patchclamp.studies.inputs import (
 )
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.study import (
-    UNDER_WAY,
-    Pace,
     Provenance,
     Show,
     Study,
     StudyResult,
     progress,
     provenance,
-    run_batches,
 )
 
 
@@ -91,7 +88,8 @@ class Between:
 
     def value(self, run: Gradients) -> float:
         """The metric of a run."""
-        return self.graded.read([run.scores])
+        logprobs = [run.scores[token] for [token] in self.graded.compared]
+        return float(self.graded.of_logprobs(np.array([logprobs]))[0])
 
     def difference(self, point: int) -> np.ndarray:
         """Clean − corrupt at a point, at the aligned positions."""
@@ -147,21 +145,11 @@ def exact_effects(
     """The change that each program makes in the metric of the corrupt prompt, and the noise floor: the difference of
     two unpatched runs."""
     programs: list[list[Replace]] = [[], *edits, []]
-    [score] = [question.score for question in between.graded.questions]
-    pace = Pace(batch)
-    calls = (
-        {"prompt": [between.ids[1]] * len(part), "max_tokens": 1, "score": score, "edits": part}
-        for part in pace.parts(programs)
-    )
-    values: list[float] = []
+    job = lm.grade_job(between.ids[1], programs, between.graded.scores)
     with progress("verifying", len(programs), show) as advance:
-
-        def read(runs: list[Run]) -> None:
-            values.extend(between.graded.read([run.scores]) for run in runs)
-            advance(len(runs))
-
-        run_batches(lm, calls, read, UNDER_WAY, pace)
-    return np.array(values[1:-1]) - values[0], abs(values[-1] - values[0])
+        [grades] = lm.graded([job], lambda i, grades, which: advance(len(which)), batch)
+    values = np.array(between.graded.records(grades, np.arange(len(programs))))
+    return values[1:-1] - values[0], float(abs(values[-1] - values[0]))
 
 
 Verified = Literal["all", "best", "sampled"]

@@ -15,7 +15,6 @@ N unpatched runs · R rows · P columns
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op
 from patchclamp.lm import LM
-from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.cells import CellRecords
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
@@ -82,7 +80,7 @@ from patchclamp.studies.sources import (
     opened,
     question_of_source,
 )
-from patchclamp.studies.study import UNDER_WAY, Pace, Study, json_of, keeping, progress, provenance, run_batches
+from patchclamp.studies.study import Study, json_of, keeping, progress, provenance
 from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
 
 DIRECTIONS = ("denoising", "noising")
@@ -367,7 +365,7 @@ class GridPlan:
     @property
     def runs(self) -> int:
         """An upper bound on the runs with a patch, over units, places, draws, and graded tokens of an answer."""
-        return self.most * self.draws * self.repeats * sum(len(case.graded.questions) for case in self.cases)
+        return self.most * self.draws * self.repeats * sum(case.graded.runs for case in self.cases)
 
     @property
     def captured_bytes(self) -> int:
@@ -420,7 +418,7 @@ class GridPlan:
         """True if the cell exists: logits exist only at a prompt's last position."""
         if row.site != "logits":
             return True
-        if any(len(case.graded.questions) > 1 for case in self.cases):
+        if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
             raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
         ends = [((case.clean.last,), (case.corrupt.last,)) for case in self.cases]
         return all((case.columns[p].clean, case.columns[p].corrupt) == end
@@ -655,12 +653,12 @@ def _joined(columns: list[Column]) -> Column:
     return Column(label, tuple(clean for _, clean in both), tuple(corrupt for corrupt, _ in both))
 
 
+BOUND = 512  # trials that are bound together, if they run as requests
 BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that measure the noise floor
 
 
 class Trial(NamedTuple):
-    """One graded run: a prompt's token ids, its edits, and the graded tokens. An answer of several tokens takes one run
-    per token."""
+    """One graded run: a prompt's token ids, its edits, and the graded tokens."""
 
     prompt: Sequence[int]
     edits: Sequence[Op]
@@ -691,25 +689,33 @@ class Round:
     def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
         """The job of some trials; None is the baseline."""
         records = self._records_of_all(lm)
-        if records is None:
-            edits = [(self.baseline if i is None else self.trials[i]).edits for i in which]
-            return lm.grade_job(self.prompt, edits, self.graded.scores, top=self.graded.top)
-        job = lm.grade_job(self.prompt, [self.before], self.graded.scores, top=self.graded.top)
-        run = self._writer.run
 
-        def bound(i: int) -> BoundProgram | None:
-            trial = self.baseline if (number := which[i]) is None else self.trials[number]
-            return lm.grade_job(self.prompt, [trial.edits], self.graded.scores).bound(0)
+        def edits(of: Sequence[int | None]) -> list[Sequence[Op]]:
+            return [self.before if i is None else self.trials[i].edits for i in of]
+
+        if records is None:
+            return job_of(lm, self.prompt, edits(which), self.graded)
+        job, run = job_of(lm, self.prompt, [self.before], self.graded), self._writer.run
+
+        @functools.lru_cache(2)
+        def bound(part: int) -> GradeJob:
+            return job_of(lm, self.prompt, edits(which[part * BOUND : (part + 1) * BOUND]), self.graded)
 
         return msgspec.structs.replace(
-            job, count=len(which), cells=lambda: records.take(which).after(job.cells()), bound=bound,
-            sources=(*job.sources, *([] if run is None else [run])),
+            job, count=len(which), cells=lambda: records.take(which).after(job.cells()),
+            bound=lambda i: bound(i // BOUND).bound(i % BOUND), sources=(*job.sources, *([] if run is None else [run])),
         )  # fmt: skip
 
     def _records_of_all(self, lm: LM) -> CellRecords | None:
         if self._records is None and self._rows:
             self._records = cells_of_grid(lm, self._writer, self._rows, self._sides)
         return self._records
+
+
+def job_of(lm: LM, prompt: Sequence[int], programs: Sequence[Sequence[Op]], graded: Graded) -> GradeJob:
+    """The job that grades programs on a prompt."""
+    job = lm.grade_job(prompt, programs, graded.scores, top=graded.top)
+    return msgspec.structs.replace(job, has_baseline=False)
 
 
 class Values(NamedTuple):
@@ -724,7 +730,8 @@ Tell = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 class Cells:
-    """Runs trials on `lm`, up to `batch` runs at a time (`study.Pace`). Values in `journal` are not computed again.
+    """Grades trials on `lm`; those that run as requests, up to `batch` at a time. Values in `journal` are not computed
+    again.
 
     advance: called with the number of trials that have finished
     """
@@ -733,24 +740,28 @@ class Cells:
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
-        self._runs, self._cut = 0, 0  # runs made here, and those of them that began at a cut
-        self._in_batches = False
+        self._routes: set[str] = set()  # of the cells computed here
+        self._runs, self._cut = 0, 0  # requests of cells, and those of them that began at a cut
 
     @property
     def computed(self) -> str:
         """A phrase for what was computed: whole runs, or from the first edit on. Empty if the engine cannot choose."""
-        if self._in_batches and self._runs:
+        if "bulk" in self._routes:
             return "in batches, from the first edited position on"
         if self._cut:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
-        return f"computed whole: {why}" if why and self._runs else ""
+        return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
         """The metric of trials, before normalisation. Trials in the journal are not run again."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
-        if len(values) < len(trials):
-            self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
+        left = trials[len(values) :]
+        if left:
+            jobs = [job_of(self._lm, trial.prompt, [trial.edits], trial.graded) for trial in left]
+            new = np.zeros(len(left))
+            self._grade(jobs, [trial.graded for trial in left], lambda which, of: new.put(which, of))
+            values += new.tolist()
         return values
 
     def run(
@@ -761,43 +772,37 @@ class Cells:
 
         graded: the metric of each round, and `counts` the number of its trials; `rounds` makes them, and is called only
             if some are missing
-        tell: called as trials finish, on another thread unless the journal had them; an error it raises stops the runs
+        tell: called as trials finish; an error it raises stops the rest
         reruns: the approximate number of baselines per round
         """
         plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
         values = np.full(len(plan), np.nan)
 
-        def told(which: Sequence[int] | np.ndarray) -> None:
+        def told(which: np.ndarray) -> None:
             by_round: dict[int, list[int]] = {}
-            for at in which:
+            for at in which.tolist():
                 if plan[at][1] is not None:
                     by_round.setdefault(plan[at][0], []).append(at)
             for number, of in by_round.items():
                 tell(number, np.array([plan[at][1] for at in of]), values[of])
             self._advance(len(which))
 
-        def read_batch(which: np.ndarray, new: list[float]) -> None:
-            self._runs += len(which)
-            values[which] = new
-            told(which)
-
-        def read(which: range, runs: Sequence[Run], new: list[float]) -> None:
-            self._runs += len(which)
-            self._cut += sum(run.answer.computed_from is not None for run in runs)
-            values[which.start : which.stop] = new
-            told(which)
+        def read(which: np.ndarray, new: list[float]) -> None:
+            values[len(known) + which] = new
+            told(len(known) + which)
 
         known = self._take(len(plan))
         values[: len(known)] = [graded[number].value(of) for (number, _), of in zip(plan, known, strict=False)]
-        told(range(len(known)))
+        told(np.arange(len(known)))
         if len(known) < len(plan):
             made = rounds()
-            left = plan[len(known) :]
-            self._in_batches = not self._lm.batch_refusal and self._grade(made, left, len(known), read_batch)
-            if self._in_batches:
-                left = []
-            trials = [made[number].baseline if i is None else made[number].trials[i] for number, i in left]
-            self._carry(trials, len(known), read)
+            by_round = {number: [i for _, i in of]
+                        for number, of in itertools.groupby(plan[len(known) :], lambda entry: entry[0])}  # fmt: skip
+            jobs = [made[number].job(self._lm, which) for number, which in by_round.items()]
+            for grades in self._grade(jobs, [graded[number] for number in by_round], read):
+                self._routes.add(grades.route)
+                self._cut += grades.from_cut
+            self._runs += sum(graded[number].runs * len(which) for number, which in by_round.items())
         numbers, is_trial = np.array([number for number, _ in plan]), np.array([i is not None for _, i in plan])
         return [Values(values[(numbers == n) & is_trial], values[(numbers == n) & ~is_trial])
                 for n in range(len(counts))]  # fmt: skip
@@ -807,59 +812,27 @@ class Cells:
         return self.journal.take(kind, count) if self.journal is not None else []
 
     def _grade(
-        self, rounds: Sequence[Round], left: Sequence[tuple[int, int | None]], begin: int,
-        read: Callable[[np.ndarray, list[float]], None],
-    ) -> bool:  # fmt: skip
-        """Like `_carry`, for trials of rounds by number, in batches of the engine's own. They finish in any order.
-        Returns False, and does nothing, if they must run as requests."""
-        by_round = {number: [i for _, i in of] for number, of in itertools.groupby(left, lambda entry: entry[0])}
-        firsts = dict(zip(by_round, itertools.accumulate(map(len, by_round.values()), initial=0), strict=False))
-        numbers, graded = list(by_round), [rounds[number].graded for number in by_round]
-        records: list[Any] = [None] * len(left)
+        self, jobs: Sequence[GradeJob], graded: Sequence[Graded], read: Callable[[np.ndarray, list[float]], None]
+    ) -> list[Grades]:
+        """Run jobs, append their records to the journal in order, and pass those that have finished, in any order, to
+        `read`: their numbers through all jobs, and their values."""
+        firsts = [0, *itertools.accumulate(job.count for job in jobs)]
+        records: list[Any] = [None] * firsts[-1]
         written = 0
 
         def tell(i: int, grades: Grades, programs: np.ndarray) -> None:
             nonlocal written
-            first = firsts[numbers[i]]
+            which = firsts[i] + programs
             new = graded[i].records(grades, programs)
-            for at, record in zip((first + programs).tolist(), new, strict=True):
+            for at, record in zip(which.tolist(), new, strict=True):
                 records[at] = record
             end = next((at for at in range(written, len(records)) if records[at] is None), len(records))
-            if self.journal is not None and end > written:  # which keeps them in order
+            if self.journal is not None and end > written:
                 self.journal.append(records[written:end])
             written = end
-            read(begin + first + programs, [graded[i].value(record) for record in new])
+            read(which, [graded[i].value(record) for record in new])
 
-        jobs = [rounds[number].job(self._lm, which) for number, which in by_round.items()]
-        if self._lm.jobs_refusal(jobs):
-            return False
-        self._lm.graded(jobs, tell)
-        return True
-
-    def _carry(
-        self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
-    ) -> None:
-        """Run trials in batches, append their values to the journal, and pass each batch to `read`: its numbers,
-        counted from `begin`, its runs and its values."""
-        unread: collections.deque[list[Trial]] = collections.deque()
-        pace, done = Pace(self._batch), begin
-
-        def calls() -> Iterator[dict[str, object]]:
-            for part in pace.parts(trials, lambda trial: len(trial.graded.questions)):
-                unread.append(part)
-                yield _call(part)
-
-        def read_batch(runs: list[Run]) -> None:
-            nonlocal done
-            part = unread.popleft()
-            rest = iter(runs)
-            records = [trial.graded.record([next(rest) for _ in trial.graded.questions]) for trial in part]
-            if self.journal is not None:
-                self.journal.append(records)
-            values = [trial.graded.value(of) for trial, of in zip(part, records, strict=True)]
-            read(range(done, done := done + len(part)), runs, values)
-
-        run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
+        return self._lm.graded(jobs, tell, self._batch)
 
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
@@ -875,18 +848,6 @@ def _spread(count: int, reruns: int) -> Iterator[int | None]:
             yield None
         yield i
     yield None
-
-
-def _call(part: Sequence[Trial]) -> dict[str, object]:
-    """The arguments of the call that runs some trials."""
-    runs = [(trial, question) for trial in part for question in trial.graded.questions]
-    return {
-        "prompt": [[*trial.prompt, *question.suffix] for trial, question in runs],
-        "max_tokens": 1,
-        "score": [question.score for _, question in runs],
-        "logprobs": [question.top or False for _, question in runs],
-        "edits": [trial.edits for trial, _ in runs],
-    }
 
 
 MIN_RERUNS = 2

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,15 +40,6 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM, MAX_SCORES
 
 Recorded = float | tuple[list[float], dict[int, float]]
-
-
-class Scored(Protocol):
-    """The parts of a run that metrics read."""
-
-    @property
-    def scores(self) -> Mapping[int, float]: ...
-    @property
-    def top_logprobs(self) -> Sequence[Mapping[int, float]]: ...
 
 
 METRICS = ("logit_diff", "recovered", "logprob", "prob")
@@ -123,16 +114,7 @@ class Metric(PublicStruct, frozen=True):
         return value
 
 
-class Question(NamedTuple):
-    """One run that grades a part of an answer: the tokens to append to the prompt, those to score after them, and the
-    number of likeliest tokens to report."""
-
-    suffix: tuple[int, ...]
-    score: tuple[int, ...]
-    top: int = 0
-
-
-class Graded(msgspec.Struct, frozen=True, dict=True):
+class Graded(msgspec.Struct, frozen=True):
     """A metric and the exact tokens that it grades.
 
     custom: a metric of the user's · tokens: its own tokens, by text and by id
@@ -149,7 +131,7 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
         """Everything that decides the records, as plain data. A custom metric, of any name, is computed from them."""
         plain: dict[str, Any] = {"metric": self.metric, "answer": self.answer, "foil": self.foil}
         if self.custom is not None:
-            plain |= {"metric": "custom", "tokens": sorted({*self.tokens.values()}), "top": self.custom.top}
+            plain |= {"metric": "custom", "scored": self._own, "top": self.custom.top}
         return plain
 
     @property
@@ -158,27 +140,20 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
         return (self.answer,) if self.foil is None or self.metric in ALONE else (self.answer, self.foil)
 
     @property
-    def questions(self) -> tuple[Question, ...]:
-        """The runs that grade it, one per distinct suffix."""
-        if "questions" not in vars(self):
-            score: dict[tuple[int, ...], dict[int, None]] = {}
-            for tokens in self.compared:
-                for i, token in enumerate(tokens):
-                    score.setdefault(tokens[:i], {})[token] = None
-            score[()] |= dict.fromkeys(sorted(self.tokens.values()))
-            questions = [Question(suffix, tuple(ids)) for suffix, ids in score.items()]
-            if self.custom is not None and self.custom.top:  # engines do not report them beside scores
-                questions.append(Question((), (), self.custom.top))
-            vars(self)["questions"] = tuple(questions)
-        return vars(self)["questions"]
+    def scores(self) -> list[list[tuple[tuple[int, ...], int]]]:
+        """The scores of a `GradeJob`: the sequences that the metric compares, then the custom metric's own tokens, in
+        the order of their ids."""
+        compared = [[(tokens[:i], token) for i, token in enumerate(tokens)] for tokens in self.compared]
+        return compared + [[((), token)] for token in self._own]
 
     @property
-    def scores(self) -> list[list[tuple[tuple[int, ...], int]]]:
-        """The scores of a `GradeJob` that `records` reads: for a named metric the sequences that it compares, for a
-        custom one every token."""
-        if self.custom is None:
-            return [[(tokens[:i], token) for i, token in enumerate(tokens)] for tokens in self.compared]
-        return [[(of.suffix, token)] for of in self.questions for token in of.score]
+    def _own(self) -> list[int]:
+        return sorted({*self.tokens.values()})
+
+    @property
+    def runs(self) -> int:
+        """The number of requests of a program that runs as requests."""
+        return len({suffix for score in self.scores for suffix, _ in score}) + (self.top > 0)
 
     @property
     def top(self) -> int:
@@ -191,44 +166,27 @@ class Graded(msgspec.Struct, frozen=True, dict=True):
             raise grades.errors[min(grades.errors)]
         logprobs = grades.logprobs[programs].astype(np.float64)
         if self.custom is None:
-            if self.metric in ALONE:
-                return (np.exp(logprobs[:, 0]) if self.metric == "prob" else logprobs[:, 0]).tolist()
-            return (logprobs[:, 0] - logprobs[:, 1]).tolist()
+            return self.of_logprobs(logprobs).tolist()
         pairs = zip(grades.top_ids[programs].tolist(), grades.top_logprobs[programs].tolist(), strict=True)
         tops = [dict(zip(ids, values, strict=True)) for ids, values in pairs]
         return list(zip(logprobs.tolist(), tops, strict=True))
 
-    def record(self, runs: Sequence[Scored]) -> Recorded:
-        """The journal's record of the runs of its questions: the metric before normalisation or, for a custom one, the
-        log-probabilities from which it is computed."""
-        if self.custom is None:
-            return self.read([run.scores for run in runs])
-        scores = [run.scores[token] for run, of in zip(runs, self.questions, strict=True) for token in of.score]
-        top = [dict(run.top_logprobs[0]) for run, of in zip(runs, self.questions, strict=True) if of.top]
-        return scores, top[0] if top else {}
+    def of_logprobs(self, logprobs_NS: np.ndarray) -> np.ndarray:
+        """A named metric before normalisation, of log-probabilities of its `scores`."""
+        if self.metric in ALONE:
+            return np.exp(logprobs_NS[:, 0]) if self.metric == "prob" else logprobs_NS[:, 0]
+        return logprobs_NS[:, 0] - logprobs_NS[:, 1]
 
     def value(self, recorded: Recorded) -> float:
         """The metric before normalisation, of a record."""
         if not isinstance(recorded, tuple):
             return recorded
         assert self.custom is not None
-        rest = iter(recorded[0])
-        scores = [{token: next(rest) for token in of.score} for of in self.questions]
-        logprobs = [self._logprob(tokens, scores) for tokens in self.compared]
-        own = {name: scores[0][token] for name, token in self.tokens.items()}
-        answer, foil = logprobs[0], logprobs[1] if len(logprobs) > 1 else math.nan
-        return self.custom.value(Logprobs(answer, foil, own, recorded[1]))
-
-    def read(self, scores: Sequence[Mapping[int, float]]) -> float:
-        """A named metric before normalisation, from the scores of the run of each question."""
-        logprobs = [self._logprob(tokens, scores) for tokens in self.compared]
-        if self.metric in ALONE:
-            return math.exp(logprobs[0]) if self.metric == "prob" else logprobs[0]
-        return logprobs[0] - logprobs[1]
-
-    def _logprob(self, tokens: tuple[int, ...], scores: Sequence[Mapping[int, float]]) -> float:
-        by_suffix = {of.suffix: found for of, found in zip(self.questions, scores, strict=True) if not of.top}
-        return sum(by_suffix[tokens[:i]][token] for i, token in enumerate(tokens))
+        logprobs, top = recorded
+        own = dict(zip(self._own, logprobs[len(self.compared) :], strict=True))
+        foil = logprobs[1] if len(self.compared) > 1 else math.nan
+        tokens = {name: own[token] for name, token in self.tokens.items()}
+        return self.custom.value(Logprobs(logprobs[0], foil, tokens, top))
 
     def scale(self, clean: float, corrupt: float) -> tuple[float, float]:
         """(offset, factor) such that the metric is (value − offset) · factor."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from patchclamp.errors import TokensError
+from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
@@ -34,7 +35,7 @@ from patchclamp.studies.inputs import (
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import LOGITS
-from patchclamp.studies.study import UNDER_WAY, Pace, Show, Study, StudyResult, progress, provenance, run_batches
+from patchclamp.studies.study import Show, Study, StudyResult, progress, provenance, run_batches
 
 if TYPE_CHECKING:
     import pandas

@@ -35,6 +35,7 @@ import numpy as np
 
 from patchclamp.engines import base
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.grade import LOOK_EVERY_S, UNDER_WAY, Pace
 from patchclamp.language import Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense
@@ -527,54 +528,7 @@ Resumable = str | Path | Journal
 """The storage of a study's values: a file, or a journal of a server."""
 
 
-UNDER_WAY = 2
-LOOK_EVERY_S = 0.2
-BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
-FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
-
 Item = TypeVar("Item")
-
-
-class Pace:
-    """Cuts items into batches that take about `BATCH_S`, by the measured speed of the batches before them. The first
-    ones are small. The order of items does not depend on speed.
-
-    most, first: largest number of units in a batch, and in the first batch; an item is one unit, unless `parts` gets
-    `units`
-    """
-
-    def __init__(self, most: int, first: int = FIRST) -> None:
-        self._most, self._size = most, min(first, most)
-        self._under_way: collections.deque[int] = collections.deque()
-        self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # times, total units
-
-    def parts(self, items: Iterable[Item], units: Callable[[Item], int] = lambda item: 1) -> Iterator[list[Item]]:
-        """Yield batches of consecutive items, at least one each, sized at the moment they are requested."""
-        part: list[Item] = []
-        size = 0
-        for item in items:
-            more = units(item)
-            if part and size + more > self._size:
-                yield self._begin(part, size)
-                part, size = [], 0
-            part.append(item)
-            size += more
-        if part:
-            yield self._begin(part, size)
-
-    def _begin(self, part: list[Item], size: int) -> list[Item]:
-        if not self._done:
-            self._done.append((time.monotonic(), 0))
-        self._under_way.append(size)
-        return part
-
-    def done(self) -> None:
-        """Record that the oldest batch in flight has finished."""
-        now, units = time.monotonic(), self._done[-1][1] + self._under_way.popleft()
-        self._done.append((now, units))
-        began, before = self._done[0]
-        in_time = int((units - before) / max(now - began, 1e-6) * BATCH_S)
-        self._size = max(1, min(in_time, GROWTH * self._size, self._most))
 
 
 def run_batches(

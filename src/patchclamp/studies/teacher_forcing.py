@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError, TokensError
+from patchclamp.grade import Pace
 from patchclamp.language import Capture, From, Op, Program, Replace, Site
 from patchclamp.language.ops import SiteOp
 from patchclamp.language.tokens import Tokens, every
@@ -23,7 +24,7 @@ from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.study import Pace, run_batches
+from patchclamp.studies.study import run_batches
 
 MAX_ROWS = 1 << 14  # rows of `final_norm` kept at a time
 FINAL_NORM = Site("final_norm")
@@ -52,7 +53,7 @@ def forced_logprobs(
     """The log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
 
     `advance` is called with the number of items that are done. Items in `journal` are not computed again; it grows by
-    groups of items that take about `study.BATCH_S`.
+    groups of items that take about `grade.BATCH_S`.
     Raises: the error of any run; `UnsupportedSite` if the model's `final_norm` was not proved and n > 1.
     """
     known = journal.take(list[float], len(items)) if journal is not None else []

@@ -21,6 +21,7 @@ import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.grade import Pace
 from patchclamp.language import Capture, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Range, Tokens, every
@@ -54,7 +55,7 @@ from patchclamp.studies.harvest.shards import (
     open_folder,
 )
 from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, as_texts, check_whole
-from patchclamp.studies.study import Arg, Pace, Study, StudyResult, model_identity, progress, provenance, run_batches
+from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
 
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
 
