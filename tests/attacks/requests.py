@@ -105,6 +105,11 @@ OBJECTS = (
     Attack("more than the limit", "", b'{"run": "' + b"x" * (1 << 21) + b'"}', (413,)),
 )  # fmt: skip
 ENGINE: tuple[tuple[str, object], ...] = (  # routes of our client, and what is packed as msgpack there
+    ("grade", {}),
+    ("grade", {"jobs": []}),
+    ("grade", {"jobs": [{}], "vectors": b"x"}),
+    ("grade", {"jobs": [{"name": "OWNER-a-b", "prompt": [1], "suffixes": [[]], "terms": [], "programs": [None]}]}),
+    ("grade", {"jobs": [{"name": "OWNER-a-b", "prompt": [1], "suffixes": [[]], "terms": [], "programs": [[b"", []]]}]}),
     ("tokenizer", {"method": "__class__", "args": []}),
     ("tokenizer", {"method": "encode", "args": []}),
     ("tokenizer", {"method": "encode", "args": [{"a": 1}]}),

@@ -8,6 +8,7 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -223,6 +224,52 @@ def test_a_bound_program_of_no_binder_is_refused(http, fields):
     answered = http.post("/v1/patchclamp/engine/run", content=good)
     assert answered.status_code == 200
     assert b"error" not in answered.content
+
+
+def graded(owner: str, sizes: dict | None = None, program: dict[str, Any] | None = None, **fields) -> bytes:
+    """A job of one program that is not quite of our client's making. `program`: fields of its op."""
+    key, run = vector_key(pc.Vector.of(VECTOR)), f"{owner}-attack-job"
+    op = BoundOp("edits[0]", Linear(1.0, 1.0), (1,), (key,), (PositionRange(0, 3),), True)
+    op = msgspec.structs.replace(op, **(program or {}))
+    carried = Carried(BoundProgram(run, 3, (op,)), {key: (1, 576)} if sizes is None else sizes)
+    job = {"name": run, "prompt": [1, 2, 3], "suffixes": [[]], "terms": [[(0, 0, 5)]], "kl": False, "top": 0,
+           "programs": [(msgspec.msgpack.encode(carried), [key])] * 2}  # fmt: skip
+    return msgspec.msgpack.encode({"jobs": [job | fields], "vectors": save({key: VECTOR[None]})})
+
+
+OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
+
+
+@pytest.mark.parametrize("changed", [
+    {"terms": [[(1, 0, 5)]]}, {"terms": [[(0, 1, 5)]]}, {"terms": [[(-1, 0, 5)]]}, {"terms": [[(0, 0, 10**9)]]},
+    {"suffixes": [[-1]]}, {"suffixes": []}, {"suffixes": [[5] * 10**4]}, {"prompt": []}, {"prompt": [-5]},
+    {"top": 10**6}, {"top": -1}, {"name": "other-attack-job"}, {"name": "x"}, {"prompt": [1, 2]},
+    {"sizes": {OF_VECTOR: (9, 576)}}, {"sizes": {OF_VECTOR: (9, 576)}, "program": {"ranges": (PositionRange(0, 3, 4, 1),)}},
+    {"sizes": {}}, {"program": {"points": (10**6,)}}, {"program": {"ranges": (PositionRange(-4, 3),)}},
+    {"sizes": {OF_VECTOR: (1, 576), "r:other-attack-job:1": (1, 576)}},
+    {"program": {"values": ("r:other-attack-job:1",)}, "sizes": {"r:other-attack-job:1": (1, 576)}},
+], ids=str)  # fmt: skip
+def test_a_forged_job_is_refused(http, changed):
+    owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    response = http.post("/v1/patchclamp/engine/grade", content=graded(owner, **changed))
+    assert 400 <= response.status_code < 500, response.text
+    good = http.post("/v1/patchclamp/engine/grade", content=graded(owner))
+    assert good.status_code == 200
+    assert [type(event) for event in wire.Frames().feed(good.content)] == [wire.Graded] * 2
+
+
+def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
+    """Neither in the bank, where they lie beside those of others, nor before they are there."""
+    owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    with pc.LM(str(http.base_url), api_key=KEYS[0]) as lm:
+        run = lm.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post[1]])
+        point = lm.sites.resolve(pc.resid_post[1])[0].point
+        key = f"r:{run.key}:{point}"
+        for rows in (9, 3, 9):
+            body = graded(owner, {key: (rows, 576)}, {"values": (key,), "ranges": (PositionRange(0, 3, rows - 3, 1),)})
+            response = http.post("/v1/patchclamp/engine/grade", content=body)
+            events = [*wire.Frames().feed(response.content)] if response.status_code == 200 else []
+            assert (rows == 3) == any(isinstance(event, wire.Graded) for event in events)
 
 
 def test_a_vector_cannot_take_the_name_of_another(http):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.engines import wire
+from patchclamp.engines.grading import GradeTable
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from ..engines.test_modes import BEGIN, SPAN, TEXT
@@ -144,6 +146,50 @@ def test_a_sweep_is_the_same(lm, local):
     there, here = patch_sweep(lm, **asked), patch_sweep(local, **asked)
     np.testing.assert_allclose(there.grid, here.grid, atol=1e-4)  # their batches may differ
     assert there.grid.size > 20
+
+
+def graded_programs(each: pc.LM) -> list[Any]:
+    """Of every kind that batches take, one that fails, and one without an edit."""
+    source = each.run("The capital of Italy is", capture=[pc.resid_post[4], pc.z[2]], max_tokens=1)
+    places = [(pc.resid_post[4], 2), (pc.z[2], 1)]
+    return [
+        *([pc.Replace(pc.From(source, at, pc.every[p]), at=at, tokens=pc.every[p])] for at, p in places),
+        [pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.prompt[-1], scale=4.0), pc.Zero(pc.mlp_out[1])],
+        [pc.Noise(0.5, at=pc.resid_post[1], seed=3)], pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198)),
+        [pc.Add([3e38] * 576, at=pc.resid_post[3], scale=1e30)], [],
+    ]  # fmt: skip
+
+
+def test_graded_programs_are_the_same(lm, local, monkeypatch):
+    """Those of a list of prompts, and of one whose programs take several HTTP requests."""
+    monkeypatch.setattr(wire, "MAX_PROGRAMS", 5)
+    found = []
+    for each in (lm, local):
+        programs = graded_programs(each)
+        asked: dict[str, Any] = dict(score=[" Paris", " Paris in", 5], kl=True, top=3)
+        of_one = each.grade(PROMPTS[0], programs, **asked)
+        with pytest.raises(pc.RunError):
+            raise of_one.errors[5]
+        found.append([of_one, *each.grade(PROMPTS[:2], [programs[2:5], []], **asked)])
+    for there, here in zip(*found, strict=True):
+        assert (there.route, here.route, list(there.errors)) == ("bulk", "bulk", list(here.errors))
+        for name in ("logprobs", "baseline", "kl", "top_logprobs"):
+            np.testing.assert_allclose(getattr(there, name), getattr(here, name), atol=1e-4, err_msg=name)
+        assert (there.top_ids != here.top_ids).sum() <= 2  # two may be as likely
+    assert settled(lm)["captured_bytes"] == 0
+
+
+def test_grading_stops_with_its_client(lm):
+    programs = [[pc.Scale(1 + i / 8192, at=pc.resid_post[0], tokens=pc.every[0])] for i in range(8192)]
+    prompt = lm.tokens("one two three four five six seven eight nine ten " * 8)
+    jobs = [lm.grade_job(prompt, programs, [[((), 5)]])]
+    tables = [GradeTable(job) for job in jobs]
+    results = lm.engine.grade(jobs, tables)
+    next(results)
+    results.close()
+    settled(lm)
+    becomes(lambda: "leases" in lm.engine.status() and not lm.engine.status()["leases"], 60)
+    assert np.isnan(tables[0].logprobs).any()
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,12 @@ def test_a_program_waits_for_slots_and_records():
     room.free(first)
     assert room.place(3, {}).record == 0
     room.free(second)
+
+
+def test_a_key_cannot_be_read_beyond_its_rows():
+    """A client declares the sizes of its runs. After few rows of one, it would read what lies behind them."""
+    room = Room(4, 100, 1000)
+    assert room.place(1, {"r:a:1": (2, 10), "v:other": (5, 10)}) is not None
+    with pytest.raises(pc.MissingSource):
+        room.place(1, {"r:a:1": (3, 10)})
+    assert room.place(1, {"r:a:1": (2, 10)}) is not None

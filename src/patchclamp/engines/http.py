@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
+import queue
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ from patchclamp.engines.base import (
     receipt_of,
     settle,
 )
+from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
 
@@ -68,6 +71,7 @@ class HttpEngine(Engine):
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._closed = False
+        self.batch_difference = ""  # the server proves its batches
         self._checked: set[str] = set()  # sampling parameters that the server has accepted, as JSON
         self._batches: dict[str, _SentBatch] = {}  # by run
         self._freed: tuple[list[str], list[str]] = [], []  # to release, and to abort
@@ -110,6 +114,58 @@ class HttpEngine(Engine):
             return file.captured()
 
         return self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True, take=take))
+
+    @functools.cached_property
+    def batch_refusal(self) -> str:
+        return msgspec.msgpack.decode(self._wait(self._ask("GET", "batches", again=True)))
+
+    def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        size = wire.MAX_PROGRAMS
+        parts = [(i, range(begin, min(begin + size, job.count)))
+                 for i, job in enumerate(jobs) for begin in range(0, max(job.count, 1), size)]  # fmt: skip
+        begins = itertools.accumulate((len(which) for _, which in parts), initial=0)
+        for _, post in itertools.groupby(zip(parts, begins, strict=False), lambda pair: pair[1] // size):
+            yield from self._grade_parts(jobs, tables, [part for part, _ in post])
+
+    def _grade_parts(
+        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], parts: Sequence[tuple[int, range]]
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Grade programs of jobs, by the job's number and their own, in one HTTP request."""
+        self._check_open()
+        found: queue.SimpleQueue[wire.Graded | None] = queue.SimpleQueue()
+        left = sum(len(which) + 1 for _, which in parts)
+        body = self._jobs([(jobs[i], which) for i, which in parts])
+        task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
+        task.add_done_callback(lambda done: found.put(None))
+        try:
+            while (event := found.get()) is not None:
+                i, which = parts[event.i]
+                number = event.read(tables[i], which.start)
+                left -= len(number)
+                yield i, number[number >= 0]
+        finally:
+            task.cancel()
+        task.result()
+        if left:
+            raise EngineError(f"{self.url} closed the response before all programs were graded")
+
+    def _jobs(self, parts: Sequence[tuple[GradeJob, range]]) -> bytes:
+        """Encode programs of jobs, bound."""
+        bodies, vectors = [], dict[str, np.ndarray]()
+        for job, which in parts:
+            programs: list[wire.WireProgram | None] = []
+            for bound in map(job.bound, which):
+                if bound is None:
+                    programs.append(None)
+                    continue
+                rows = {key: job.vectors[key] for op in bound.ops for key in op.keys if key in job.vectors}
+                bound = msgspec.structs.replace(bound, run=job.name)
+                request = Request(job.name, job.prompt, 1, bound, rows, sources=job.sources)
+                programs.append(wire.WireProgram(carry(request, self.sites), list(rows)))
+                vectors |= rows
+            suffixes = [list(suffix) for suffix in job.suffixes]
+            bodies.append(wire.WireJob(job.name, job.prompt, suffixes, job.terms, programs, job.kl, job.top))
+        return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors)))
 
     def release(self, runs: list[str]) -> None:
         self._soon(self._free, runs, [])
@@ -284,6 +340,22 @@ class HttpEngine(Engine):
             for request, _ in batch.pairs:
                 self._batches.pop(request.run, None)
 
+    async def _grade(self, body: bytes, found: queue.SimpleQueue[wire.Graded | None]) -> None:
+        """Send jobs, and pass on the results as they arrive."""
+        try:
+            async with self._posts, self._client.stream("POST", "/grade", content=body) as response:
+                if response.status_code >= 400:
+                    raise self._error(response.status_code, await response.aread())
+                frames = wire.Frames()
+                async for data in response.aiter_raw():
+                    for event in frames.feed(data):
+                        if isinstance(event, wire.Failed):
+                            raise unpack(event.error)
+                        assert isinstance(event, wire.Graded)
+                        found.put(event)
+        except self._httpx.TransportError as error:
+            raise EngineError(f"{self.url} disconnected: {type(error).__name__}: {error}") from None
+
     def _free(self, release: list[str], abort: list[str]) -> None:
         """Schedule runs to be freed, many in one request."""
         for run in [*abort, *release]:
@@ -321,7 +393,6 @@ class _SentBatch:
 
     def body(self) -> wire.WireBatch:
         vectors = {key: rows for request, _ in self.pairs for key, rows in request.vectors.items()}
-        rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
         requests = [
             wire.WireRequest(
                 request.run, request.prompt_token_ids, request.max_tokens, carried, list(request.vectors),
@@ -329,7 +400,7 @@ class _SentBatch:
             )
             for (request, _), carried in zip(self.pairs, self.carried, strict=True)
         ]  # fmt: skip
-        return wire.WireBatch(requests, safetensors.numpy.save(rows) if rows else b"")
+        return wire.WireBatch(requests, _packed(vectors))
 
     def take(self, event: wire.Event) -> None:
         """Deliver a server event to its request. An answer without its program's receipt becomes an error."""
@@ -339,7 +410,7 @@ class _SentBatch:
                 request.listener(Part(event.text, event.token_ids, event.logprobs))
         elif isinstance(event, wire.Failed):
             settle(future, unpack(event.error))
-        else:
+        elif isinstance(event, wire.Answered):
             carried = self.carried[event.i]
             if carried is not None and event.receipt != receipt_of(carried):
                 settle(future, EngineError(
@@ -362,6 +433,12 @@ class _SentBatch:
         """Set the error on every unfinished request."""
         for _, future in self.pairs:
             settle(future, error)
+
+
+def _packed(vectors: Mapping[str, np.ndarray]) -> bytes:
+    """Vectors as safetensors, fp32."""
+    rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
+    return safetensors.numpy.save(rows) if rows else b""
 
 
 def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_SentBatch]:

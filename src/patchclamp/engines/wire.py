@@ -3,6 +3,9 @@
     GET  info        `Info`
     POST run         `WireBatch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events.
                      Every request ends with one `Answered` or `Failed`. Closing the connection stops unfinished ones
+    GET  batches     the reason why the server takes no jobs to grade, as msgpack; "" if it does
+    POST grade       `WireJobs`; returns frames of `Graded`, until each program and prompt is graded. Closing the
+                     connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
@@ -26,15 +29,17 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
-from patchclamp.errors import EngineError, Packed
+from patchclamp.engines.grading import Grades, GradeTable
+from patchclamp.errors import EngineError, Packed, pack, unpack
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 2  # the protocol version; client and server must have the same
+WIRE = 3  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
+MAX_PROGRAMS = 8192  # to grade; a last job may exceed it
 MAX_BODY_BYTES = 1 << 27
 
 
@@ -80,6 +85,32 @@ class WireBatch(msgspec.Struct):
     """A batch of requests. vectors: safetensors, rows [n, W] by bank key."""
 
     requests: list[WireRequest]
+    vectors: bytes = b""
+
+
+class WireProgram(msgspec.Struct, array_like=True):
+    """A program to grade: `carried` and `vectors` as in a `WireRequest`."""
+
+    carried: bytes
+    vectors: list[str] = []
+
+
+class WireJob(msgspec.Struct):
+    """A `GradeJob`, whose programs are bound; None without an edit."""
+
+    name: str
+    prompt: list[int]
+    suffixes: list[list[int]]
+    terms: list[list[tuple[int, int, int]]]
+    programs: list[WireProgram | None]
+    kl: bool = False
+    top: int = 0
+
+
+class WireJobs(msgspec.Struct):
+    """Jobs to grade. vectors: as in a `WireBatch`."""
+
+    jobs: list[WireJob]
     vectors: bytes = b""
 
 
@@ -146,7 +177,33 @@ class Failed(msgspec.Struct, tag="error"):
     error: Packed
 
 
-Event = Generated | Answered | Failed
+class Graded(msgspec.Struct, tag="grades"):
+    """Results of some programs of job `i`: their numbers, int64, and what `GradeTable.take` takes; −1 is the prompt
+    without a program."""
+
+    i: int
+    number: bytes
+    columns: list[bytes]
+    errors: dict[int, Packed] = {}
+
+    @classmethod
+    def of(cls, i: int, number: np.ndarray, grades: Grades) -> Graded:
+        columns = (grades.logprobs, grades.kl, grades.top_ids, grades.top_logprobs)
+        errors = {n: pack(grades.errors[n]) for n in number.tolist() if n in grades.errors}
+        return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
+
+    def read(self, table: GradeTable, first: int) -> np.ndarray:
+        """Add the results to their table, in which the job's programs begin at number `first`. Returns their numbers
+        there."""
+        number = np.frombuffer(self.number, np.int64)
+        number = np.where(number < 0, -1, number + first)
+        dtypes = np.float32, np.float32, np.int64, np.float32
+        columns = [np.frombuffer(data, dtype) for data, dtype in zip(self.columns, dtypes, strict=True)]
+        table.take(number, columns, {first + n: unpack(error) for n, error in self.errors.items()})
+        return number
+
+
+Event = Generated | Answered | Graded | Failed
 decode_events = msgspec.msgpack.Decoder(list[Event]).decode
 
 

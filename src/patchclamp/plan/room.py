@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.errors import CapacityError
+from patchclamp.errors import CapacityError, MissingSource
 from patchclamp.plan.bound import STORE, BoundProgram, is_loaded, own_point, source_of
 from patchclamp.sites import SiteMap
 
@@ -166,6 +166,9 @@ class Room:
         Raises `CapacityError` for a program that does not fit even into an empty room.
         """
         self._check_fits(records, sizes)
+        for name, (rows, width) in sizes.items():
+            if name in self._resident and rows * width > self._resident[name].count:
+                raise MissingSource(f"the bank has fewer than {rows} rows of {name[:100]}")
         placement = self._take(records, sizes)
         if placement is None and not self._admitted:  # unread rows fragment the bank
             self._drop(list(self._resident))

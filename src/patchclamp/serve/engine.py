@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from typing import Annotated, Any, TypeVar
 
@@ -16,8 +20,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import ABORTED, Answer, Part, decode, receipt_of
+from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
+from patchclamp.engines.grading import GradeJob, Grades, refusal_of
 from patchclamp.engines.weights import checked_layers
 from patchclamp.errors import (
     CapacityError,
@@ -25,10 +30,13 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
+    RunError,
     as_patchclamp_error,
     pack,
 )
-from patchclamp.plan.bound import BoundProgram, source_of
+from patchclamp.language.tokens import Tokens
+from patchclamp.plan.bound import BoundProgram, is_vector, run_key, source_of
+from patchclamp.plan.cells import cells_of
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.capture_files import answer, numbered_file
@@ -79,6 +87,27 @@ async def run(request: Request) -> Response:
         front.leases.renew(session)
     running = _Running(front, owner, batch, requests)
     return StreamingResponse(running.frames(), media_type="application/octet-stream")
+
+
+@router.get("/batches")
+async def batches(request: Request) -> Response:
+    """Returns the reason why the server takes no jobs to grade, as msgpack."""
+    front, _ = caller(request)
+    return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
+
+
+@router.post("/grade")
+async def grade(request: Request) -> Response:
+    """Grades the programs of jobs and streams the results as they arrive."""
+    front, owner = caller(request)
+    asked = await _read(request, wire.WireJobs)
+    front.limits.check("sweep_cells", sum(len(job.programs) for job in asked.jobs), "programs to grade", "programs")
+    front.check_under_way(owner)
+    vectors = await asyncio.to_thread(_vectors, asked.vectors)
+    jobs = await asyncio.to_thread(lambda: [_job(front, owner, job, vectors) for job in asked.jobs])
+    if reason := await asyncio.to_thread(front.lm.jobs_refusal, jobs):
+        raise CapacityError(reason)
+    return StreamingResponse(_Grading(front, owner, jobs).frames(), media_type="application/octet-stream")
 
 
 @router.post("/fetch")
@@ -263,6 +292,57 @@ class _Running:
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
 
 
+class _Grading:
+    """The jobs of one HTTP call, which are graded on a thread. Closing the connection stops it."""
+
+    def __init__(self, front: Front, owner: str, jobs: list[GradeJob]) -> None:
+        self._front, self._owner, self._jobs = front, owner, jobs
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[wire.Event | None] = asyncio.Queue()
+        self._stopped = False
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yields frames of events until every program is graded, or one of the error."""
+        began_s = time.perf_counter()
+        self._front.under_way[self._owner] += 1
+        threading.Thread(target=self._run, name="patchclamp grade", daemon=True).start()
+        try:
+            while (event := await self._events.get()) is not None:
+                yield wire.frame([event])
+        finally:
+            self._stopped = True
+            log("grade", self._owner, programs=sum(job.count for job in self._jobs),
+                took_s=round(time.perf_counter() - began_s, 6))  # fmt: skip
+
+    def _run(self) -> None:
+        try:
+            for i, grades in enumerate(self._front.lm.graded(self._jobs, self._tell)):
+                columns = [grades.baseline.tobytes(), b"", b"", b""]
+                self._put(wire.Graded(i, np.array([-1]).tobytes(), columns))
+        except Exception as failure:
+            error = as_patchclamp_error(failure)
+            if not self._stopped:
+                self._front.failed(error, self._owner)
+            self._put(wire.Failed(0, pack(error)))
+        self._on_loop(self._end)
+
+    def _tell(self, i: int, grades: Grades, programs: np.ndarray) -> None:
+        if self._stopped:
+            raise RunError("the client disconnected")
+        self._put(wire.Graded.of(i, programs, grades))
+
+    def _end(self) -> None:
+        self._front.under_way[self._owner] -= 1
+        self._events.put_nowait(None)
+
+    def _put(self, event: wire.Event) -> None:
+        self._on_loop(self._events.put_nowait, event)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(call, *args)
+
+
 class _PartQueue:
     """Posts the parts of a request; called on the event loop's thread."""
 
@@ -315,19 +395,67 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     if asked.max_tokens < 1 or len(ids) + asked.max_tokens > model.max_model_len:
         raise ProgramError(f"{len(ids)} + {asked.max_tokens} tokens do not fit {model.max_model_len}", asked.run)
     front.engine.check_sampling(asked.sampling)
-    bound = None
-    if asked.carried is not None:
-        bound = _bound(front, owner, asked)
-        missing = [key for key in asked.vectors if key not in vectors]
-        if missing:
-            raise MissingSource(f"vector {missing[0]} is missing from the batch", asked.run)
+    bound = None if asked.carried is None else _carried(front, owner, asked).bound
+    used = {} if bound is None else _used(asked, vectors)
     return EngineRequest(
-        asked.run, ids, asked.max_tokens, bound, {key: vectors[key] for key in asked.vectors}, asked.sampling,
-        tuple(asked.score), asked.logprobs,
-    )  # fmt: skip
+        asked.run, ids, asked.max_tokens, bound, used, asked.sampling, tuple(asked.score), asked.logprobs
+    )
 
 
-def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
+def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray]) -> GradeJob:
+    """Checks a job, and each of its programs as that of a request."""
+    suffixes = [tuple(suffix) for suffix in asked.suffixes]
+    longest = max(map(len, suffixes), default=0) + 1
+    tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
+    _request(front, owner, wire.WireRequest(asked.name, asked.prompt, longest, score=tokens), {})
+    for number, offset, _ in itertools.chain(*asked.terms):
+        if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
+            raise ProgramError("a score is of no sequence", asked.name)
+    if not suffixes or not 0 <= asked.top <= MAX_SCORES:
+        raise ProgramError(f"expected sequences, and top from 0 to {MAX_SCORES}, got {asked.top}", asked.name)
+    used, sizes = dict[str, np.ndarray](), dict[str, tuple[int, int]]()
+    bound: list[BoundProgram | None] = []
+    for program in asked.programs:
+        if program is None:
+            bound.append(None)
+            continue
+        request = wire.WireRequest(asked.name, asked.prompt, longest, program.carried, program.vectors)
+        carried = _carried(front, owner, request)
+        bound.append(carried.bound)
+        used |= _used(request, vectors)
+        if any(sizes.setdefault(key, size) != size for key, size in carried.sizes.items()):
+            raise ProgramError("its programs give one key several sizes", asked.name)
+    for key, size in sizes.items():
+        if is_vector(key) and (key not in used or used[key].shape != size):
+            raise MissingSource(f"vector {key[2:14]} of this size is missing", asked.name)
+    runs = {run for run, _ in filter(None, map(source_of, sizes))}
+    return GradeJob(asked.name, asked.prompt, len(bound), suffixes, asked.terms, functools.partial(cells_of, bound),
+                    bound.__getitem__, asked.kl, asked.top, refusal_of(bound), used,
+                    sources=tuple(_DeclaredRun(run, sizes) for run in runs))  # fmt: skip
+
+
+class _DeclaredRun:
+    """A client's run, with the rows that its programs declare. The workers check that it has them."""
+
+    def __init__(self, key: str, sizes: Mapping[str, tuple[int, int]]) -> None:
+        self.key, self._sizes = key, sizes
+
+    def positions_of(self, point: int) -> np.ndarray:
+        return np.arange(self._sizes[run_key(self.key, point)][0])
+
+    def select(self, tokens: Tokens | str) -> np.ndarray:
+        raise NotImplementedError
+
+
+def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The vectors that a request reads. Raises `MissingSource` if one is missing."""
+    missing = [key for key in asked.vectors if key not in vectors]
+    if missing:
+        raise MissingSource(f"vector {missing[0]} is missing from the batch", asked.run)
+    return {key: vectors[key] for key in asked.vectors}
+
+
+def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
     """Verifies the program of a request. It may read only runs of its owner."""
     assert asked.carried is not None
     try:
@@ -346,7 +474,7 @@ def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
         check_records(carried.bound, front.kept.limits)
     except PatchclampError as error:
         raise error.under(asked.run) from None
-    return carried.bound
+    return carried
 
 
 def _check_owned(owner: str, name: str) -> None:

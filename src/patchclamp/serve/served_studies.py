@@ -12,7 +12,6 @@ import contextlib
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
@@ -57,7 +56,6 @@ router: APIRouter = APIRouter(
     prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
     dependencies=[Depends(hear)],
 )  # fmt: skip
-_under_way: Counter[tuple[int, str]] = Counter()  # studies by front and owner
 
 
 # -- requests
@@ -187,9 +185,7 @@ async def study(
     front, owner = caller(request)
     kind = served(name)
     asked, resume = read_study(front, kind, await read_body(request, front.limits, "json_bytes"))
-    front.limits.check_room(
-        "sweeps", _under_way[id(front), owner], 1, "studies at once", fix="wait until one has finished, or cancel one"
-    )
+    front.check_under_way(owner)
     running = RunningStudy(front, owner, asked, resume)
     try:
         first = await running.events.get()
@@ -241,7 +237,7 @@ class RunningStudy(Reporter):
         self._total, self._done, self._sent_s = 0, 0, 0.0
         self.told: int = 0  # cells
         threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
-        _under_way[id(front), owner] += 1
+        front.under_way[owner] += 1
 
     def stop(self) -> None:
         """Ends the study after its client disconnected."""
@@ -262,7 +258,7 @@ class RunningStudy(Reporter):
 
     def _ended(self) -> None:
         self.events.put_nowait(None)
-        _under_way[id(self._front), self._owner] -= 1
+        self._front.under_way[self._owner] -= 1
         if self._resume is not None:
             self._front.journals.end(self._owner, self._resume)
         log("sweep", self._owner, cells=self.told, took_s=round(time.perf_counter() - self._began_s, 6))

@@ -178,6 +178,7 @@ class Front:
     bindings: binds programs to prompts, with a cache
     waiting: by run, a function that aborts a client's request that has not started
     journals: journals of sweeps, to resume them from
+    under_way: the number of studies and graded jobs that run, by owner
     has_keys: True if callers are identified by API keys
     """
 
@@ -196,6 +197,7 @@ class Front:
         self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
         self.waiting: dict[str, Callable[[str], None]] = {}
         self.journals: SweepJournals = SweepJournals(self.limits)
+        self.under_way: Counter[str] = Counter()
         self.leases: Leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 
@@ -207,6 +209,11 @@ class Front:
         """Applies the changes to kept objects made by the server's other API processes, if there are any."""
         for note in await self._channel.news():
             self.kept.hear(note, self.lm)
+
+    def check_under_way(self, owner: str) -> None:
+        """Raises `TooLarge` if as many studies of the owner run as may."""
+        wait = "wait until one has finished, or cancel one"
+        self.limits.check_room("sweeps", self.under_way[owner], 1, "studies at once", fix=wait)
 
     def failed(self, error: PatchclampError, owner: str) -> None:
         """Counts and logs an error response to an owner's request."""
