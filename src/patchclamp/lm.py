@@ -246,6 +246,34 @@ class LM:
         grades = self.graded(jobs)
         return grades if listed else grades[0]
 
+    def loglikelihood(self, prompt: Any, continuation: Any, *, edits: Any = ()) -> Any:
+        """Returns the log-probability of a continuation of a prompt, summed over its tokens, each given those before it
+        (teacher forcing), in nats.
+
+        prompt: text or token ids, or a list of either, for which a list is returned
+        continuation: text or token ids; a list of them for a list of prompts
+        edits: the edits of every run; `generated` is the continuation
+        """
+        prompts, listed = self._prompts(prompt, None, None)
+        continuations = list(continuation) if listed else [continuation]
+        if len(continuations) != len(prompts):
+            raise ProgramError(f"expected a continuation for each of {len(prompts)} prompts", "continuation")
+        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        jobs: list[GradeJob] = []
+        for i, (one, given) in enumerate(zip(prompts, continuations, strict=True)):
+            try:
+                [ids] = read_scores([given], self.tokenizer.bare, self.model.d_vocab)
+            except PatchclampError as error:
+                raise type(error)(error.message, f"continuation[{i}]" if listed else "continuation") from None
+            terms = [[(ids[:n], token) for n, token in enumerate(ids)]]
+            jobs.append(self._grade_job(one, [edits], terms, False, 0, bindings))
+        found: list[float] = []
+        for grades in self.graded(jobs):
+            for error in grades.errors.values():
+                raise error
+            found.append(float(grades.logprobs[0, 0]))
+        return found if listed else found[0]
+
     def _grade_job(
         self, prompt: _Prompt, programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]], kl: bool,
         top: int, bindings: Bindings,

@@ -12,6 +12,7 @@ import patchclamp as pc
 from patchclamp.engines.vllm.bulk import LATER
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 from ..models import of_family
 from .conftest import CHUNKED
@@ -288,6 +289,40 @@ def test_no_batch_runs_while_a_step_is_unfinished(lm):
         assert attached.do_bulk("run", "any", 1) == attached.do_bulk("open", "any", b"") == LATER
     finally:
         attached.runtime.plan = None
+
+
+FORCED = {
+    "none": (), "everywhere": (pc.Scale(0.5, at=pc.resid_post[1]),), "prompt": (pc.Zero(pc.mlp_out[2], pc.prompt[1:3]),),
+    "generated": (pc.Noise(0.5, at=pc.embed, tokens=pc.generated, seed=3),), "span": (pc.Zero(pc.z[2], pc.span("Mary")),),
+    "token": (pc.Zero(pc.mlp_out[2], pc.token(198) | pc.generated[1]),), "never": (pc.Zero(pc.embed, pc.generated[40]),),
+}  # fmt: skip
+
+
+def test_continuations(lm, shallow, monkeypatch):
+    """Forced in batches as by rows of `final_norm`, and as sums of log-probabilities on both engines."""
+    prompt, texts = tuple(lm.tokens(PROMPT)), (" Mary and the store", " John", " a")
+    items = [
+        Forced(prompt, tuple(lm.tokenizer.bare(text)), edits, PROMPT) for edits in FORCED.values() for text in texts
+    ]
+    bulk = forced_logprobs(lm, items)
+    assert not lm.batch_refusal
+    with monkeypatch.context() as context:
+        context.setattr(type(lm), "batch_refusal", "forced")
+        rows = forced_logprobs(lm, items)
+    for item, a, b in zip(items, bulk, rows, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, err_msg=str(item))
+    assert len({row.sum().round(3) for row in bulk}) > 12
+    of_prompts = lm.loglikelihood([PROMPT, OTHER], [texts[0], texts[1]], edits=FORCED["everywhere"])
+    alone = lm.loglikelihood(PROMPT, texts[0], edits=FORCED["everywhere"])
+    assert of_prompts[0] == pytest.approx(alone, abs=1e-4) == pytest.approx(bulk[3].sum(), abs=1e-4)
+    there = shallow.get("transformers", "float32").loglikelihood(PROMPT, texts[0], edits=FORCED["everywhere"])
+    assert there == pytest.approx(alone, abs=1e-3)
+    for arguments, path in (((PROMPT, ""), "continuation"), (([PROMPT] * 2, [" a", [10**9]]), "continuation[1]")):
+        with pytest.raises(TokensError) as error:
+            lm.loglikelihood(*arguments)
+        assert error.value.path == path
+    with pytest.raises(ProgramError):
+        lm.loglikelihood([PROMPT, OTHER], [" a"])
 
 
 def test_wrong_arguments(lm):

@@ -1,9 +1,10 @@
 """Teacher forcing: the log-probability of every token of a given continuation, exact, on any engine.
 
-One run of prompt + continuation captures `final_norm` at the positions that predict the continuation's tokens. Each of
-those rows is then written into a run of a single token, whose next token is scored: the engine's own unembedding reads
-it, in the engine's own numerics. A continuation of n tokens costs one prompt of its length and n − 1 prompts of one
-token, instead of n prompts of growing length. The long run itself scores the last token.
+On vLLM continuations are graded in batches (`LM.grade`). Elsewhere, one run of prompt + continuation captures
+`final_norm` at the positions that predict the continuation's tokens. Each of those rows is then written into a run of a
+single token, whose next token is scored: the engine's own unembedding reads it, in the engine's own numerics. A
+continuation of n tokens costs one prompt of its length and n − 1 prompts of one token, instead of n prompts of growing
+length. The long run itself scores the last token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from patchclamp.engines.grading import GradeJob
 from patchclamp.errors import ProgramError, TokensError
 from patchclamp.grade import Pace
 from patchclamp.language import Capture, From, Op, Program, Replace, Site
@@ -96,6 +98,30 @@ def _key(longs: dict[Any, _Long], item: Forced) -> Any:
 
 
 def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
+    if not lm.batch_refusal:
+        of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for i, item in enumerate(items):
+            of_pair.setdefault((item.prompt, item.continuation), []).append(i)
+        jobs = [_job(lm, [items[i] for i in which]) for which in of_pair.values()]
+        if not lm.jobs_refusal(jobs):
+            rows: dict[int, np.ndarray] = {}
+            for grades, which in zip(lm.graded(jobs), of_pair.values(), strict=True):
+                for error in grades.errors.values():
+                    raise error
+                rows |= zip(which, grades.logprobs.astype(np.float64), strict=True)
+            return [rows[i] for i in range(len(items))]
+    return _logprobs_of_rows(lm, items, batch)
+
+
+def _job(lm: LM, items: Sequence[Forced]) -> GradeJob:
+    """The job of the edits of items with the same prompt and continuation."""
+    of = items[0]
+    scores = [[(of.continuation[:i], token)] for i, token in enumerate(of.continuation)]
+    return lm.grade_job(of.prompt, [list(fixed(lm, item)) for item in items], scores)
+
+
+def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
+    """The log-probabilities by requests."""
     longs: dict[Any, _Long] = {}
     keys = [_key(longs, item) for item in items]
     runs: list[Run] = []
