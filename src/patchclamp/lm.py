@@ -54,7 +54,7 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )
-from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_scores, read_top
+from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
 from patchclamp.language import Program, Site, every
 from patchclamp.language.ops import Scale
 from patchclamp.language.site import parse_site
@@ -76,6 +76,7 @@ KEYS_DRAWN = 256
 MEMORY_SHARE = 0.8  # of available memory that the captures of one call may use
 MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
 PROOF_TOKENS = 37  # of the prompt that proves batches
+CAPTURED_AT_ONCE = 64  # runs of `grade(capture=...)`
 BATCH_TOLERANCE = {"float32": 1e-2, "other": 0.3}  # of log-probabilities, far above rounding and below an error
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class LM:
 
     def grade(
         self, prompt: Any = None, programs: Any = (), *, score: Any = (), kl: bool = False, top: int = 0,
-        messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        capture: Any = (), messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Grades many programs on one prompt, and returns its `Grades`: for each program the log-probabilities of the
         same next tokens. There is no `Run` per program; on vLLM they share the engine's batches, so that thousands
@@ -229,6 +230,7 @@ class LM:
             each given those before it
         kl: True for KL(unedited ‖ edited) of the next token over the whole vocabulary, in nats
         top: the number of likeliest next tokens to return, with their log-probabilities
+        capture: sites whose rows on the prompt to return, as in `run`; each program then takes one more request
         messages, chat_template_kwargs: as in `run`
 
         A program that fails has NaN, and its error in `errors`. An invalid one raises before anything runs.
@@ -244,7 +246,31 @@ class LM:
         jobs = [self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings)
                 for one, of in zip(prompts, lists, strict=True)]  # fmt: skip
         grades = self.graded(jobs)
+        if capture not in (None, (), []):
+            given = messages if prompt is None else prompt
+            name, options = ("messages", chat_template_kwargs) if prompt is None else ("prompt", None)
+            calls = [{name: one, "chat_template_kwargs": options} for one in (given if listed else [given])]
+            grades = [msgspec.structs.replace(of, captured=self._captured(call, as_items(programs, ""), capture))
+                      for of, call, programs in zip(grades, calls, lists, strict=True)]  # fmt: skip
         return grades if listed else grades[0]
+
+    def _captured(self, call: Mapping[str, Any], programs: Sequence[Any], capture: Any) -> list[Captures | None]:
+        """What each program captures on a prompt; None if it failed."""
+        found: list[Captures | None] = []
+        for begin in range(0, len(programs), CAPTURED_AT_ONCE):
+            part = programs[begin : begin + CAPTURED_AT_ONCE]
+            edits = [list(read_program(each, "programs").edits) for each in part]
+            several: dict[str, Any] = {
+                name: of if name == "chat_template_kwargs" else [of] * len(part) for name, of in call.items()
+            }
+            runs: list[Run] = self.run(**several, max_tokens=1, edits=edits, capture=capture)
+            try:
+                fetched = iter(self.fetch([run for run in runs if run.error is None]))
+                found += [None if run.error is not None else next(fetched) for run in runs]
+            finally:
+                for run in runs:
+                    run.close()
+        return found
 
     def loglikelihood(self, prompt: Any, continuation: Any, *, edits: Any = ()) -> Any:
         """Returns the log-probability of a continuation of a prompt, summed over its tokens, each given those before it

@@ -291,6 +291,32 @@ def test_no_batch_runs_while_a_step_is_unfinished(lm):
         attached.runtime.plan = None
 
 
+def test_captured_rows(lm, monkeypatch):
+    """They are those of runs with the same programs, of texts, of ids and of chats; a failed one has none."""
+    monkeypatch.setattr("patchclamp.lm.CAPTURED_AT_ONCE", 2)
+    wrong = pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[1], scale=1e30)
+    programs = [[pc.Scale(0.5, at=pc.resid_post[1], tokens=pc.span("Mary", 0))], [wrong], []]
+    capture = [pc.resid_post @ pc.prompt[-2:], pc.z[3, 1]]
+    messages = [{"role": "user", "content": "Greet Mary."}]
+    for asked in ({"prompt": PROMPT}, {"prompt": lm.tokens(PROMPT)}, {"messages": messages}):
+        grades = lm.grade(**asked, programs=programs, score=[5], capture=capture)
+        assert grades.route == "bulk"
+        assert [rows is None for rows in grades.captured] == [False, True, False]
+        for program, rows in zip(programs, grades.captured, strict=True):
+            if rows is not None:
+                run = lm.run(**asked, edits=program, capture=capture, max_tokens=1)
+                assert {*rows} == {*run.sites}
+                for site in run.sites:
+                    np.testing.assert_allclose(rows[site], run[site], atol=1e-4)
+                run.close()
+    two = lm.grade([PROMPT, OTHER], [programs[2:], programs[:1]], score=[5], capture="embed")
+    assert [[len(rows["embed"]) for rows in of.captured] for of in two] == [
+        [len(lm.tokens(PROMPT))], [len(lm.tokens(OTHER))]
+    ]  # fmt: skip
+    assert lm.engine.status()["captured_bytes"] == 0
+    assert lm.grade(PROMPT, programs[2:], score=[5]).captured is None
+
+
 FORCED = {
     "none": (), "everywhere": (pc.Scale(0.5, at=pc.resid_post[1]),), "prompt": (pc.Zero(pc.mlp_out[2], pc.prompt[1:3]),),
     "generated": (pc.Noise(0.5, at=pc.embed, tokens=pc.generated, seed=3),), "span": (pc.Zero(pc.z[2], pc.span("Mary")),),

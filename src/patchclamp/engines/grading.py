@@ -91,6 +91,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     route: "bulk" if the engine ran them in batches of its own, "requests" if each was a request
     route_reason: why they were requests
     from_cut: the number of requests that were computed from their first edit on (`Run.computed_from`)
+    captured: the captures of each program, as `LM.fetch` returns them; None for one that failed
     """
 
     logprobs: np.ndarray
@@ -102,6 +103,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     route: str
     route_reason: str = ""
     from_cut: int = 0
+    captured: list[Any] | None = None
 
     def __repr__(self) -> str:
         count, scores = self.logprobs.shape
