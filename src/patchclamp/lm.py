@@ -255,7 +255,7 @@ class LM:
         return grades if listed else grades[0]
 
     def _captured(self, call: Mapping[str, Any], programs: Sequence[Any], capture: Any) -> list[Captures | None]:
-        """What each program captures on a prompt; None if it failed."""
+        """The captures of each program on a prompt; None if it failed."""
         found: list[Captures | None] = []
         for begin in range(0, len(programs), CAPTURED_AT_ONCE):
             part = programs[begin : begin + CAPTURED_AT_ONCE]
