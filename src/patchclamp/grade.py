@@ -104,6 +104,8 @@ class _ByRequests:
     def __init__(self, job: GradeJob, table: GradeTable) -> None:
         self.job, self.table = job, table
         self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and tokens, by the tokens before
+        if job.kl:  # of the prompt's own next token: the first question
+            self._scored[()] = []
         for i, terms in enumerate(job.terms):
             for number, offset, token in terms:
                 self._scored.setdefault(job.suffixes[number][:offset], []).append((i, token))

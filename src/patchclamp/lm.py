@@ -13,7 +13,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import msgspec
 import numpy as np
@@ -245,8 +245,12 @@ class LM:
         bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
         jobs = [self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings)
                 for one, of in zip(prompts, lists, strict=True)]  # fmt: skip
+        if captures := capture not in (None, (), []):
+            for one in prompts:  # before anything runs
+                given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
+                bindings.of(Program.of((), capture), self.engine.run_prefix + _key(), given, 1)
         grades = self.graded(jobs)
-        if capture not in (None, (), []):
+        if captures:
             given = messages if prompt is None else prompt
             name, options = ("messages", chat_template_kwargs) if prompt is None else ("prompt", None)
             calls = [{name: one, "chat_template_kwargs": options} for one in (given if listed else [given])]
@@ -372,11 +376,12 @@ class LM:
 
     def graded(
         self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None,
-        batch: int = AT_ONCE,
+        batch: int = AT_ONCE, route: Literal["any", "bulk", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
         """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
-        is called with the number of a job, its grades so far, and the numbers of programs that were graded."""
-        reason, told = self.jobs_refusal(jobs), False
+        is called with the number of a job, its grades so far, and the numbers of programs that were graded. With
+        the route "bulk", raises `CapacityError` if they do not run in batches."""
+        reason, told = "asked for" if route == "requests" else self.jobs_refusal(jobs), False
 
         def graded(i: int, programs: np.ndarray) -> None:
             nonlocal told
@@ -391,9 +396,11 @@ class LM:
                     self._in_batches(jobs, tables, graded)
                     return [table.grades("bulk") for table in tables]
                 except CapacityError as error:  # one program may have room where a batch of them has none
-                    if told:
+                    if told or route == "bulk":
                         raise
                     reason = str(error)
+            if route == "bulk":
+                raise CapacityError(reason)
             tables = [GradeTable(job) for job in jobs]
             grades = [table.grades("requests", reason) for table in tables]
             by_requests(self.engine, jobs, tables, graded, batch)

@@ -237,6 +237,17 @@ def graded(owner: str, sizes: dict | None = None, program: dict[str, Any] | None
     return msgspec.msgpack.encode({"jobs": [job | fields], "vectors": save({key: VECTOR[None]})})
 
 
+def _logits(lm: pc.LM) -> int:
+    return lm.sites.resolve(pc.logits)[0].point
+
+
+def test_jobs_that_ask_for_different_things_are_refused(http):
+    owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    one, other = (msgspec.msgpack.decode(graded(owner, kl=kl)) for kl in (False, True))
+    body = msgspec.msgpack.encode(one | {"jobs": [*one["jobs"], *other["jobs"]]})
+    assert http.post("/v1/patchclamp/engine/grade", content=body).status_code == 400
+
+
 OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
 
 
@@ -245,12 +256,17 @@ OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
     {"suffixes": [[-1]]}, {"suffixes": []}, {"suffixes": [[5] * 10**4]}, {"prompt": []}, {"prompt": [-5]},
     {"top": 10**6}, {"top": -1}, {"name": "other-attack-job"}, {"name": "x"}, {"prompt": [1, 2]},
     {"sizes": {OF_VECTOR: (9, 576)}}, {"sizes": {OF_VECTOR: (9, 576)}, "program": {"ranges": (PositionRange(0, 3, 4, 1),)}},
+    {"terms": [[]]}, {"terms": [[(0, 0, 5)]] * (1 << 23)}, {"sizes": {OF_VECTOR: (1, 0)}}, {"sizes": {OF_VECTOR: (-1, 576)}},
+    {"sizes": {OF_VECTOR: (1, 576), "r:OWN:1": (10**9, 576)}}, {"sizes": {OF_VECTOR: (1, 576), "r:OWN:1": (1, 49152)}},
+    {"sizes": {OF_VECTOR: (1, 576), "r:OWN:01": (1, 576)}}, {"sizes": {OF_VECTOR: (1, 576), "r:OWN:99999": (1, 576)}},
     {"sizes": {}}, {"program": {"points": (10**6,)}}, {"program": {"ranges": (PositionRange(-4, 3),)}},
     {"sizes": {OF_VECTOR: (1, 576), "r:other-attack-job:1": (1, 576)}},
     {"program": {"values": ("r:other-attack-job:1",)}, "sizes": {"r:other-attack-job:1": (1, 576)}},
-], ids=str)  # fmt: skip
+], ids=lambda changed: str(changed)[:80])  # fmt: skip
 def test_a_forged_job_is_refused(http, changed):
     owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    if sizes := changed.get("sizes"):
+        changed = changed | {"sizes": {key.replace("OWN", f"{owner}-attack-run"): size for key, size in sizes.items()}}
     response = http.post("/v1/patchclamp/engine/grade", content=graded(owner, **changed))
     assert 400 <= response.status_code < 500, response.text
     good = http.post("/v1/patchclamp/engine/grade", content=graded(owner))
@@ -265,6 +281,10 @@ def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
         run = lm.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post[1]])
         point = lm.sites.resolve(pc.resid_post[1])[0].point
         key = f"r:{run.key}:{point}"
+        wide = graded(owner, {key: (1, lm.model.d_vocab)}, {
+            "values": (key,), "ranges": (PositionRange(2, 3),), "points": (_logits(lm),), "reaches_cache": False
+        })  # fmt: skip
+        assert http.post("/v1/patchclamp/engine/grade", content=wide).status_code == 400
         for rows in (9, 3, 9):
             body = graded(owner, {key: (rows, 576)}, {"values": (key,), "ranges": (PositionRange(0, 3, rows - 3, 1),)})
             response = http.post("/v1/patchclamp/engine/grade", content=body)

@@ -6,13 +6,13 @@ import asyncio
 import base64
 import contextlib
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from patchclamp.language.site import SITES
-from patchclamp.serve.served_studies import KINDS, StudyResponse, schema_of
+from patchclamp.serve.capture_files import StoppedResponse
+from patchclamp.serve.served_studies import KINDS, schema_of
 from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
 from .conftest import KEYS, becomes
@@ -389,6 +389,6 @@ def test_a_study_stops_even_if_its_events_never_begin():
     async def blocked(message):
         await asyncio.sleep(60)
 
-    response = StudyResponse(SimpleNamespace(stop=lambda: stopped.append(True)), events())
+    response = StoppedResponse(lambda: stopped.append(True), events(), "text/event-stream")
     asyncio.run(response({"type": "http", "asgi": {"spec_version": "2.3"}}, left, blocked))
     assert stopped == [True]

@@ -171,9 +171,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_011, 7), "sites": (1_907, 4), "plan": (3_040, 10), "kernels": (1_232, 10), "store": (1_651, 7),
+    "language": (2_011, 7), "sites": (1_907, 4), "plan": (3_046, 10), "kernels": (1_232, 10), "store": (1_651, 7),
     "runtime": (2_253, 7), "engines": (3_723, 11), "engines/vllm": (6_875, 21), "trace": (2_470, 5),
-    "studies": (10_732, 27), "plots": (1_353, 5), "serve": (3_582, 13), "cli": (1_318, 4), "": (3_540, 12),
+    "studies": (10_735, 27), "plots": (1_353, 5), "serve": (3_592, 13), "cli": (1_318, 4), "": (3_549, 12),
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from patchclamp.plan.bound import (
     is_vector,
     own_point,
     position_array,
+    run_key,
     source_of,
 )
 from patchclamp.sites import SiteMap, SiteRef
@@ -65,9 +66,14 @@ def verify(
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
     frame = Frame(sizes, limit, sites)
-    for key in sizes:
-        known = VECTOR_KEY.fullmatch(key) or OWN_KEY.fullmatch(key) or (key[:2] == "r:" and source_of(key))
+    for key, (rows, width) in sizes.items():
+        source = source_of(key) if key[:2] == "r:" else None
+        known = VECTOR_KEY.fullmatch(key) or OWN_KEY.fullmatch(key) or (source and key == run_key(*source))
         _need(bool(known), f"no bank key: {key[:100]}")
+        _need(rows >= 0 and width >= 1, f"rows of an impossible size: {rows} of {width} numbers")
+        if source is not None:
+            _need(0 <= source[1] < len(sites.points), f"rows of a point that this model does not have: {source[1]}")
+            _need(width == sites.points[source[1]].width, f"rows of {width} numbers at {sites.label(source[1])}")
     for op in bound.ops:
         try:
             _check_op(op, frame)
@@ -98,7 +104,7 @@ def _check_op(op: BoundOp, frame: Frame) -> None:
     _check_action(op.action, op, frame, width)
     _check_own(op, frame)
     if op.condition is not None:
-        _need(op.condition.ids in frame.sizes, "token ids that are nowhere")
+        _need(frame.sizes.get(op.condition.ids, (0, 0))[0] >= 1, "token ids that are nowhere")
 
 
 def _check_columns(op: BoundOp, width: int) -> None:

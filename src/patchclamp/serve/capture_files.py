@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from patchclamp.engines import base
 from patchclamp.engines.base import Captured, Wanted
@@ -152,6 +153,20 @@ class FileResponse(StreamingResponse):
             await super().stream_response(send)
         except PatchclampError as error:
             self._failed(error)
+
+
+class StoppedResponse(StreamingResponse):
+    """Streams the results of work that is stopped at its end, even if the client left before the first."""
+
+    def __init__(self, stop: Callable[[], None], parts: AsyncIterator[Any], media_type: str) -> None:
+        super().__init__(parts, media_type=media_type)
+        self._stop = stop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stop()
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:

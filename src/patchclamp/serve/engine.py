@@ -39,7 +39,7 @@ from patchclamp.plan.bound import BoundProgram, is_vector, run_key, source_of
 from patchclamp.plan.cells import cells_of
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
-from patchclamp.serve.capture_files import answer, numbered_file
+from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
 from patchclamp.serve.program_call import check_records
 from patchclamp.serve.routes import caller
 from patchclamp.serve.server_state import Front, log
@@ -58,6 +58,7 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "turns": tuple[list[int], Messages, dict[str, Any]],
 }
 Body = TypeVar("Body")
+MAX_NUMBERS = 1 << 24  # scored and likeliest tokens of a grading
 WEIGHTS = asyncio.Semaphore(1)
 Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
@@ -101,13 +102,20 @@ async def grade(request: Request) -> Response:
     """Grades the programs of jobs and streams the results as they arrive."""
     front, owner = caller(request)
     asked = await _read(request, wire.WireJobs)
-    front.limits.check("sweep_cells", sum(len(job.programs) for job in asked.jobs), "programs to grade", "programs")
-    front.check_under_way(owner)
+    programs = sum(len(job.programs) + 1 for job in asked.jobs)
+    front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
+    numbers = sum((len(job.programs) + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in asked.jobs)
+    if numbers > MAX_NUMBERS:
+        raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
+    if len({(job.kl, job.top) for job in asked.jobs}) != 1:
+        raise ProgramError("expected jobs, with the same kl and top", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
     jobs = await asyncio.to_thread(lambda: [_job(front, owner, job, vectors) for job in asked.jobs])
     if reason := await asyncio.to_thread(front.lm.jobs_refusal, jobs):
         raise CapacityError(reason)
-    return StreamingResponse(_Grading(front, owner, jobs).frames(), media_type="application/octet-stream")
+    front.check_under_way(owner)  # nothing is awaited until it is counted
+    grading = _Grading(front, owner, jobs)
+    return StoppedResponse(grading.stop, grading.frames(), "application/octet-stream")
 
 
 @router.post("/fetch")
@@ -293,26 +301,23 @@ class _Running:
 
 
 class _Grading:
-    """The jobs of one HTTP call, which are graded on a thread. Closing the connection stops it."""
+    """The jobs of one HTTP call, which are graded on a thread. They count as under way until it ends."""
 
     def __init__(self, front: Front, owner: str, jobs: list[GradeJob]) -> None:
         self._front, self._owner, self._jobs = front, owner, jobs
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._began_s = asyncio.get_running_loop(), time.perf_counter()
         self._events: asyncio.Queue[wire.Event | None] = asyncio.Queue()
         self._stopped = False
+        threading.Thread(target=self._run, name="patchclamp grade", daemon=True).start()
+        front.under_way[owner] += 1
+
+    def stop(self) -> None:
+        self._stopped = True
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yields frames of events until every program is graded, or one of the error."""
-        began_s = time.perf_counter()
-        self._front.under_way[self._owner] += 1
-        threading.Thread(target=self._run, name="patchclamp grade", daemon=True).start()
-        try:
-            while (event := await self._events.get()) is not None:
-                yield wire.frame([event])
-        finally:
-            self._stopped = True
-            log("grade", self._owner, programs=sum(job.count for job in self._jobs),
-                took_s=round(time.perf_counter() - began_s, 6))  # fmt: skip
+        while (event := await self._events.get()) is not None:
+            yield wire.frame([event])
 
     def _run(self) -> None:
         try:
@@ -321,10 +326,11 @@ class _Grading:
                 self._put(wire.Graded(i, np.array([-1]).tobytes(), columns))
         except Exception as failure:
             error = as_patchclamp_error(failure)
+            self._put(wire.Failed(0, pack(error)))
             if not self._stopped:
                 self._front.failed(error, self._owner)
-            self._put(wire.Failed(0, pack(error)))
-        self._on_loop(self._end)
+        finally:
+            self._on_loop(self._end)
 
     def _tell(self, i: int, grades: Grades, programs: np.ndarray) -> None:
         if self._stopped:
@@ -334,6 +340,8 @@ class _Grading:
     def _end(self) -> None:
         self._front.under_way[self._owner] -= 1
         self._events.put_nowait(None)
+        log("grade", self._owner, programs=sum(job.count for job in self._jobs),
+            took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
 
     def _put(self, event: wire.Event) -> None:
         self._on_loop(self._events.put_nowait, event)
@@ -411,8 +419,8 @@ def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.nd
     for number, offset, _ in itertools.chain(*asked.terms):
         if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
             raise ProgramError("a score is of no sequence", asked.name)
-    if not suffixes or not 0 <= asked.top <= MAX_SCORES:
-        raise ProgramError(f"expected sequences, and top from 0 to {MAX_SCORES}, got {asked.top}", asked.name)
+    if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
+        raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
     used, sizes = dict[str, np.ndarray](), dict[str, tuple[int, int]]()
     bound: list[BoundProgram | None] = []
     for program in asked.programs:
@@ -468,6 +476,8 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
         raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
+    if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
+        raise ProgramError("it reads more rows than a run has", asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from patchclamp import studies
 from patchclamp.errors import (
@@ -35,7 +34,7 @@ from patchclamp.errors import (
 )
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import BoundedRoute, read_body
-from patchclamp.serve.capture_files import data_event
+from patchclamp.serve.capture_files import StoppedResponse, data_event
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
 from patchclamp.serve.server_state import Front, log
@@ -205,21 +204,7 @@ async def study(
                 yield _event(*event)
             event = await running.events.get()
 
-    return StudyResponse(running, events())
-
-
-class StudyResponse(StreamingResponse):
-    """The events of a study, which it stops at its end, even if the client left before the first."""
-
-    def __init__(self, running: RunningStudy, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._running = running
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._running.stop()
+    return StoppedResponse(running.stop, events(), "text/event-stream")
 
 
 class RunningStudy(Reporter):

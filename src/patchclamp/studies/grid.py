@@ -19,7 +19,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -754,13 +754,14 @@ class Cells:
         return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """The metric of trials, before normalisation. Trials in the journal are not run again."""
+        """The metric of a few trials, before normalisation: as requests, which do not wait for the batches of others.
+        Trials in the journal are not run again."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         left = trials[len(values) :]
         if left:
             jobs = [job_of(self._lm, trial.prompt, [trial.edits], trial.graded) for trial in left]
             new = np.zeros(len(left))
-            self._grade(jobs, [trial.graded for trial in left], lambda which, of: new.put(which, of))
+            self._grade(jobs, [trial.graded for trial in left], lambda which, of: new.put(which, of), "requests")
             values += new.tolist()
         return values
 
@@ -812,8 +813,9 @@ class Cells:
         return self.journal.take(kind, count) if self.journal is not None else []
 
     def _grade(
-        self, jobs: Sequence[GradeJob], graded: Sequence[Graded], read: Callable[[np.ndarray, list[float]], None]
-    ) -> list[Grades]:
+        self, jobs: Sequence[GradeJob], graded: Sequence[Graded], read: Callable[[np.ndarray, list[float]], None],
+        route: Literal["any", "requests"] = "any",
+    ) -> list[Grades]:  # fmt: skip
         """Run jobs, append their records to the journal in order, and pass those that have finished, in any order, to
         `read`: their numbers through all jobs, and their values."""
         firsts = [0, *itertools.accumulate(job.count for job in jobs)]
@@ -832,7 +834,7 @@ class Cells:
             written = end
             read(which, [graded[i].value(record) for record in new])
 
-        return self._lm.graded(jobs, tell, self._batch)
+        return self._lm.graded(jobs, tell, self._batch, route)
 
 
 def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
