@@ -16,6 +16,15 @@ from patchclamp.language.values import as_items
 MAX_RUNS = 16_384  # per prompt, as in vLLM
 
 
+class GradeArguments(TypedDict, total=False):
+    """The arguments of `LM.grade` beside prompt and programs."""
+
+    score: Any
+    kl: bool
+    top: int
+    capture: Any
+
+
 class CallArguments(TypedDict, total=False):
     """The optional arguments that `lm.run`, `lm.arun` and `lm.stream` share, besides `messages` and `n`; `LM.run`
     explains them, and `LM._read_call` has their defaults."""

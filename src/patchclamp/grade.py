@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
-from patchclamp.engines.grading import GradeJob, GradeTable, kl, log_softmax, refusal_of, sequences_of
+from patchclamp.engines.grading import LOOK_EVERY_S, GradeJob, GradeTable, kl, log_softmax, refusal_of, sequences_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, as_patchclamp_error
 from patchclamp.language import Program
 from patchclamp.language.values import as_items
@@ -32,7 +32,6 @@ from patchclamp.store.named import SourceRun
 AT_ONCE = 512  # requests of a batch
 FULL_BYTES = 1 << 28  # of full distributions captured at a time
 UNDER_WAY = 2  # batches
-LOOK_EVERY_S = 0.2
 BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
 FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
 Item = TypeVar("Item")
@@ -115,7 +114,10 @@ class _ByRequests:
         if job.top or not self.questions:
             self.questions.append(((), (), max(job.top, 1)))  # engines do not report the likeliest beside scores
         self._base: np.ndarray | None = None
-        table.logprobs[0 if job.has_baseline else 1 :] = 0
+        if job.kl:  # which compares with the distribution of row 0
+            table.done[0] = False
+        self.left: np.ndarray = np.flatnonzero(~table.done[0 if job.has_baseline else 1 :]) - job.has_baseline
+        table.logprobs[self.left + 1] = 0
 
     def requests(self, engine: Engine, number: int) -> list[Request]:
         """The requests of a program; of the prompt without one if the number is −1."""
@@ -149,7 +151,8 @@ def by_requests(
     engine: Engine, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None],
     batch: int = AT_ONCE,
 ) -> None:  # fmt: skip
-    """Grade the programs of jobs by requests, at most `batch` at a time (`Pace`). Two batches are under way.
+    """Grade the programs of jobs that are not in their tables, by requests, at most `batch` at a time (`Pace`). Two
+    batches are under way.
 
     `tell` is called with the number of a job and those of its programs that have been graded. An error that it raises,
     or an interrupt, stops the requests that are under way.
@@ -157,7 +160,7 @@ def by_requests(
     running = [_ByRequests(job, table) for job, table in zip(jobs, tables, strict=True)]
     if any(job.kl for job in jobs):
         batch = max(1, min(batch, FULL_BYTES // (4 * engine.model.d_vocab)))
-    programs = ((i, number) for i, job in enumerate(jobs) for number in range(-1 if job.has_baseline else 0, job.count))
+    programs = ((i, number) for i, each in enumerate(running) for number in each.left.tolist())
     under_way: collections.deque[tuple[list[tuple[int, int]], list[Request], list[Future[Answer]]]]
     under_way, pace = collections.deque(), Pace(batch)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from patchclamp.call import (
     CallArguments,
+    GradeArguments,
     as_list,
     count_of,
     fuzz_of,
@@ -216,6 +217,20 @@ class LM:
             lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True),
         )  # fmt: skip
 
+    @overload
+    def grade(
+        self, prompt: str | Sequence[int], programs: Sequence[Any], **arguments: Unpack[GradeArguments]
+    ) -> Grades: ...
+    @overload
+    def grade(
+        self, prompt: Sequence[str | Sequence[int]], programs: Sequence[Sequence[Any]],
+        **arguments: Unpack[GradeArguments],
+    ) -> list[Grades]: ...  # fmt: skip
+    @overload
+    def grade(
+        self, prompt: Any = None, programs: Any = (), *, messages: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, **arguments: Unpack[GradeArguments],
+    ) -> Any: ...  # fmt: skip
     def grade(
         self, prompt: Any = None, programs: Any = (), *, score: Any = (), kl: bool = False, top: int = 0,
         capture: Any = (), messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -276,6 +291,14 @@ class LM:
                     run.close()
         return found
 
+    @overload
+    def loglikelihood(
+        self, prompt: str | Sequence[int], continuation: str | Sequence[int], *, edits: Any = ()
+    ) -> float: ...
+    @overload
+    def loglikelihood(
+        self, prompt: Sequence[str | Sequence[int]], continuation: Sequence[str | Sequence[int]], *, edits: Any = ()
+    ) -> list[float]: ...
     def loglikelihood(self, prompt: Any, continuation: Any, *, edits: Any = ()) -> Any:
         """Returns the log-probability of a continuation of a prompt, summed over its tokens, each given those before it
         (teacher forcing), in nats.
@@ -381,28 +404,22 @@ class LM:
         """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
         is called with the number of a job, its grades so far, and the numbers of programs that were graded. With
         the route "bulk", raises `CapacityError` if they do not run in batches."""
-        reason, told = "asked for" if route == "requests" else self.jobs_refusal(jobs), False
+        reason = "asked for" if route == "requests" else self.jobs_refusal(jobs)
+        tables = [GradeTable(job) for job in jobs]
+        grades = [table.grades(route) for table in tables]
 
         def graded(i: int, programs: np.ndarray) -> None:
-            nonlocal told
-            told = True
             tell(i, grades[i], programs)
 
         with base.rarely():
             if not reason and jobs:
-                tables = [GradeTable(job) for job in jobs]
-                grades = [table.grades("bulk") for table in tables]
                 try:
                     self._in_batches(jobs, tables, graded)
                     return [table.grades("bulk") for table in tables]
                 except CapacityError as error:  # one program may have room where a batch of them has none
-                    if told or route == "bulk":
-                        raise
                     reason = str(error)
             if route == "bulk":
                 raise CapacityError(reason)
-            tables = [GradeTable(job) for job in jobs]
-            grades = [table.grades("requests", reason) for table in tables]
             by_requests(self.engine, jobs, tables, graded, batch)
             return [table.grades("requests", reason) for table in tables]
 

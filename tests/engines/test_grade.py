@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines.vllm import frontend
 from patchclamp.engines.vllm.bulk import LATER
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
@@ -279,6 +280,33 @@ def test_a_batch_without_room_runs_as_requests(lm, monkeypatch):
     monkeypatch.setattr(lm.engine, "grade", refuse)
     assert lm.grade(PROMPT, [[]], score=[5]).route_reason == "no room"
     np.testing.assert_allclose(pc.studies.patch_sweep(lm, **asked).values, expected.values, atol=1e-4)
+
+
+def test_room_that_is_gone_halfway(lm, monkeypatch):
+    """The programs that were not graded run as requests; each is told once."""
+    monkeypatch.setattr(frontend, "FIRST_ROWS", 8)
+    programs = [[pc.Scale(1 + i / 8, at=pc.resid_post[i % 4], tokens=pc.every[i])] for i in range(10)] + [[]]
+    whole = lm.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
+    stock, told, in_batches = lm.engine._grading, list[int](), set[int]()
+
+    def grading(jobs: Any, tables: Any, tell: Any) -> Any:
+        def heard(i: int, numbers: np.ndarray) -> None:
+            in_batches.update(numbers.tolist())
+            tell(i, numbers)
+
+        calls, result = stock(jobs, tables, heard), None
+        while not in_batches:
+            result = yield calls.send(result)
+        raise pc.CapacityError("gone")
+
+    monkeypatch.setattr(lm.engine, "_grading", grading)
+    grades = lm.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
+    assert 0 < len(in_batches) < len(programs)
+    assert (grades.route, grades.route_reason, grades.errors) == ("requests", "gone", {})
+    check_equal(whole, grades)
+    in_batches.clear()
+    lm.graded([lm.grade_job(lm.tokens(PROMPT), programs, [[((), 5)]])], lambda i, grades, which: told.extend(which))
+    assert sorted(told) == list(range(len(programs)))
 
 
 def test_no_batch_runs_while_a_step_is_unfinished(lm):

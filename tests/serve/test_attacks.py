@@ -271,7 +271,7 @@ def test_a_forged_job_is_refused(http, changed):
     assert 400 <= response.status_code < 500, response.text
     good = http.post("/v1/patchclamp/engine/grade", content=graded(owner))
     assert good.status_code == 200
-    assert [type(event) for event in wire.Frames().feed(good.content)] == [wire.Graded] * 2
+    assert [type(event) for event in wire.Frames().feed(good.content)] == [wire.GradedPart] * 2
 
 
 def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
@@ -289,7 +289,7 @@ def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
             body = graded(owner, {key: (rows, 576)}, {"values": (key,), "ranges": (PositionRange(0, 3, rows - 3, 1),)})
             response = http.post("/v1/patchclamp/engine/grade", content=body)
             events = [*wire.Frames().feed(response.content)] if response.status_code == 200 else []
-            assert (rows == 3) == any(isinstance(event, wire.Graded) for event in events)
+            assert (rows == 3) == any(isinstance(event, wire.GradedPart) for event in events)
 
 
 def test_a_vector_cannot_take_the_name_of_another(http):

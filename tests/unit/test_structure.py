@@ -172,8 +172,8 @@ def test_every_public_name_is_there():
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (2_011, 7), "sites": (1_907, 4), "plan": (3_046, 10), "kernels": (1_232, 10), "store": (1_651, 7),
-    "runtime": (2_253, 7), "engines": (3_723, 11), "engines/vllm": (6_875, 21), "trace": (2_470, 5),
-    "studies": (10_735, 27), "plots": (1_353, 5), "serve": (3_592, 13), "cli": (1_318, 4), "": (3_549, 12),
+    "runtime": (2_253, 7), "engines": (3_741, 11), "engines/vllm": (6_875, 21), "trace": (2_470, 5),
+    "studies": (10_737, 27), "plots": (1_353, 5), "serve": (3_592, 13), "cli": (1_318, 4), "": (3_578, 12),
 }  # fmt: skip
 
 
@@ -190,6 +190,11 @@ def test_packages_stay_within_their_budgets(of):
     assert (lines <= BUDGETS[of][0], len(files) <= BUDGETS[of][1]) == (True, True), (
         f"{of}: {lines} lines, {len(files)} files"
     )
+
+
+def test_no_two_classes_have_the_same_name():
+    names = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name in set(names) if names.count(name) > 1 and not name.startswith("_")] == []
 
 
 def test_every_package_has_a_budget():

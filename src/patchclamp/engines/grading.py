@@ -8,6 +8,8 @@ N programs · k scores · V vocabulary
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from patchclamp.plan.cells import CellRecords
 from patchclamp.store.named import SourceRun
 
 Term = tuple[int, int, int]
+LOOK_EVERY_S = 0.2
 
 
 class GradeJob(msgspec.Struct):
@@ -111,8 +114,17 @@ class Grades(PublicStruct, frozen=True, eq=False):
         return f"<Grades of {count} programs, {scores} scores{failed}, by {self.route}>"
 
 
+def arrived(found: queue.SimpleQueue[Any]) -> Any:
+    """The next item of a queue, awaited in short steps: Python handles a signal that arrives just before it blocks only
+    after the wait."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return found.get(timeout=LOOK_EVERY_S)
+
+
 class GradeTable:
-    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i."""
+    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i. `done` marks those
+    that were graded."""
 
     def __init__(self, job: GradeJob) -> None:
         rows = job.count + 1
@@ -122,6 +134,7 @@ class GradeTable:
         self.top_logprobs = np.full((rows, job.top), np.nan, np.float32)
         self.errors: dict[int, PatchclampError] = {}
         self.from_cut: int = 0
+        self.done: np.ndarray = np.zeros(rows, bool)
 
     def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
         """Add the results of some programs: log-probabilities, KL, likeliest tokens, and their log-probabilities."""
@@ -130,6 +143,7 @@ class GradeTable:
             if column is not None and column.size and values.size:
                 column[number + 1] = values.reshape(len(number), *column.shape[1:])
         self.errors.update(errors)
+        self.done[number + 1] = True
 
     def grades(self, route: str, reason: str = "") -> Grades:
         if -1 in self.errors:

@@ -33,7 +33,7 @@ from patchclamp.engines.base import (
     receipt_of,
     settle,
 )
-from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
 
@@ -71,7 +71,7 @@ class HttpEngine(Engine):
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._closed = False
-        self.batch_difference = ""  # the server proves its batches
+        self.batch_difference, self._takes_jobs = "", False  # the server proves its batches
         self._checked: set[str] = set()  # sampling parameters that the server has accepted, as JSON
         self._batches: dict[str, _SentBatch] = {}  # by run
         self._freed: tuple[list[str], list[str]] = [], []  # to release, and to abort
@@ -115,9 +115,13 @@ class HttpEngine(Engine):
 
         return self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True, take=take))
 
-    @functools.cached_property
+    @property
     def batch_refusal(self) -> str:
-        return msgspec.msgpack.decode(self._wait(self._ask("GET", "batches", again=True)))
+        if self._takes_jobs:
+            return ""
+        reason = msgspec.msgpack.decode(self._wait(self._ask("GET", "batches", again=True)))
+        self._takes_jobs = not reason  # a refusal may pass
+        return reason
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         size = wire.MAX_PROGRAMS
@@ -132,13 +136,13 @@ class HttpEngine(Engine):
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Grade programs of jobs, by the job's number and their own, in one HTTP request."""
         self._check_open()
-        found: queue.SimpleQueue[wire.Graded | None] = queue.SimpleQueue()
+        found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
         left = sum(len(which) + 1 for _, which in parts)
         body = self._jobs([(jobs[i], which) for i, which in parts])
         task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
-            while (event := found.get()) is not None:
+            while (event := arrived(found)) is not None:
                 i, which = parts[event.i]
                 number = event.read(tables[i], which.start)
                 left -= len(number)
@@ -340,7 +344,7 @@ class HttpEngine(Engine):
             for request, _ in batch.pairs:
                 self._batches.pop(request.run, None)
 
-    async def _grade(self, body: bytes, found: queue.SimpleQueue[wire.Graded | None]) -> None:
+    async def _grade(self, body: bytes, found: queue.SimpleQueue[wire.GradedPart | None]) -> None:
         """Send jobs, and pass on the results as they arrive."""
         try:
             async with self._posts, self._client.stream("POST", "/grade", content=body) as response:
@@ -351,7 +355,7 @@ class HttpEngine(Engine):
                     for event in frames.feed(data):
                         if isinstance(event, wire.Failed):
                             raise unpack(event.error)
-                        assert isinstance(event, wire.Graded)
+                        assert isinstance(event, wire.GradedPart)
                         found.put(event)
         except self._httpx.TransportError as error:
             raise EngineError(f"{self.url} disconnected: {type(error).__name__}: {error}") from None

@@ -4,7 +4,7 @@
     POST run         `WireBatch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events.
                      Every request ends with one `Answered` or `Failed`. Closing the connection stops unfinished ones
     GET  batches     the reason why the server takes no jobs to grade, as msgpack; "" if it does
-    POST grade       `WireJobs`; returns frames of `Graded`, until each program and prompt is graded. Closing the
+    POST grade       `WireJobs`; returns frames of `GradedPart`, until each program and prompt is graded. Closing the
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST free        `Free`
@@ -39,7 +39,7 @@ PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
-MAX_PROGRAMS = 8192  # to grade; a last job may exceed it
+MAX_PROGRAMS = 8192  # to grade, that a client sends at a time; the last job may exceed it
 MAX_BODY_BYTES = 1 << 27
 
 
@@ -177,7 +177,7 @@ class Failed(msgspec.Struct, tag="error"):
     error: Packed
 
 
-class Graded(msgspec.Struct, tag="grades"):
+class GradedPart(msgspec.Struct, tag="grades"):
     """Results of some programs of job `i`: their numbers, int64, and what `GradeTable.take` takes; −1 is the prompt
     without a program."""
 
@@ -187,7 +187,7 @@ class Graded(msgspec.Struct, tag="grades"):
     errors: dict[int, Packed] = {}
 
     @classmethod
-    def of(cls, i: int, number: np.ndarray, grades: Grades) -> Graded:
+    def of(cls, i: int, number: np.ndarray, grades: Grades) -> GradedPart:
         columns = (grades.logprobs, grades.kl, grades.top_ids, grades.top_logprobs)
         errors = {n: pack(grades.errors[n]) for n in number.tolist() if n in grades.errors}
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
@@ -203,7 +203,7 @@ class Graded(msgspec.Struct, tag="grades"):
         return number
 
 
-Event = Generated | Answered | Graded | Failed
+Event = Generated | Answered | GradedPart | Failed
 decode_events = msgspec.msgpack.Decoder(list[Event]).decode
 
 

@@ -323,7 +323,7 @@ class _Grading:
         try:
             for i, grades in enumerate(self._front.lm.graded(self._jobs, self._tell)):
                 columns = [grades.baseline.tobytes(), b"", b"", b""]
-                self._put(wire.Graded(i, np.array([-1]).tobytes(), columns))
+                self._put(wire.GradedPart(i, np.array([-1]).tobytes(), columns))
         except Exception as failure:
             error = as_patchclamp_error(failure)
             self._put(wire.Failed(0, pack(error)))
@@ -335,7 +335,7 @@ class _Grading:
     def _tell(self, i: int, grades: Grades, programs: np.ndarray) -> None:
         if self._stopped:
             raise RunError("the client disconnected")
-        self._put(wire.Graded.of(i, programs, grades))
+        self._put(wire.GradedPart.of(i, programs, grades))
 
     def _end(self) -> None:
         self._front.under_way[self._owner] -= 1

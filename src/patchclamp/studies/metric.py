@@ -131,6 +131,7 @@ class Graded(msgspec.Struct, frozen=True):
         """Everything that decides the records, as plain data. A custom metric, of any name, is computed from them."""
         plain: dict[str, Any] = {"metric": self.metric, "answer": self.answer, "foil": self.foil}
         if self.custom is not None:
+            # not "tokens", the name in journals whose records had another form
             plain |= {"metric": "custom", "scored": self._own, "top": self.custom.top}
         return plain
 

@@ -34,8 +34,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines import base
+from patchclamp.engines.grading import LOOK_EVERY_S
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.grade import LOOK_EVERY_S, UNDER_WAY, Pace
+from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from patchclamp.engines.base import ABORTED, Answer, Captured, Request, Wanted, Window, settle
-from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import clients, configuration
 from patchclamp.engines.vllm.compat.clients import tell_cores, verdict_in
@@ -100,7 +100,7 @@ class AsyncEngine(VllmFrontEnd):
         task = asyncio.run_coroutine_threadsafe(self._grade(jobs[0].name, calls), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
-            while isinstance(news := found.get(), tuple):
+            while isinstance(news := arrived(found), tuple):
                 if self.metrics is not None:
                     self.metrics.graded(len(news[1]))
                 yield news

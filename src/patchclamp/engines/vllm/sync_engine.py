@@ -29,7 +29,7 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )  # fmt: skip
-from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.vllm import setup
 from patchclamp.engines.vllm.compat import configuration, images
 from patchclamp.engines.vllm.compat.clients import (
@@ -149,7 +149,7 @@ class VllmEngine(VllmFrontEnd):
         grading = RunningGrading(jobs[0].name, calls, found.put)
         self._call(lambda: self._begin_grading(grading)).result()
         try:
-            while isinstance(news := found.get(), tuple):
+            while isinstance(news := arrived(found), tuple):
                 yield news
         finally:
             grading.is_cancelled = True
