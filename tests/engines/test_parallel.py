@@ -233,6 +233,26 @@ def faults(lm: pc.LM) -> None:
         check([pc.Add([3e38] * D, pc.resid_post[0], scale=1e30)], "not finite")
 
 
+def a_batch_that_one_worker_cannot_open(lm: pc.LM) -> None:
+    """Its error is that of all: the other worker does not wait for the one that failed."""
+
+    def break_once(wrapper: Any) -> None:
+        worker = wrapper.worker
+        if worker.rank == 1:
+            bulk, stock = worker.patchclamp._bulk, worker.patchclamp._bulk.open
+
+            def broken(*args: Any) -> None:
+                bulk.open = stock
+                raise ZeroDivisionError("open is broken")
+
+            bulk.open = broken
+
+    lm.engine._call(lambda: lm.engine._engine.collective_rpc(break_once)).result()
+    with pytest.raises(pc.PatchclampError, match="open is broken"):
+        lm.grade(SHORT, [pc.Zero(pc.resid_post[0])], score=[9])
+    assert lm.grade(SHORT, [pc.Zero(pc.resid_post[0])], score=[9]).route == "bulk"
+
+
 def a_worker_that_dies_is_the_error_of_all(lm: pc.LM) -> None:
     """Nothing hangs, or the test takes too long; it is the last thing that happens to an engine."""
     processes = lm.engine._engine.engine_core.engine_core.model_executor.workers
@@ -314,6 +334,8 @@ def test_two_workers_do_what_one_does(start, alone, options):
         assert isinstance(bad.error, pc.RunError)
         assert good.error is None
     faults(lm)
+    if tensor_parallel:
+        a_batch_that_one_worker_cannot_open(lm)
     many = lm.run(
         [SHORT] * 20,
         max_tokens=2,
@@ -340,7 +362,8 @@ def test_two_workers_do_what_one_does(start, alone, options):
     status = lm.engine.status()
     held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "records": 0}
     assert {name: status[name] for name in held} == held
-    assert status["failures"] == (6 if tensor_parallel else 8)  # of workers that see the same rows one counts
+    # of workers that see the same rows one counts; over two stages, a graded program is three requests
+    assert status["failures"] == (6 if tensor_parallel else 11)
     a_worker_that_dies_is_the_error_of_all(lm)
 
 

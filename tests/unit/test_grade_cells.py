@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from patchclamp.engines.vllm.admission import Admission, Lease
 from patchclamp.errors import CapacityError
 from patchclamp.plan.bound import (
     Blend,
@@ -245,6 +247,25 @@ def test_a_lease_leaves_evictions_to_programs():
     again = room.place(1, {"v:a": (1, 10)})
     assert again.load == ("v:a",)
     assert set(again.evicted) == {"v:b", "v:c"}
+
+
+class Blocks:
+    free = 8
+
+    def take(self, count: int) -> list[int]:
+        return list(range(count))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_worker_loads_what_it_may_lack(workers):
+    """A program on one worker's heads left rows in the bank of that worker alone."""
+    room = Room(4, 100, 100, cells=6)
+    room.free(room.place(1, {"r:run:3": (2, 8)}))
+    admission = Admission(SITES, room, workers)
+    admission.pool = Blocks()
+    sizes = {"r:run:3": (2, 8), "v:vector": (1, 8)}
+    lease = msgspec.msgpack.decode(admission.lease("job", (2, 4), (2, 4), (1, 2), sizes), type=Lease)
+    assert lease.placement.load == tuple(sizes)[-workers:]
 
 
 def test_a_lease_that_can_never_fit():

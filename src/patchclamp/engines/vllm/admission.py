@@ -257,12 +257,8 @@ class Admission:
         if rooms is None:
             return None
         placement, taken, number = rooms
-        lease = Lease(self.pool.take(count), taken, number, placement)
+        lease = Lease(self.pool.take(count), taken, number, self._loading(placement))
         self._leases[name] = lease
-        for key in placement.load:
-            source = source_of(key.removesuffix("#"))
-            if source is not None:
-                self._runs.setdefault(source[0], set()).add(key)
         return msgspec.msgpack.encode(lease)
 
     def give(self, name: str) -> None:
@@ -390,15 +386,20 @@ class Admission:
             return False
         if placement is None:
             return False
-        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
-            placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
+        placement = self._loading(placement)
         program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
         self._orders.admit.append(InstallOrder(request_id, program.carried, placement))
-        for name in placement.load:
-            key = name.removesuffix("#")
-            source = source_of(key)
-            if source is None:
-                self._orders.vectors[key] = self._vectors[key].rows
-            else:
-                self._runs.setdefault(source[0], set()).add(name)
+        keys = [name.removesuffix("#") for name in placement.load]
+        self._orders.vectors |= {key: self._vectors[key].rows for key in keys if is_vector(key)}
         return True
+
+    def _loading(self, placement: Placement) -> Placement:
+        """Have the workers load the rows of a placement that some of them may lack, and note the runs that they are
+        from."""
+        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
+            placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
+        for name in placement.load:
+            source = source_of(name)
+            if source is not None:
+                self._runs.setdefault(source[0], set()).add(name)
+        return placement

@@ -130,6 +130,7 @@ class Bulk:
         self._jobs: dict[str, _RunningJob] = {}
 
     def open(self, name: str, job: Job, remote: dict[str, torch.Tensor]) -> None:
+        """Prepare a job, without a collective operation: it may fail on one worker alone, whose error ends the job."""
         self._jobs[name] = _RunningJob(self, job, remote)
 
     def close(self, name: str) -> None:
@@ -191,7 +192,6 @@ class _RunningJob:
         logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._edits_logits = any((group.point == logits).any() for group in self._cells.groups)
         self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
-        self._compute_prompts()
 
     def _order_cells(self) -> None:
         """Order the cells by where they begin: layer, then position. Each prompt without a program comes first."""
@@ -252,6 +252,8 @@ class _RunningJob:
 
     def run(self, rows: int) -> BatchResult | None:
         """Launch the next batch, and return the results of the one before."""
+        if not self._next:
+            self._compute_prompts()
         before, self._launched = self._launched, None
         if self._next < len(self._order):
             self._launched = self._launch(self._take(rows))

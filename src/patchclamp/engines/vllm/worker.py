@@ -474,8 +474,9 @@ class Attached:
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`: a step with programs is not finished,
-        because vLLM defers its sampling until it has a grammar's mask."""
+        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`: a step is not finished, because vLLM
+        defers its sampling until it has a grammar's mask. All workers of a stage give the same answer: one that did not
+        take part in a batch would leave the others waiting."""
         if self._bulk is None:
             model = BatchModel(self._runner, self.kind)
             self._bulk = Bulk(self.runtime, model, self._in_batch, self._await_logits)
@@ -483,7 +484,7 @@ class Attached:
             model = self._bulk.model
             refusal = refusal_of(self._config) or model.refusal
             return refusal, model.block, model.blocks, model.groups, model.rows, min(model.sequences, model.samples)
-        if verb in ("open", "run") and self.runtime.plan is not None:
+        if verb in ("open", "run") and self._runner.execute_model_state is not None:
             return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)
