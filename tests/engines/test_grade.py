@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import patchclamp as pc
 from patchclamp.engines.vllm import frontend
-from patchclamp.engines.vllm.bulk import LATER
+from patchclamp.engines.vllm.bulk import LATER, BatchResult
+from patchclamp.engines.vllm.compat import configuration
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
@@ -185,6 +189,39 @@ def test_other_requests_are_unaffected(lm):
     np.testing.assert_allclose(found[0].logprobs, alone.logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize("share", [0.4, 2.0])
+def test_batches_leave_time_to_requests(lm, monkeypatch, share):
+    """Beside a request, the engine steps after each batch for as long as `batch_share` says."""
+    limits = configuration.enabled(lm.engine.config)["limits"]
+    assert limits["batch_share"] == 0.4  # the default
+    monkeypatch.setitem(limits, "batch_share", share)
+    waits: list[float] = []
+    due: list[float] = []
+    stock = lm.engine._grade_together
+
+    def watched(*args: Any) -> Iterator[Any]:
+        calls, found = stock(*args), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                verb, asked = calls.send(found)
+                found = yield verb, asked
+                if verb == "wait":
+                    waits.append(asked[0])
+                elif verb == "run":
+                    result = msgspec.msgpack.decode(found[0], type=BatchResult)
+                    due.extend([result.seconds / share] * bool(result.stepped and result.left))
+
+    monkeypatch.setattr(lm.engine, "_grade_together", watched)
+    programs = [[pc.Zero(at=pc.Site(name, layer))] for name in ("mlp_out", "attn_out") for layer in range(8)] * 20
+    stream = lm.stream(OTHER, max_tokens=400, sampling={"ignore_eos": True})
+    next(stream)
+    lm.grade(PROMPT, programs, score=[" Mary"])
+    stream.close()
+    lm.run(OTHER, max_tokens=1)  # whose step frees what the stream held
+    assert waits == pytest.approx(due)
+    assert len(waits) > 1
+
+
 def test_a_cancelled_grading_returns_its_lease(lm):
     pool = lm.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     before = pool.get_num_free_blocks()
@@ -313,11 +350,11 @@ def test_no_batch_runs_while_a_step_is_unfinished(lm):
     """vLLM may sample a step later, with the plan that is current then."""
     driver: Any = lm.engine._engine.engine_core.engine_core.model_executor.driver_worker
     attached = getattr(driver, "worker", driver).patchclamp
-    attached.runtime.plan = object()
+    attached._runner.execute_model_state = object()
     try:
         assert attached.do_bulk("run", "any", 1) == attached.do_bulk("open", "any", b"") == LATER
     finally:
-        attached.runtime.plan = None
+        attached._runner.execute_model_state = None
 
 
 def test_captured_rows(lm, monkeypatch):

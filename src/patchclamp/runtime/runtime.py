@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,12 +47,13 @@ from patchclamp.store.captures import (
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of a worker's tables, bank and capture buffers. The last four apply on a GPU only.
+    """Limits of a worker's tables, bank, batches and capture buffers. The last four apply on a GPU only.
 
     max_programs: programs admitted at one time
     cells: slots for cells that are graded in batches, beside those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
+    batch_share: time of graded batches beside requests, relative to that of the engine's steps
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
     ring_bytes: captures in transit from the device
@@ -66,6 +67,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cells: int = 0
     max_records: int = 1 << 18
     bank_bytes: int = 1 << 28
+    batch_share: Annotated[float, msgspec.Meta(gt=0)] = 0.4
     kept_bytes: int = 1 << 27
     ring_bytes: int = 1 << 28
     pinned_bytes: int | None = None
@@ -172,7 +174,8 @@ class ResidentRows:
             if source is None:
                 rows = vectors[name][:, first:end]
             else:
-                rows = remote[name] if name in remote else self._rows_of_run(source)
+                found = remote.get(name, self._found.get(source))
+                rows = self._captured([source])[0] if found is None else found
                 if len(rows) < count:
                     raise MissingSource(
                         f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
@@ -191,10 +194,6 @@ class ResidentRows:
                 f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
                 f"{width}"
             )
-
-    def _rows_of_run(self, source: tuple[str, int]) -> torch.Tensor:
-        found = self._found.get(source)
-        return self._captured([source])[0] if found is None else found
 
     def write(self) -> None:
         """Write the pending rows, in order, adjacent rows in one copy. If that fails, all of them count as missing."""

@@ -252,8 +252,8 @@ class Admission:
         count = min(blocks[1], self.pool.free * 3 // 4)
         if count < blocks[0]:
             return None
-        given = {key: (rows, width) for key, (rows, width) in sizes.items()}
-        rooms = self._room.lease((slots[0], slots[1]), (records[0], records[1]), given)  # lists, as they arrive
+        given = {key: (rows, width) for key, (rows, width) in sizes.items()}  # lists, as they arrive
+        rooms = self._room.lease((slots[0], slots[1]), (records[0], records[1]), given)
         if rooms is None:
             return None
         placement, taken, number = rooms
@@ -394,12 +394,10 @@ class Admission:
         return True
 
     def _loading(self, placement: Placement) -> Placement:
-        """Have the workers load the rows of a placement that some of them may lack, and note the runs that they are
-        from."""
+        """Have all rows loaded that some worker may lack, and note the runs that they are from."""
         if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:
-            source = source_of(name)
-            if source is not None:
+            if (source := source_of(name)) is not None:
                 self._runs.setdefault(source[0], set()).add(name)
         return placement

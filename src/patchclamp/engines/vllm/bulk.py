@@ -130,7 +130,7 @@ class Bulk:
         self._jobs: dict[str, _RunningJob] = {}
 
     def open(self, name: str, job: Job, remote: dict[str, torch.Tensor]) -> None:
-        """Prepare a job, without a collective operation: it may fail on one worker alone, whose error ends the job."""
+        """Prepare a job. It may fail on one worker alone, so workers do not wait for each other here."""
         self._jobs[name] = _RunningJob(self, job, remote)
 
     def close(self, name: str) -> None:

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
 SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
-SHARE = 0.4  # of the time of the engine's steps that batches may add while it has requests
 LATER_S = 0.001  # before a call is repeated
 FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch; the most time of a batch
 
@@ -224,6 +223,7 @@ class VllmFrontEnd(Engine):
         while LATER in (yield "open", (msgspec.msgpack.encode(job),)):
             yield "wait", (LATER_S,)
         left, rows = cells.count + len(jobs), facts.rows if window else FIRST_ROWS
+        share: float = self.config.additional_config[configuration.KEY]["limits"]["batch_share"]  # pyright: ignore
         while left:
             results = yield "run", (rows,)
             if LATER in results:
@@ -240,7 +240,7 @@ class VllmFrontEnd(Engine):
             left = result.left
             rows = min(int(rows * min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8)) + 1, facts.rows)
             if result.stepped and left:
-                yield "wait", (result.seconds / SHARE,)
+                yield "wait", (result.seconds / share,)
 
     def _sizes_of(
         self, cells: CellRecords, jobs: Sequence[GradeJob], vectors: Mapping[str, np.ndarray]

@@ -58,13 +58,14 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
+from patchclamp.runtime import Limits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-LIMITS = ("cells", "max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
+LIMITS = Limits.__struct_fields__[1:]  # the number of programs follows from vLLM's own options
 OURS = (*LIMITS, "numerics", "multiprocess_mode")
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
@@ -83,10 +84,10 @@ def known_options() -> list[str]:
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and nine of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and ten of ours:
 
-    `cells`, `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the
-    worker (`Limits`); `numerics`: the code for steps without programs, "uniform" (the same as with programs) or
+    `cells`, `max_records`, `bank_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`:
+    `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with programs) or
     "stock"; `multiprocess_mode`: True to run the engine core in a separate process.
     """
 

@@ -474,12 +474,10 @@ class Attached:
         return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`: a step is not finished, because vLLM
-        defers its sampling until it has a grammar's mask. All workers of a stage give the same answer: one that did not
-        take part in a batch would leave the others waiting."""
+        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`, the same on all workers, which wait for
+        each other in a batch: vLLM defers a step's sampling until it has a grammar's mask."""
         if self._bulk is None:
-            model = BatchModel(self._runner, self.kind)
-            self._bulk = Bulk(self.runtime, model, self._in_batch, self._await_logits)
+            self._bulk = Bulk(self.runtime, BatchModel(self._runner, self.kind), self._in_batch, self._await_logits)
         if verb == "facts":
             model = self._bulk.model
             refusal = refusal_of(self._config) or model.refusal
@@ -490,8 +488,7 @@ class Attached:
             job = msgspec.msgpack.decode(args[0], type=Job)
             # a request in the placement's slot has ended, but no step has said so yet
             self._free(self.runtime.requests_at(job.lease.placement.slot))
-            self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
-            return None
+            return self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
         if verb == "run":
             began, before = time.monotonic(), self._steps_at_batch
             result, self._steps_at_batch = self._bulk.run(name, *args), sum(self._steps)
