@@ -205,7 +205,7 @@ class Run:
 
     def layers(self, site: Site | str) -> list[int]:
         """The layers of `run[site]`, in the order of its first axis: those of the site that were captured."""
-        return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None]
+        return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None and ref.point in self._captured]
 
     def rows_of(
         self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True

@@ -634,6 +634,10 @@ def test_the_number_of_trials_is_computed_without_making_them():
 class TestMatch:
     """Positions that pair parts of prompts of different lengths."""
 
+    def test_an_unknown_alignment_is_refused_at_once(self):
+        with pytest.raises(pc.UnknownName):
+            pc.studies.Match(clean="prompt[1]", corrupt="prompt[1]", align="middle")
+
     LONG, SHORT = [1, 2, 3, 4, 5, 6], [1, 12, 13, 5, 6]
 
     @pytest.mark.parametrize("direction", ["denoising", "noising"])

@@ -841,6 +841,16 @@ def test_a_module_without_a_site_gets_no_site(module):
     assert "got the module" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("module", "site"), {
+    "model.embed_tokens": "embed", "transformer.ln_f": "final_norm", "lm_head": "logits",
+    "model.layers[5].mlp": "mlp_out[5]", "model.layers.5.input_layernorm": "attn_in[5]", "gpt.h.5.v_proj": "v[5]",
+}.items())  # fmt: skip
+def test_a_modules_error_names_its_site(module, site):
+    with pytest.raises(pc.UnknownName) as caught:
+        pc.site(module)
+    assert site in str(caught.value)
+
+
 def test_captures_in_json_are_objects_or_sites():
     text = pc.Program.from_json('{"capture": ["resid_post[5]", {"type": "capture", "at": "z[2, 0]"}]}')
     assert text == pc.Program.of([], ["resid_post[5]", "z[2, 0]"])

@@ -601,6 +601,13 @@ class TestTargets:
         assert make_sweep().plot(tmp_path / "a.png").stat().st_size > 10_000
         assert make_sweep().to_html(tmp_path / "a.html").stat().st_size > 10_000
 
+    def test_without_a_path_it_is_shown_in_a_notebook(self, tmp_path):
+        result = make_sweep()
+        assert result.plot().data == result.plot(tmp_path / "a.png").read_bytes()
+        page = result.to_html().data
+        assert "plotly.js" in page  # there is no folder for it
+        assert len(page) > 1_000_000 > len(result.to_html(tmp_path / "a.html").read_text())
+
     def test_importing_is_cheap_and_drawing_touches_no_pyplot(self, tmp_path):
         code = """
             import sys

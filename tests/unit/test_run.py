@@ -176,6 +176,7 @@ def test_captures_are_limited_by_the_memory_that_is_left(monkeypatch):
 def test_a_site_of_several_layers_is_read_as_one_array():
     run = LM.run([5, 6, 7], max_tokens=2, capture=[pc.resid_post[[1, 0]], pc.z[1], pc.embed @ pc.prompt[-1]])
     assert (run.layers(pc.resid_post), run.layers(pc.z), run.layers(pc.embed)) == ([0, 1], [1], [])
+    assert run.layers(pc.mlp_out) == []
     each = [run[pc.resid_post[layer]] for layer in (0, 1)]
     assert np.array_equal(run[pc.resid_post], np.stack(each))
     assert np.array_equal(run[pc.resid_post[[1, 0]]], np.stack(each[::-1]))
@@ -246,5 +247,6 @@ def test_text_is_scored_if_it_is_one_token():
 def test_dir_lists_public_names_alone():
     assert set(dir(pc)) == set(pc.__all__)
     assert {"LM", "studies", "Run", "resid_post"} <= set(dir(pc))
+    assert set(dir(pc.studies)) == set(pc.studies.__all__)
     assert not {"errors", "language", "importlib", "Any"} & set(dir(pc))
     assert pc.LM.run.__signature__.parameters.keys() >= {"prompt", "max_tokens", "n", "temperature"}

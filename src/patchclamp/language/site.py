@@ -145,10 +145,7 @@ ELSEWHERE: dict[str, str] = {
     "blocks.{l}.ln2.hook_scale": "is a number inside the norm: use resid_mid[{l}] or mlp_in[{l}]",
     "ln_final.hook_scale": "is a number inside the norm: use the last layer's resid_post, or final_norm",
     "hook_pos_embed": "is the position's embedding alone: use resid_pre[0], which is after it was added",
-    "blocks.{l}.hook_attn_in": _PER_HEAD,
-    "blocks.{l}.hook_q_input": _PER_HEAD,
-    "blocks.{l}.hook_k_input": _PER_HEAD,
-    "blocks.{l}.hook_v_input": _PER_HEAD,
+    **{f"blocks.{{l}}.hook_{name}": _PER_HEAD for name in ("attn_in", "q_input", "k_input", "v_input")},
     "blocks.{l}.hook_mlp_in": "is the stream before the norm: use resid_mid[{l}], or mlp_in[{l}] for the normed input",
     "blocks.{l}.attn.hook_rot_q": "is after rotary embedding: use q[{l}], which is before it",
     "blocks.{l}.attn.hook_rot_k": "is after rotary embedding: use k[{l}], which is before it",
@@ -164,6 +161,9 @@ ELSEWHERE: dict[str, str] = {
     "layers": f"{_MODULE}: use layers_input or layers_output, or resid_pre and resid_post",
     "attentions": f"{_MODULE}: use attentions_input or attentions_output, or attn_in and attn_out",
     "mlps": f"{_MODULE}: use mlps_input or mlps_output, or mlp_in and mlp_out",
+    **dict.fromkeys(("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"), f"{_MODULE}: use embed"),
+    **dict.fromkeys(("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm"), f"{_MODULE}: use final_norm"),
+    **dict.fromkeys(("lm_head", "embed_out"), f"{_MODULE}: use logits"),
 }  # fmt: skip
 
 
@@ -336,17 +336,16 @@ _BRACKETS = re.compile(
 MAX_TEXT = 1 << 12  # characters of a site's text form
 
 
-_MODULE_PATH = re.compile(r"(?:\w+\.)*(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?:\w+\.)*(?P<module>\w+))?")
+_MODULE_PATH = re.compile(r"(?:\w+\.)*(?:layers|h|blocks)[.\[](?P<layer>\d+)\]?(?:\.(?:\w+\.)*(?P<module>\w+))?")
 _ATTENTION = "attn_out[{0}] is its output, attn_in[{0}] its input, z[{0}, 3] one head"
 _MODULES = {  # the sites at a module of a layer, by the last part of its path; "" is the layer
     "": "resid_post[{0}] is its output, resid_pre[{0}] its input",
     **dict.fromkeys(("self_attn", "attn", "attention"), _ATTENTION),
     "o_proj": "attn_out[{0}] is its output, z[{0}] its input",
-    "q_proj": "q[{0}] is its output",
-    "k_proj": "k[{0}] is its output",
-    "v_proj": "v[{0}] is its output",
+    **{f"{name}_proj": f"{name}[{{0}}] is its output" for name in "qkv"},
     "mlp": "mlp_out[{0}] is its output, mlp_in[{0}] its input",
     "down_proj": "mlp_out[{0}] is its output, neurons[{0}] its input",
+    "input_layernorm": "attn_in[{0}] is its output, resid_pre[{0}] its input",
 }
 
 

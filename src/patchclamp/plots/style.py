@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import re
 import textwrap
 import unicodedata
@@ -66,10 +67,8 @@ def plain(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    if character in _VISIBLE:
-        return _VISIBLE[character]
     hidden = unicodedata.category(character)[0] in "CZ" and character != " "
-    return f"⟨{ord(character):04X}⟩" if hidden else character
+    return _VISIBLE.get(character) or (f"⟨{ord(character):04X}⟩" if hidden else character)
 
 
 def shorten(text: str, limit: int) -> str:
@@ -115,21 +114,19 @@ def positions(numbers: tuple[int, ...]) -> str:
 # -- files
 
 
-def need(module: str) -> Any:
-    """Import a module of the plots extra. Raises `PatchclampError` that names the extra if it is missing."""
+def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
+    """Import a module, of the plots extra or of another `package`. Raises `PatchclampError` that names what to install."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = str(error.name).partition(".")[0]
-        raise PatchclampError(f"pictures need {missing}: pip install 'patchclamp[plots]'") from None
+    except ModuleNotFoundError:
+        raise PatchclampError(f"pictures need {module.partition('.')[0]}: pip install {package}") from None
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
     """The file of a picture and its format, by extension: png, pdf, svg, or any other format of matplotlib."""
     path = Path(as_file(path, "path"))
-    formats = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
     ending = path.suffix.removeprefix(".").lower()
-    if ending not in formats:
+    if ending not in (formats := need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()):
         raise unknown("picture format", ending, sorted(formats), str(path))
     return _file(path), ending
 
@@ -164,7 +161,7 @@ MAX_PIXELS = 65_000  # of a side, which matplotlib limits to 2¹⁶
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: str | Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -192,28 +189,31 @@ class Picture(Protocol):
         ...
 
 
-def save_picture(picture: Picture, path: str | Path) -> Path:
-    """Draw a picture into a file with matplotlib; the extension is the format."""
-    target, ending = picture_file(path)
+def save_picture(picture: Picture, path: str | Path | None) -> Any:
+    """Draw a picture into a file with matplotlib; the extension is the format. Without a path, return the image."""
+    target, ending = (io.BytesIO(), "png") if path is None else picture_file(path)
     figure = picture.draw()
     _as_text(figure)
     dpi = min(figure.dpi, MAX_PIXELS / max(figure.get_size_inches()))
-    with _writing(target):
+    with _writing(path):
         figure.savefig(target, format=ending, dpi=dpi, facecolor="white")
-    return target
+    return target if isinstance(target, Path) else need("IPython.display", "ipython").Image(target.getvalue())
 
 
-def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str = "directory") -> Path:
-    """Write an interactive page. `include_plotlyjs`: "directory" writes plotly.min.js next to the page, once for all
-    pages of the folder; True puts it into the page (5 MB); "cdn" loads it from the web."""
+def save_page(picture: Picture, path: str | Path | None, include_plotlyjs: bool | str = "directory") -> Any:
+    """Write an interactive page, or return it without a path; as in `StudyResult.to_html`."""
     if not isinstance(include_plotlyjs, (bool, str)) or include_plotlyjs not in INCLUDES:
         raise ProgramError(f"expected one of {INCLUDES}, got {include_plotlyjs!r:.80}", "include_plotlyjs")
-    target = page_file(path)
+    target = None if path is None else page_file(path)
+    include_plotlyjs = include_plotlyjs if target or include_plotlyjs != "directory" else True
     plot = picture.figure().to_html(full_html=False, include_plotlyjs=include_plotlyjs, config={"displaylogo": False})
     sections = "".join(f"<h2>{escape(name)}</h2>\n{body}\n" for name, body in picture.sections())
     parts = (escape(picture.title), _STYLE, escape(picture.title), escape(picture.provenance), plot, sections)
+    page = _PAGE.format(*parts)
+    if target is None:
+        return need("IPython.display", "ipython").HTML(page)
     with _writing(target):
-        target.write_text(_PAGE.format(*parts), encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
         if include_plotlyjs == "directory":
             script, code = target.with_name("plotly.min.js"), need("plotly.offline").get_plotlyjs().encode()
             if not script.exists() or script.read_bytes() != code:  # or another version of plotly wrote it

@@ -63,3 +63,7 @@ for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
         if isinstance(_kind, type) and _kind.__module__ == _found.name:
             STUDIES[_kind.__name__] = _kind
             globals().update({_name: _value, _kind.__name__: _kind})
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name, value in globals().items() if hasattr(value, "study")), *STUDIES})

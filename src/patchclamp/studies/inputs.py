@@ -149,6 +149,10 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
     corrupt: Any
     align: Alignments = "last"
 
+    def __post_init__(self) -> None:
+        if self.align not in get_args(Alignments):
+            raise unknown("alignment", str(self.align), get_args(Alignments), "align")
+
     @classmethod
     def of(cls, value: Any, path: str) -> Match | None:
         """A match, or an object with its fields; None for any other selection."""
@@ -157,8 +161,6 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
                 value = msgspec.convert(value, cls)
             except msgspec.ValidationError as error:
                 raise ProgramError(f"expected a match of clean and corrupt: {error}", path) from None
-        if isinstance(value, cls) and value.align not in get_args(Alignments):
-            raise unknown("alignment", str(value.align), get_args(Alignments), f"{path}.align")
         return value if isinstance(value, cls) else None
 
     def pairs(self, lm: LM, clean: Words, corrupt: Words, path: str) -> tuple[tuple[int, int], ...]:
@@ -346,13 +348,9 @@ def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]
         if ref.layer is None:
             yield Row(ref.name, None)
         elif site.layers is not None or ref.layer in chosen:
-            around = tuple(layer for layer in everywhere if layer is not None and _near(layer, ref.layer, window))
+            first = ref.layer - window // 2  # the larger half of an even window is below the layer
+            around = tuple(layer for layer in everywhere if layer is not None and first <= layer < first + window)
             yield Row(ref.name, ref.layer, ref.index, around if window > 1 else ())
-
-
-def _near(layer: int, middle: int, window: int) -> bool:
-    """True if a layer is in the window around another; the larger half of an even window is below it."""
-    return middle - window // 2 <= layer < middle + (window + 1) // 2
 
 
 def panels_of(rows: Sequence[Row]) -> list[str]:

@@ -354,7 +354,8 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
 def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], score: Any = ()) -> list[Run]:
     """Runs of prompts that capture some sites at every position. Raises the error of a failed run."""
     names = {site.name for site in sites}
-    wanted = [Site(site.name, site.layers) @ _readable(site.name) for site in sites]
+    at_end, everywhere = Positions("prompt", -1), Positions("prompt")  # logits exist at the prompt's end alone
+    wanted = [Site(site.name, site.layers) @ (at_end if site.name == "logits" else everywhere) for site in sites]
     assert names or not sites
     runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)), score=score)
     try:
@@ -401,11 +402,6 @@ def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) 
     if not mask.any():
         raise ProgramError(f"no column is selected of {len(mask)}")
     return mask
-
-
-def _readable(name: str) -> Positions:
-    """The positions to capture: logits exist only at the prompt's end."""
-    return Positions("prompt", -1) if name == "logits" else Positions("prompt")
 
 
 def _check_lengths(lengths: Sequence[int], length: int | None) -> None:

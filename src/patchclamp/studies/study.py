@@ -178,12 +178,14 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         """The plot as an interactive plotly figure."""
         return self.picture(*of).figure()
 
-    def plot(self, path: str | Path, *of: Any) -> Path:
-        """Draw the plot into a file with matplotlib: PNG, SVG or PDF, by the extension."""
+    def plot(self, path: str | Path | None = None, *of: Any) -> Any:
+        """Draw the plot with matplotlib: into a file, PNG, SVG or PDF by the extension, whose path it returns; or
+        without a path for a notebook, as an IPython image."""
         return save_picture(self.picture(*of), path)
 
-    def to_html(self, path: str | Path, *of: Any, include_plotlyjs: bool | str = "directory") -> Path:
-        """Write an interactive page with the plot and its numbers.
+    def to_html(self, path: str | Path | None = None, *of: Any, include_plotlyjs: bool | str = "directory") -> Any:
+        """Write an interactive page with the plot and its numbers into a file, whose path it returns; or without a path
+        for a notebook, as IPython's `HTML`.
 
         include_plotlyjs: "directory" writes plotly.min.js next to the page, once for all pages of the folder; True puts
             it into the page, which grows by 5 MB; "cdn" loads it from the web

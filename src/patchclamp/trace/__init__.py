@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.proving import ProvedLM
-from patchclamp.trace.hints import OF_A_MODEL, checked_names, hint
+from patchclamp.trace.hints import OF_A_MODEL, checked_names
 
 if TYPE_CHECKING:
     from patchclamp.trace.trace import Edit, Trace
@@ -58,9 +58,8 @@ class TracedLM(ProvedLM):
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise hint(name, OF_A_MODEL, "LM") or AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
+        instead = f": {OF_A_MODEL[name]}" if name in OF_A_MODEL else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def edit(self, name: str) -> Edit:
         """Records a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as

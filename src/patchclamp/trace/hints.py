@@ -81,9 +81,9 @@ OF_INVOKE = ("messages", "sampling", "score")
 OF_TRACE = (*OF_INVOKE, "max_tokens", "edits", "logprobs", "lora", "stream")
 
 
-def hint(name: str, hints: dict[str, str], where: str = "a trace") -> ProgramError | None:
+def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
     """The error for a name that has a hint, else None."""
-    return UnknownName(f"there is no {name!r} in {where}: {hints[name]}") if name in hints else None
+    return UnknownName(f"there is no {name!r} in a trace: {hints[name]}") if name in hints else None
 
 
 def check_options(others: Iterable[str], call: str, known: Iterable[str], hints: Iterable[str] = OPTIONS) -> None:

@@ -735,7 +735,7 @@ class TokenGroup(NonTensor):
         site, batched = (name, False) if name in SITES else (BATCHED.get(name), True)
         if site is None:
             known = (each for each in dir(self) if not each.startswith("_"))
-            raise elsewhere(name) or hint(name, OF_A_TRACE) or unknown("name in a trace", name, known)
+            raise hint(name, OF_A_TRACE) or elsewhere(name) or unknown("name in a trace", name, known)
         return SiteByLayer(self, site, batched) if SITES[site].layered else self._activation(Site(site), batched)
 
     def __setattr__(self, name: str, value: Any) -> None:

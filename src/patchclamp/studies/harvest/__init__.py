@@ -156,6 +156,10 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
     ran: int
     complete: bool
 
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", incomplete"
+        return f"<HarvestResult of {', '.join(self.sites)}: {self.rows} rows{state}, in {self.folder}>"
+
     def open(self) -> Harvested:
         """Open the data set for reading."""
         return Harvested(self.folder)

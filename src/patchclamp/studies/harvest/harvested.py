@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 MANIFEST, DOCUMENTS, COLUMNS = "harvest.json", "documents.safetensors", "columns.parquet"
 
 
-def _objects(values: list[Any]) -> np.ndarray:
-    return np.fromiter(values, object, len(values))  # also of lists, which np.array would stack
-
-
 def _only_harvest(folder: Path) -> Path:
     """The folder of a data set: this one, or the only one in it. Raises `ProgramError` for several."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
@@ -192,7 +188,8 @@ class Harvested:
 
         def of(shard: int) -> dict[str, np.ndarray]:
             index = self.index(self.shards[shard])
-            columns = {name: index[name].to_numpy() if self._is_numeric(name) else _objects(index[name].to_pylist())
+            columns = {name: index[name].to_numpy() if self._is_numeric(name)  # np.array would stack lists
+                       else np.fromiter(index[name].to_pylist(), object, len(index))
                        for name in index.column_names}  # fmt: skip
             return columns | {site: self.array(site, self.shards[shard]) for site in sites}
 

@@ -100,7 +100,8 @@ class HarvestBatches(IterableDataset[Values]):
 
     def _read(self, begin: int, end: int) -> Iterator[Values]:
         for batch in chunks(self._pieces(begin, end), self.size):
-            values = {name: tensor(column, self.data.dtype) if name in self.sites else _index_values(column)
+            values = {name: tensor(column, self.data.dtype) if name in self.sites
+                      else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
                       for name, column in batch.items()}  # fmt: skip
             yield values if len(values) > 1 else next(iter(values.values()))
 
@@ -125,11 +126,6 @@ def chunks(pieces: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[
 
 def _joined(held: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([piece[name] for piece in held]) for name in held[0]}
-
-
-def _index_values(column: np.ndarray) -> Any:
-    """A column of the index: a tensor of numbers, or a list of objects."""
-    return column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
 
 
 def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
