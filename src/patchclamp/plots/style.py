@@ -115,7 +115,7 @@ def positions(numbers: tuple[int, ...]) -> str:
 
 
 def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
-    """Import a module, of the plots extra or of another `package`. Raises `PatchclampError` that names what to install."""
+    """Import a module of the plots extra, or of a package. Raises `PatchclampError` that names what to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
