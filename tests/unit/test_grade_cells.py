@@ -27,7 +27,7 @@ from patchclamp.plan.cells import CellRecords, PatchedPart, Placed, cells_of, jo
 from patchclamp.plan.cuts import cut_of, cuts_of_cells, first_layers
 from patchclamp.plan.room import Room
 from patchclamp.plan.table import records_of
-from patchclamp.runtime.runtime import shard_op
+from patchclamp.runtime.runtime import Limits, shard_op
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 
@@ -266,6 +266,12 @@ def test_every_worker_loads_what_it_may_lack(workers):
     sizes = {"r:run:3": (2, 8), "v:vector": (1, 8)}
     lease = msgspec.msgpack.decode(admission.lease("job", (2, 4), (2, 4), (1, 2), sizes), type=Lease)
     assert lease.placement.load == tuple(sizes)[-workers:]
+
+
+@pytest.mark.parametrize("share", [0, -0.5, True, "0.4", None])
+def test_a_share_is_a_positive_number(share):
+    with pytest.raises(msgspec.ValidationError, match="batch_share"):
+        msgspec.convert({"batch_share": share}, Limits, strict=True)
 
 
 def test_a_lease_that_can_never_fit():

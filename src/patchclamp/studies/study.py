@@ -179,13 +179,13 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return self.picture(*of).figure()
 
     def plot(self, path: str | Path | None = None, *of: Any) -> Any:
-        """Draw the plot with matplotlib: into a file, PNG, SVG or PDF by the extension, whose path it returns; or
-        without a path for a notebook, as an IPython image."""
+        """Draw the plot with matplotlib into a file, PNG, SVG or PDF by its extension, and return its path; without a
+        path, return IPython's `Image`, which a notebook shows."""
         return save_picture(self.picture(*of), path)
 
     def to_html(self, path: str | Path | None = None, *of: Any, include_plotlyjs: bool | str = "directory") -> Any:
-        """Write an interactive page with the plot and its numbers into a file, whose path it returns; or without a path
-        for a notebook, as IPython's `HTML`.
+        """Write an interactive page with the plot and its numbers into a file, and return its path; without a path,
+        return the page as IPython's `HTML`, with plotly.min.js in it, which a notebook shows.
 
         include_plotlyjs: "directory" writes plotly.min.js next to the page, once for all pages of the folder; True puts
             it into the page, which grows by 5 MB; "cdn" loads it from the web
