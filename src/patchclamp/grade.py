@@ -78,9 +78,8 @@ def bound_job(
     code: dict[int, Code] = {}
     sources: dict[str, SourceRun] = {}
     bound: list[BoundProgram | None] = []
-    # all of them are kept, because `Bindings` knows programs by identity
-    parsed = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
-    for i, program in enumerate(parsed):
+    for i, each in enumerate(programs):
+        program = read_program(each, f"programs[{i}]")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
         except PatchclampError as error:

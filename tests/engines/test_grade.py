@@ -161,6 +161,18 @@ def test_several_prompts_share_batches(lm, monkeypatch):
         check_equal(one, other)
 
 
+def test_each_prompt_has_its_own_programs(lm):
+    """Prompts of one length, whose programs differ: as runs, which bind them separately."""
+    prompts = [list(range(5, 17)), list(range(40, 52))]
+    programs = [[[pc.Scale(-1.5 * (i + 1), at=pc.resid_post[1], tokens=[position])] for position in range(12)]
+                for i in range(2)]  # fmt: skip
+    for prompt, grades, of in zip(prompts, lm.grade(prompts, programs, score=[7, 9]), programs, strict=True):
+        runs = [lm.run(prompt, edits=edits, score=[7, 9], max_tokens=1) for edits in of]
+        expected = [[run.scores[7], run.scores[9]] for run in runs]
+        np.testing.assert_allclose(grades.logprobs, expected, atol=1e-4)
+        assert np.abs(grades.logprobs - grades.baseline).max(1).min() > 1e-3
+
+
 def test_programs_that_run_as_requests(lm):
     same_run = [pc.Replace(pc.SameRun(pc.resid_post[0]), at=pc.resid_post[3])]
     grades = lm.grade(PROMPT, [same_run, []], score=[" Mary"])

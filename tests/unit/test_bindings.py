@@ -74,3 +74,11 @@ def test_one_list_for_all_prompts_is_one_program(lm, monkeypatch):
         assert np.array_equal(one[pc.resid_post[1]], other[pc.resid_post[1]])
     with pytest.raises(pc.TokensError, match=r"^prompt 2.edits\[0\].tokens: prompt\[4\]: there is no position 4"):
         lm.run([COLOSSEUM, EIFFEL, SHORT], max_tokens=1, edits=[pc.Zero(pc.resid_post[0], tokens=pc.prompt[4])])
+
+
+def test_programs_that_are_gone_are_not_taken_for_later_ones(lm):
+    """Later objects have the ids of those that are gone."""
+    call, prompt = Bindings(lm.sites, lm._source, lm.bank, True), Prompt(COLOSSEUM, lambda: ("", []))
+    for factor in range(100):
+        bound = call.of(Program.of([pc.Scale(float(factor), at=pc.resid_post[0])]), "r", prompt, 1).bound
+        assert bound.ops[0].action.h_scale == factor

@@ -664,8 +664,8 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call, once per prompt length if only the length matters. The caller keeps the programs
-    alive: they are cached by identity. `source` returns the captures of a run; `count` is passed to `Known`."""
+    """Binds the programs of one call, once per prompt length if only the length matters. `source` returns the captures
+    of a run; `count` is passed to `Known`."""
 
     def __init__(
         self, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any], allow_code: bool,
@@ -673,13 +673,14 @@ class Bindings:
     ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
         self._known = Known(count)
-        self._by_length: dict[tuple[int, int], Binding] = {}  # by id of the program, and prompt length
+        # by id of the program, which is kept so that its id is not reused, and prompt length
+        self._by_length: dict[tuple[int, int], tuple[Program, Binding]] = {}
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
         """Bind a program to a prompt, for the run with key `run`. Raises the errors of `bind`."""
         if not program:
             return Binding()
-        known = self._by_length.get((id(program), len(prompt.ids)))
+        _, known = self._by_length.get((id(program), len(prompt.ids)), (None, None))
         if known is not None and known.bound is not None:
             return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
         vectors: dict[str, np.ndarray] = {}
@@ -692,7 +693,7 @@ class Bindings:
         bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code, self._known)
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
-            self._by_length[id(program), len(prompt.ids)] = binding
+            self._by_length[id(program), len(prompt.ids)] = program, binding
         return binding
 
 
