@@ -371,25 +371,29 @@ class LM:
 
     def _difference_of_batches(self) -> str:
         """A description of how batches differ from requests; "" if they do not."""
-        job = self._proof(max(2, min(PROOF_TOKENS, self.model.max_model_len - 2)))
-        while self.engine.job_refusal(job) and len(job.prompt) > 2:
-            job = self._proof(max(2, len(job.prompt) // 2))
-        found = []
-        for run in (self._in_batches, functools.partial(by_requests, self.engine)):
-            table = GradeTable(job)
-            run([job], [table], lambda *_: None)
-            grades = table.grades("")
-            found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
-        off = float(np.abs(found[0] - found[1]).max())
+        length = max(2, min(PROOF_TOKENS, self.model.max_model_len - 2))
+        while self.engine.job_refusal(self._proof(length, 3)) and length > 2:
+            length = max(2, length // 2)
+        off = 0.0
+        for scores in (3, 2):  # without the third, batches may begin at a layer
+            found = []
+            for run in (self._in_batches, functools.partial(by_requests, self.engine)):
+                job = self._proof(length, scores)
+                table = GradeTable(job)
+                run([job], [table], lambda *_: None)
+                grades = table.grades("")
+                found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
+            off = max(off, float(np.abs(found[0] - found[1]).max()))
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
         return "" if off <= most else f"log-probabilities in a batch were {off:.1e} off those of requests"
 
-    def _proof(self, length: int) -> GradeJob:
-        """A job of edited and unedited cells of a random prompt."""
+    def _proof(self, length: int, scores: int) -> GradeJob:
+        """A job of edited and unedited cells of a random prompt. The third score is of two tokens."""
         ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
         stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
         edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
-        return self.grade_job(ids, [[], *edits, []], [[((), ids[0])], [((), ids[1]), ((ids[1],), ids[0])]])
+        terms = [[((), ids[0])], [((), ids[1])], [((), ids[1]), ((ids[1],), ids[0])]]
+        return self.grade_job(ids, [[], *edits, []], terms[:scores])
 
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]

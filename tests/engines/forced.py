@@ -58,6 +58,46 @@ if kind == "stock":
         [list(o.token_ids), [table[i].logprob.hex() for table, i in zip(o.logprobs, o.token_ids, strict=True)]]
         for o in (output.outputs[0] for output in made)
     ]
+elif kind == "graded":
+    import patchclamp as pc
+    from patchclamp.engines.vllm.compat import pieces
+
+    begun, run = [], pieces.Pieces._run  # the layers at which passes over pieces begin
+
+    def counted(self, args):
+        begun.append(self._layer)
+        return run(self, args)
+
+    pieces.Pieces._run = counted
+    with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
+        seen = lm.run(asked["prompts"], capture=[pc.Site(name) for name in asked["sites"]], max_tokens=1)
+        programs = [
+            [[pc.Replace(pc.From(source, site), at=site, tokens=[position])] for layer in range(asked["layers"])
+             for name in asked["sites"] for position in range(0, len(prompt), 3) for site in [pc.Site(name)[layer]]]
+            for prompt, source in zip(asked["prompts"], reversed(seen), strict=True)
+        ]  # fmt: skip
+
+        def graded(most: int) -> dict:
+            pieces.MAX_BYTES = most
+            begun.clear()
+            found = lm.grade(asked["prompts"], programs, score=[7, 9], kl=True, top=2)
+            return {"route": [each.route for each in found], "logprobs": [each.logprobs.tolist() for each in found],
+                    "kl": [each.kl.tolist() for each in found], "begun": list(begun)}  # fmt: skip
+
+        told["every layer"], told["some layers"] = graded(pieces.MAX_BYTES), graded(asked["bytes"])
+        runs = [lm.run([prompt] * len(of), edits=of, score=[7, 9], max_tokens=1)
+                for prompt, of in zip(asked["prompts"], programs, strict=True)]  # fmt: skip
+        told["requests"] = [[[each.scores[token] for token in (7, 9)] for each in of] for of in runs]
+        torn = pieces.Pieces._run
+
+        def broken(self, args):
+            result = torn(self, args)
+            return (result[0] * 2,) if isinstance(result, tuple) else result * 2
+
+        pieces.Pieces._run = broken
+        [made] = pieces._of_engine.values()
+        made.usable = None
+        told["unlike the whole"], told["usable"] = graded(asked["bytes"]), made.usable
 else:
     import patchclamp as pc
     from patchclamp.engines.vllm.compat import variants as graphs

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,3 +169,34 @@ def test_the_decoder_within_a_model_that_reads_images_is_compiled_in_both_varian
     assert found["plain"] == found["again"]
     for steered, plain in zip(found["steered"], found["plain"], strict=True):
         assert steered[1] != plain[1]
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory) -> dict:
+    """What programs at every layer give in batches that begin at layers, at some layers alone, and as requests."""
+    model = with_weights(tmp_path_factory.mktemp("model"), "0.6b", LAYERS, **SHAPE)
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(5, 500, count).tolist() for count in (41, 41)]
+    options = OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 64}  # the prompts in two passes
+    some = 3 * 4 * sum(map(len, prompts)) * SHAPE["hidden_size"]  # bytes: too few for each layer
+    asked = {"model": model, "options": options, "prompts": prompts, "layers": LAYERS, "sites": SITES, "bytes": some}
+    return finish(start("graded", json.dumps(asked), str(tmp_path_factory.mktemp("graded"))))
+
+
+@pytest.mark.parametrize("kept", ["every layer", "some layers"])
+def test_a_graded_batch_begins_at_a_layer_and_equals_requests(graded, kept):
+    found = graded[kept]
+    assert found["route"] == ["bulk", "bulk"]
+    begun = set(found["begun"])
+    assert begun == (set(range(LAYERS + 1)) if kept == "every layer" else {0, 2, 4})
+    for cells, requests in zip(found["logprobs"], graded["requests"], strict=True):
+        assert np.ptp(requests, axis=0).min() > 0.01
+        np.testing.assert_allclose(cells, requests, atol=1e-4)
+    assert np.array(found["kl"]).max() > 1e-3
+
+
+def test_pieces_that_do_not_give_the_whole_are_not_used(graded):
+    """Every cell is computed from layer 0 on, by the whole model."""
+    assert graded["usable"] is False
+    assert max(graded["unlike the whole"]["begun"][2:], default=0) == 0
+    np.testing.assert_allclose(graded["unlike the whole"]["logprobs"], graded["every layer"]["logprobs"], atol=1e-4)

@@ -57,6 +57,11 @@ def _taps(graph: torch.fx.GraphModule) -> list[Any]:
             if node.op == "call_function" and str(node.target).startswith("patchclamp.site")]  # fmt: skip
 
 
+def points_in(graph: torch.fx.GraphModule) -> list[int]:
+    """The points whose taps are in a graph, or in a piece of one."""
+    return [_points(node.args[4])[node.args[2]] if len(node.args) > 4 else node.args[2] for node in _taps(graph)]
+
+
 def _is_ours(node: Any) -> bool:
     return str(node.target).startswith(_INPUT)
 

@@ -2,7 +2,8 @@
 
 The core leases blocks, slots, records and rows of the bank (`Admission.lease`); a worker runs the batches. The prompt
 is computed once, without a program, into leased blocks. A cell computes its tokens from its first edited position on
-(`plan.cuts`): it shares the prompt's full blocks before, and gets a copy of the block that it shares in part.
+(`plan.cuts`): it shares the prompt's full blocks before, and gets a copy of the block that it shares in part. A batch
+begins at the first layer that a program of its cells edits, if the model is compiled in pieces (`Streams`).
 
 A call launches a batch and returns the results of the one before, so that a GPU computes while the next is prepared.
 Two batches are in flight, so each takes half of the slots and records.
@@ -24,6 +25,7 @@ import torch
 
 from patchclamp.engines.grading import GradeJob, GradeTable
 from patchclamp.engines.vllm.admission import Lease
+from patchclamp.engines.vllm.compat.pieces import Streams
 from patchclamp.engines.vllm.compat.runner import BatchModel
 from patchclamp.errors import Packed, unpack
 from patchclamp.kernels.transfer import Arriving, to_device
@@ -191,18 +193,25 @@ class _RunningJob:
         self._chunk: int = max(MAX_LOGITS // sites.d_vocab, 1)  # rows of logits at a time
         logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._edits_logits = any((group.point == logits).any() for group in self._cells.groups)
+        self._streams: Streams | None = None
+        self._row = np.cumsum(self._prompt) - self._prompt  # by part: the first of its rows there
         self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
 
     def _order_cells(self) -> None:
         """Order the cells by where they begin: layer, then position. Each prompt without a program comes first."""
         job, sites = self._job, self._bulk.runtime.sites
         part = np.repeat(np.arange(len(job.parts)), [part.count for part in job.parts])
-        cuts = cuts_of_cells(self._cells, self._prompt[part], first_layers(sites), sites.layers)
+        first = first_layers(sites)
+        for point, layer in ({} if self._model.pieces is None else self._model.pieces.layer_of).items():
+            first[point] = layer
+        cuts = cuts_of_cells(self._cells, self._prompt[part], first, sites.layers)
         window = np.arange(len(part)) // max(job.window, 1)
         order = np.lexsort((part, cuts[:, 1], cuts[:, 0], window))
         unedited = np.arange(len(job.parts))
         self._order = np.concatenate([-1 - unedited, order])
         self._part = np.concatenate([unedited, part[order]])
+        layers = cuts[order, 0]
+        self._layer = np.concatenate([np.full(len(unedited), layers[0] if len(layers) else 0), layers])
         self._start = np.concatenate([self._prompt - 1, cuts[order, 1]])
         self._group_of, self._at = np.full((2, self._cells.count + len(job.parts)), -1)  # negative cells are at the end
         for i, group in enumerate(self._cells.groups):
@@ -219,8 +228,12 @@ class _RunningJob:
         ], axis=1)  # fmt: skip
 
     def _compute_prompts(self) -> None:
-        """Compute every prompt without a program, into the first leased blocks."""
+        """Compute every prompt without a program, into the first leased blocks. Keep what layers read of those before,
+        if cells begin at layers and have no tokens after the prompt."""
         model, job = self._model, self._job
+        pieces = model.pieces
+        if pieces is not None and pieces.usable is not False and self._layer.any() and (self._samples == 1).all():
+            self._streams = Streams(pieces, int(self._prompt.sum()), self._bulk.runtime.device)
         blocks = -(-self._prompt // model.block)
         leased = np.array(job.lease.blocks)
         self._prompt_blocks = np.zeros((model.groups, len(job.parts), int(blocks.max())), np.int64)
@@ -235,9 +248,15 @@ class _RunningJob:
             some = np.flatnonzero(count)
             row = np.repeat(some, count[some])
             position = np.arange(len(row)) - np.repeat(np.cumsum(count[some]) - count[some], count[some]) + begin[row]
+            compute = functools.partial(
+                model.forward, self._ids[self._first[row], position], position, count[some], (begin + count)[some],
+                self._prompt_blocks[:, some],
+            )  # fmt: skip
             with self._bulk.at_work():
-                model.forward(self._ids[self._first[row], position], position, count[some], (begin + count)[some],
-                              self._prompt_blocks[:, some])  # fmt: skip
+                if self._streams is None:
+                    compute()
+                else:
+                    self._streams.record(compute, self._row[row] + position)
             begin += count
 
     def _take(self, rows: int) -> slice:
@@ -280,7 +299,12 @@ class _RunningJob:
         batch = Batch(slot_of_cell[cell], first_row, start, count, len(position), samples)
         with self._bulk.at_work():
             runtime.begin(batch)
-            hidden = model.forward(self._ids[sequence[of_row], position], position, count, length, tables)
+            layer, crossing = 0, []
+            if self._streams is not None:
+                layer = self._streams.begin(int(self._layer[which].min()))
+                crossing = self._streams.crossing(layer, self._row[part[cell[of_row]]] + position)
+            hidden = model.forward(self._ids[sequence[of_row], position], position, count, length, tables, layer,
+                                   crossing)  # fmt: skip
             first_sample = np.zeros(len(cell), np.int64)
             first_sample[by_count] = np.cumsum(samples) - samples
             scored, terms = self._terms(part)
@@ -375,15 +399,19 @@ class _RunningJob:
             if logits is None:  # another worker has them; this one takes part in gathering every chunk
                 is_here = False
                 continue
-            logits_SV = logits.float()
-            total_S = logits_SV.logsumexp(-1)
             here = np.flatnonzero((row >= begin) & (row < begin + chunk))
-            at = to_device(row[here] - begin, device)
-            scored[to_device(here, device)] = logits_SV[at, to_device(terms[here, 3], device)] - total_S[at]
+            here = here[np.argsort(row[here], kind="stable")]
+            at = row[here] - begin
+            column = np.arange(len(at)) - np.searchsorted(at, at)
+            tokens = np.zeros((len(logits), int(column.max(initial=0)) + 1), np.int64)
+            tokens[at, column] = terms[here, 3]
+            of_tokens = self._model.logprobs(logits, to_device(tokens, device))
+            scored[to_device(here, device)] = of_tokens[to_device(at, device), to_device(column, device)]
             if job.kl or job.top:
                 cells = np.flatnonzero((next_row >= begin) & (next_row < begin + chunk))
-                at, where = to_device(next_row[cells] - begin, device), to_device(cells, device)
-                next_NV = logits_SV[at] - total_S[at][:, None]
+                where = to_device(cells, device)
+                next_NV = logits[to_device(next_row[cells] - begin, device)].float()
+                next_NV -= next_NV.logsumexp(-1, keepdim=True)  # more accurate than log_softmax on a CPU
                 if job.kl:
                     kl_N[where] = self._kl(part[cells], next_NV)
                 if job.top:

@@ -477,12 +477,13 @@ class Attached:
         """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`, the same on all workers, which wait for
         each other in a batch: vLLM defers a step's sampling until it has a grammar's mask."""
         if self._bulk is None:
-            self._bulk = Bulk(self.runtime, BatchModel(self._runner, self.kind), self._in_batch, self._await_logits)
+            batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers)
+            self._bulk = Bulk(self.runtime, batches, self._in_batch, self._await_logits)
+        model = self._bulk.model
         if verb == "facts":
-            model = self._bulk.model
             refusal = refusal_of(self._config) or model.refusal
             return refusal, model.block, model.blocks, model.groups, model.rows, min(model.sequences, model.samples)
-        if verb in ("open", "run") and self._runner.execute_model_state is not None:
+        if verb in ("open", "run") and model.is_busy:
             return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled
+from patchclamp.engines.vllm.compat.pieces import Observer, Pieces, pieces_of
 from patchclamp.engines.vllm.compat.seams import forwards, require_all, seam, version
 from patchclamp.engines.vllm.compat.variants import (
     Graphs,
@@ -502,10 +503,14 @@ class BatchModel:
     refusal: the reason why it takes none; "" if it does
     block: B · groups: G · blocks: the number of blocks in the cache
     rows, sequences, samples: the most of a batch; samples are rows with logits
+    pieces: the compiled code, in which a batch may begin at any layer; None if it is not in pieces
     """
 
-    def __init__(self, runner: Any, kind: str) -> None:
+    def __init__(self, runner: Any, kind: str, layers: int) -> None:
         self._runner, self._kind = runner, kind
+        self.pieces: Pieces | None = pieces_of(runner.vllm_config, layers)
+        if getattr(runner, "shared_kv_cache_layers", None):  # which read keys of layers before the first
+            self.pieces = None
         config = runner.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         kernel_blocks = getattr(runner, "kernel_block_sizes" if kind == "v2" else "_kernel_block_sizes", None)
@@ -550,14 +555,21 @@ class BatchModel:
             for cache in self._by_block:
                 cache[to_K] = cache[from_K]
 
+    @property
+    def is_busy(self) -> bool:
+        """True between a step and its sampling. The same on all workers of a stage."""
+        return self._runner.execute_model_state is not None
+
     def forward(
-        self, ids: np.ndarray, position: np.ndarray, count: np.ndarray, length: np.ndarray, tables: np.ndarray
-    ) -> torch.Tensor:
+        self, ids: np.ndarray, position: np.ndarray, count: np.ndarray, length: np.ndarray, tables: np.ndarray,
+        layer: int = 0, crossing: Sequence[torch.Tensor] = (), observe: Observer | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute a batch, and return the stream after the last layer, [R, D].
 
         ids, position: token ids and positions of all rows, sequence by sequence, [R]
         count, length: each sequence's rows, and its tokens up to the last of them, [C]
         tables: the blocks of each sequence, [G, C, blocks]
+        layer, crossing, observe: as in `Pieces.within`
         """
         from vllm.forward_context import set_forward_context
         from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -582,7 +594,8 @@ class BatchModel:
                 if has_graph:
                     builder.use_full_cuda_graph = True
         slot_mapping = build_slot_mappings_by_layer(slots_GR, runner.kv_cache_config)
-        with set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
+        within = nullcontext() if self.pieces is None else self.pieces.within(layer, crossing, observe)
+        with within, set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
             return runner.get_model()(
                 input_ids=ids_R, positions=position_R, intermediate_tensors=None, inputs_embeds=None
             )
@@ -614,3 +627,11 @@ class BatchModel:
     def logits(self, hidden: torch.Tensor, row: np.ndarray) -> torch.Tensor | None:
         """The logits of some rows, [S, V]; None on a tensor-parallel worker that does not get them."""
         return self._runner.get_model().compute_logits(hidden[to_device(row, hidden.device)])
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The log-probabilities of some tokens of each row, [S, k], with the bits that a request gets."""
+        if self._kind == "v2":
+            from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+            return compute_token_logprobs(logits, tokens)
+        return logits.log_softmax(-1, dtype=torch.float32).gather(-1, tokens)

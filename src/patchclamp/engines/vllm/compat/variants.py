@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
+from patchclamp.engines.vllm.compat.pieces import Pieces
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
@@ -571,7 +572,7 @@ def on_compile() -> None:
         tapped, inputs, points = _apart_from_layers(graph, example_inputs)
         with _counting_fusions(backend.vllm_config, 1):
             active = stock(backend, tapped, inputs)
-        call_active = active.optimized_call
+        call_active = Pieces(backend).wrap(active.optimized_call)
         if untapped is None:
             active.optimized_call = lambda *args: call_active(*args, *points)
             return active
