@@ -39,13 +39,15 @@ BESIDE = (
     "uniform",
     "v1 uniform",
     "lent",
+    "graded",
+    "v1 graded",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
 IMAGES = tuple(images.PARTS)
 RECORDED = tuple(recorded.PARTS)
 KINDS = tuple(kinds.PARTS)  # of engine: with adapters, with fp8, with drafts
-TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again",
+TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again", "tp2 graded",
        *(part for part in (*SITES, *KINDS) if "tp2" in part))  # fmt: skip
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 ONE = (*MODES, *BESIDE, *HOW, *(part for part in (*SITES, *KINDS) if part not in TWO), *IMAGES, *RECORDED,
@@ -91,13 +93,13 @@ def carry_out(part: str) -> None:
         elif part.endswith(" again"):
             found_again(part.removesuffix(" again"), model)
         else:
-            os.environ.update(
-                fresh("ours", part) | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {})
-            )
+            exact = modes.IEEE if part.endswith("graded") else {}
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {}
+            os.environ.update(fresh("ours", part) | exact | runner)
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
-                    "uniform": corners.uniform, "lent": corners.lent}  # fmt: skip
-            does[part.removeprefix("v1 ").split(",")[0]](part, model)
+                    "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded}  # fmt: skip
+            does[part.removeprefix("v1 ").removeprefix("tp2 ").split(",")[0]](part, model)
     except Exception as error:
         traceback.print_exc()
         board.note(part, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.gpu.board import note
-from tests.gpu.engines import BASE, PROMPTS, TOKENS, apart, attached, attached_runner, bits, surroundings
+from tests.gpu.engines import BASE, PROMPTS, TOKENS, apart, attached, attached_runner, bits, setting, surroundings
 
 
 def kernel(mode: str) -> None:
@@ -369,3 +369,34 @@ def uniform(mode: str, model: str) -> None:
         counts = f"{status['steps_with_taps']} steps with taps, {status['steps_without_taps']} without"
         held = status["steps_with_taps"] > 0 == status["steps_without_taps"]
         note(mode, "every step ran code with taps", held, counts)
+
+
+def graded(mode: str, model: str) -> None:
+    """Graded programs, in batches that begin at layers of compiled code, against the same programs as requests; of one
+    prompt and of several."""
+    import numpy as np
+
+    import patchclamp as pc
+
+    options, _ = setting(mode)
+    names, draw = ("resid_pre", "q", "z", "attn_out", "neurons", "mlp_out", "resid_post"), np.random.default_rng(5)
+    with pc.LM(model, engine="vllm", **options | {"dtype": "float32"}) as lm:
+        prompts = [draw.integers(100, 30_000, 60).tolist() for _ in range(3)]
+        seen = lm.run(prompts, max_tokens=1, capture=[pc.Site(name) for name in names])
+        places = [(pc.Site(name)[layer], position) for layer in range(lm.model.layers) for name in names
+                  for position in range(0, 60, 7)]  # fmt: skip
+        lists = [[[pc.Replace(pc.From(source, at), at=at, tokens=[position]), pc.Noise(0.1, at=at, tokens=[position], seed=i)]
+                  for i, (at, position) in enumerate(places)] for source in reversed(seen)]  # fmt: skip
+        found = lm.grade(prompts, lists, score=[7, 9], kl=True, top=3)
+        note(mode, "graded in batches", {each.route for each in found} == {"bulk"}, found[0].route_reason)
+        if "tp2" not in mode:
+            pieces = attached(lm)._bulk.model.pieces
+            begin = pieces is not None and pieces.usable
+            note(mode, "which begin at layers", begin, "" if pieces is None else f"{pieces.layers} cuts")
+        far = moved = 0.0
+        for prompt, programs, grades in zip(prompts, lists, found, strict=True):
+            runs = lm.run([prompt] * len(programs), edits=programs, score=[7, 9], max_tokens=1)
+            expected = np.array([[run.scores[7], run.scores[9]] for run in runs])
+            far = max(far, float(np.abs(grades.logprobs - expected).max()))
+            moved = max(moved, float(np.abs(grades.logprobs - grades.baseline).max()))
+        note(mode, "each equals the same program as a request", far <= 1e-4 < moved, f"{far:.1e}, moved by {moved:.2f}")
