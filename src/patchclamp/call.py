@@ -60,6 +60,9 @@ def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[
     named = (isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in samplings)
     if len(samplings) != prompts or not all(named):
         raise ProgramError(f"expected names and values, or a list of {prompts} of them, one per prompt", "sampling")
+    for name in ("max_tokens", "logprobs"):
+        if any(name in one for one in samplings):
+            raise ProgramError(f"{name} is an argument of the call: {name}=…", f"sampling.{name}")
     for name in given:
         if any(name in one for one in samplings):
             raise ProgramError(f"{name} is given twice: as an argument and in sampling", f"sampling.{name}")

@@ -141,7 +141,8 @@ class _ByRequests:
                 table.top_ids[row] = ids
                 table.top_logprobs[row] = [found[token] for token in ids]
             if job.kl and i == 0 and table.kl is not None:
-                logprobs = _next_logprobs(engine, request)
+                _, rows = engine.fetch(request.run, _logits(engine))  # of all next tokens
+                logprobs = log_softmax(np.asarray(rows)[-1])
                 self._base = logprobs if self._base is None else self._base
                 table.kl[row] = kl(self._base, logprobs)
 
@@ -188,13 +189,6 @@ def by_requests(
             read_one()
     finally:
         engine.abort([request.run for _, requests, _ in under_way for request in requests])
-
-
-def _next_logprobs(engine: Engine, request: Request) -> np.ndarray:
-    """The log-probabilities of all next tokens, [V], from a request's captured logits."""
-    point = _logits(engine)
-    _, rows = engine.fetch(request.run, point)
-    return log_softmax(np.asarray(rows)[-1])
 
 
 def _logits(engine: Engine) -> int:

@@ -607,6 +607,9 @@ class Captures(dict[str, "torch.Tensor"]):
     def __contains__(self, site: object) -> bool:
         return super().__contains__(site) or (isinstance(site, (str, Site)) and bool(self._names(parse_site(site))))
 
+    def __repr__(self) -> str:
+        return f"<Captures: {', '.join(f'{name} {list(rows.shape)}' for name, rows in self.items())}>"
+
     def _names(self, at: Site) -> list[str]:
         names = [str(ref) for ref in self._sites.resolve(at)]
         present = [name for name in names if dict.__contains__(self, name)]

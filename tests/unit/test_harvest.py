@@ -564,7 +564,7 @@ def test_the_result_is_saved_and_loaded(lm, documents, tmp_path):
     assert loaded.open().sites == SITES
     assert loaded.tokens == loaded.ran == sum(map(len, documents))
     assert Harvested(tmp_path).folder == Path(loaded.folder)  # the only one in it
-    with pytest.raises(ProgramError, match="has no harvest"):
+    with pytest.raises(ProgramError, match="has no harvest: no manifest"):
         Harvested(tmp_path / "nothing")
     other = make(lm, documents, tmp_path, seed=99)
     names = sorted(Path(of.folder).name for of in (loaded, other))

@@ -180,6 +180,11 @@ def test_a_site_of_several_layers_is_read_as_one_array():
     each = [run[pc.resid_post[layer]] for layer in (0, 1)]
     assert np.array_equal(run[pc.resid_post], np.stack(each))
     assert np.array_equal(run[pc.resid_post[[1, 0]]], np.stack(each[::-1]))
+    assert pc.resid_post[np.array([1, 0])] == pc.resid_post[[1, 0]]
+    width = LM.model.d_model
+    assert (
+        repr(LM.fetch([run], pc.resid_post)[0]) == f"<Captures: resid_post[0] [4, {width}], resid_post[1] [4, {width}]>"
+    )
     assert np.array_equal(run[pc.resid_post[1:2]], each[1][None])
     assert np.array_equal(run[pc.z[:, 1]], run[pc.z[1, 1]][None])
     assert run.positions(pc.resid_post) == [0, 1, 2, 3]
@@ -250,3 +255,9 @@ def test_dir_lists_public_names_alone():
     assert set(dir(pc.studies)) == set(pc.studies.__all__)
     assert not {"errors", "language", "importlib", "Any"} & set(dir(pc))
     assert pc.LM.run.__signature__.parameters.keys() >= {"prompt", "max_tokens", "n", "temperature"}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "logprobs"])
+def test_an_argument_of_the_call_is_no_sampling_parameter(name):
+    with pytest.raises(pc.ProgramError, match=rf"^sampling.{name}: {name} is an argument of the call"):
+        LM.run([5, 6, 7], sampling={name: 3})

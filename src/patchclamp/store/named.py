@@ -115,7 +115,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return made
 
     def __repr__(self) -> str:
-        return f"<bank of {len(self)}: {', '.join(self)}>"
+        return f"<bank of {len(self)}: {', '.join(self)}>" if len(self) else "<bank, empty>"
 
     def mean(
         self, name: str, runs: Iterable[CapturedRun], site: Site | str, tokens: Tokens | str | None = None

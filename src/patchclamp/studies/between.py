@@ -71,7 +71,7 @@ class Between:
         rest = (pair for pair in align(one.ids, other.ids, match is not None).pairs
                 if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
         pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
-        labels = {(a, b): f"{self.tokens[1][b]}←{self.tokens[0][a]}" for a, b in matched}
+        labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
         self.columns: tuple[Column, ...] = tuple(
             Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
         )

@@ -431,7 +431,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
                 *charts,
                 Chart("Held-out accuracy", "share", (Curve("accuracy", layers, self.accuracy),), y_range=(-0.02, 1.02),
                       level=0.5, level_label="chance"),
-                Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),)),
+                *([Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),))]
+                  if not np.isnan(separation).all() else []),
                 Chart("Length", "norm", (Curve("vector", layers, lengths),
                                          Curve("rows it was made of", layers, self.row_norm)), y_log=True),
             ),

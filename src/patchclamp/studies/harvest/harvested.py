@@ -69,7 +69,8 @@ class Harvested:
                                    f"{folder}", "folder")  # fmt: skip
             self.manifest: Manifest = msgspec.json.decode(content, type=Manifest)
         except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ProgramError(f"{folder} has no harvest: {error}", "folder") from None
+            why = "no manifest" if isinstance(error, FileNotFoundError) else error
+            raise ProgramError(f"{folder} has no harvest: {why}", "folder") from None
         there = {path.name for path in self.folder.iterdir()}
         self.shards: list[str] = [name for name in self.manifest.shards if name in there]
         self.missing: list[str] = [name for name in self.manifest.shards if name not in there]
