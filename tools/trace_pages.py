@@ -82,6 +82,7 @@ with lm.trace(prompt) as t:
 ```
 
 - A hook is Python on a tensor. What it does is mostly one line of a trace; for the rest there is `.apply(fn)`.
+- `W_K` and `W_V` have the checkpoint's key and value heads; TransformerLens repeats them for each query head.
 - The weights are not folded or centred: values are the model's own, as of TransformerLens'
   `from_pretrained_no_processing`.
 - `cache["resid_post", 5]` is [T, D], not [1, T, D]. Logits are those of sampled tokens.

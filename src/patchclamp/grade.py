@@ -42,6 +42,8 @@ def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], .
     items = [score] if isinstance(score, str) or is_token_id(score) else as_items(score, "score")
     found: list[tuple[int, ...]] = []
     for i, item in enumerate(items):
+        if isinstance(item, (set, frozenset)):
+            raise TokensError(f"expected token ids in order, got a set {item!r:.100}", f"score[{i}]")
         ids = bare(item) if isinstance(item, str) else [item] if is_token_id(item) else as_items(item, f"score[{i}]")
         if not ids:
             raise TokensError(f"{item!r} has no tokens", f"score[{i}]")

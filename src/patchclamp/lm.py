@@ -260,7 +260,7 @@ class LM:
         bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
         jobs = [self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings)
                 for one, of in zip(prompts, lists, strict=True)]  # fmt: skip
-        if captures := capture not in (None, (), []):
+        if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
                 bindings.of(Program.of((), capture), self.engine.run_prefix + _key(), given, 1)
@@ -718,28 +718,21 @@ class LM:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
             )
-        max_tokens, score = int(max_tokens), self._scored(score)
-        outside = [token for token in score if not is_token_id(token) or not 0 <= token < self.model.d_vocab]
-        if outside:
-            raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
-        if len(set(score)) > MAX_SCORES:
-            raise ProgramError(f"expected at most {MAX_SCORES} tokens, got {len(set(score))}", "score")
+        max_tokens, score = int(max_tokens), self.scored(score)
         try:
             binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat, images), max_tokens)
         except PatchclampError as error:
             raise error if path is None else error.under(path) from None
         bound = None if binding.bound is None else of_sample(binding.bound, number)
         return Request(
-            key, ids, max_tokens, bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
+            key, ids, max_tokens, bound, binding.vectors, sampling, tuple(score), logprobs,
             binding.code, text, binding.sources, adapter=adapter, chat=chat, images=images,
             inputs=None if expanded is None else expanded.inputs,
         )  # fmt: skip
 
-    def _scored(self, score: Any) -> list[Any]:
+    def scored(self, score: Any) -> list[int]:
         """The token ids of `score=`, whose texts are of one token each."""
         items = [score] if isinstance(score, str) else as_items(score, "score")
-        if not any(isinstance(item, str) for item in items):
-            return items
         ids = [self.tokenizer.bare(item) if isinstance(item, str) else [item] for item in items]
         for item, tokens in zip(items, ids, strict=True):
             if len(tokens) != 1:
@@ -747,7 +740,12 @@ class LM:
                     f"expected a text of one token, got {item!r}, which has {len(tokens)}: "
                     f"{self.tokenizer.token_strings(tokens)}; pc.studies.teacher_forcing scores longer texts", "score"
                 )  # fmt: skip
-        return [token for [token] in ids]
+            if not is_token_id(tokens[0]) or not 0 <= tokens[0] < self.model.d_vocab:
+                raise TokensError(f"{tokens[0]!r} is not a token id below {self.model.d_vocab}", "score")
+        scored = [int(token) for [token] in ids]
+        if len(set(scored)) > MAX_SCORES:
+            raise ProgramError(f"expected at most {MAX_SCORES} tokens, got {len(set(scored))}", "score")
+        return scored
 
     def _source(self, key: str) -> Run:
         """The run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""

@@ -59,3 +59,28 @@ def test_text_with_half_a_surrogate_pair_is_named(lm):
         assert caught.value.path == argument
     with pytest.raises(pc.ProgramError):
         lm.tokens("\ud800")
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_model_len", "max_records", "bank_bytes"])
+@pytest.mark.parametrize("wrong", ["a", 1.5, 0, -1, True, "10"])
+def test_a_size_of_the_engine_is_checked_before_anything_is_loaded(lm, option, wrong):
+    with pytest.raises(pc.ProgramError) as raised:
+        pc.LM(lm.model.name, "transformers", prove=False, **{option: wrong})
+    assert raised.value.path == option
+
+
+@pytest.mark.parametrize("option", ["trust_remote_code", "skip_tokenizer_init"])
+def test_a_flag_of_the_engine_is_true_or_false(lm, option):
+    with pytest.raises(pc.ProgramError) as raised:
+        pc.LM(lm.model.name, "transformers", prove=False, **{option: "no"})
+    assert raised.value.path == option
+
+
+def test_tokenizers_and_weights_name_what_is_wrong(lm):
+    calls = [(lm.tokenizer.encode, None), (lm.tokenizer.bare, 3), (lm.tokenizer.decode, None), (lm.tokenizer.decode, [-1]),
+             (lm.weights, ["W_O"])]  # fmt: skip
+    for call, wrong in calls:
+        with pytest.raises(pc.PatchclampError):
+            call(wrong)
+    with pytest.raises(pc.ShapeError):
+        pc.studies.logit_lens(lm, IDS, layers=1, unembedding=np.zeros((0, lm.model.d_model), np.float32))

@@ -495,7 +495,7 @@ def test_a_span_finds_its_tokens(lm):
 
 def test_images_are_refused_with_what_takes_them(lm):
     """Of a prompt or of a chat, and an image is selected in no prompt without one."""
-    words = "the fake engine takes prompts of text alone: load the model with engine='vllm' for images"
+    words = "the fake engine takes prompts of text alone; engine='vllm' reads images"
     picture = {"prompt": "the cat", "multi_modal_data": {"image": object()}}
     seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
     for asked, path in (({"prompt": picture}, "prompt"), ({"prompt": ["the cat", picture]}, "prompt[1]"),

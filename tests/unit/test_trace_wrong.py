@@ -505,7 +505,7 @@ def test_blocks_that_are_none(lm, no_run):
     ("options", "path", "instead"),
     [({"max_new_tokens": 3}, "max_new_tokens", "max_tokens="), ({"temperature": 1}, "temperature", "sampling="),
      ({"max_tokns": 3}, "max_tokns", "max_tokens"), ({"remote": True}, "remote", "leave it out"),
-     ({"max_tokens": True}, "max_tokens", "token"), ({"score": 5}, "score", "ids"), ({"score": "ab"}, "score", "ids"),
+     ({"max_tokens": True}, "max_tokens", "token"), ({"score": 5}, "score", "list"), ({"score": "ab"}, "score", "one token"),
      ({"sampling": {1: 2}}, "sampling", "names"), ({"edits": 5}, "edits[0]", "op")],
 )  # fmt: skip
 def test_arguments_that_are_wrong(lm, no_run, options, path, instead):

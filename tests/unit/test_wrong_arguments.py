@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
 LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
 PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
 SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
+SWEPT = pc.studies.patch_sweep(LM, **PAIR, **SWEEP)
+HARVESTED = pc.studies.harvest(LM, [IDS], tempfile.mkdtemp(), sites="embed", show_progress=False).open()
 PARITY = {"model": "fake", "engines": ("fake", "fake")}
 
 
@@ -111,6 +114,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "lm.fetch": (LM.fetch, {"runs": [RUN], "sites": [AT]}),
     "lm.tokens": (LM.tokens, {"text": "a"}),
     "lm.edit": (LM.edit, {"name": "a"}),
+    "lm.grade": (LM.grade, {"prompt": IDS, "programs": [[]], "score": [5]}),
+    "lm.loglikelihood": (LM.loglikelihood, {"prompt": IDS, "continuation": [5]}),
+    "PatchSweepResult.best": (SWEPT.best, {"count": 1}),
+    "Harvested.array": (HARVESTED.array, {"site": "embed"}),
+    "Harvested.batches": (HARVESTED.batches, {"size": 4}),
+    "Harvested.torch": (HARVESTED.torch, {}),
+    "Harvested.datasets": (HARVESTED.datasets, {"size": 4}),
     "lm.sleep": (LM.sleep, {"level": 1}),
     "lm.bank[]=": (_bank_set, {"name": "a", "value": VECTOR}),
     "lm.bank[]": (_bank_get, {"name": "a"}),
@@ -445,3 +455,37 @@ def test_a_study_is_frozen_and_says_what_it_is_of():
     assert repr(study).startswith("LogitLens(prompt=[")
     with pytest.raises(pc.UnknownName, match="colour"):
         study.run(LM, colour=1)
+
+
+@pytest.mark.parametrize("prompts", [[[5, -1, 7]], [[5, 2**63]], [[5, 10**30]]])
+def test_token_ids_beyond_the_vocabulary_are_refused_before_they_are_decoded(prompts, tmp_path):
+    calls = [
+        lambda: pc.studies.fuzz_sweep(LM, prompts, [0.5], max_tokens=1, show_progress=False),
+        lambda: pc.studies.harvest(LM, prompts, tmp_path, sites="embed", show_progress=False),
+        lambda: pc.studies.patch_sweep(LM, clean=prompts[0], corrupt=[5, 6, 7], answer=5, foil=6, show_progress=False),
+        lambda: LM.run(prompts, max_tokens=1),
+    ]
+    for call in calls:
+        with pytest.raises(pc.TokensError):
+            call()
+
+
+def test_an_engine_object_comes_with_its_own_model_and_options():
+    assert pc.LM("fake", LM.engine, prove=False).engine is LM.engine
+    with pytest.raises(pc.ModelError):
+        pc.LM("smollm2", LM.engine, prove=False)
+    with pytest.raises(pc.EngineError):
+        pc.LM("fake", LM.engine, prove=False, dtype="float32")
+
+
+def test_scores_of_a_trace_are_those_of_a_run():
+    for score in ({5, 6}, np.array([5, 6]), [5, 6]):
+        with LM.trace([5, 6, 7], score=score) as trace:
+            trace.layers[0].output *= 1.5
+        assert sorted(trace.run.scores) == [5, 6]
+    with pytest.raises(pc.ProgramError, match="goes with a prompt"):
+        LM.trace(score=np.array([5, 6]))
+    with pytest.raises(pc.TokensError):
+        LM.trace([5, 6, 7], score=[-1])
+    with pytest.raises(pc.TokensError, match="in order"):
+        LM.loglikelihood([5, 6], {8, 5})

@@ -22,6 +22,10 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
             raise ModelError(f"expected an engine's name or an engine, got {type(engine).__name__}", "engine")
+        if options:
+            raise EngineError(f"the engine is loaded already: leave {', '.join(options)} out", next(iter(options)))
+        if model not in ("", engine.model.name):
+            raise ModelError(f"the engine has loaded {engine.model.name!r}, got {model!r}", "model")
         return engine
     model = model_name(model)
     if model.startswith(("http://", "https://")):

@@ -482,26 +482,19 @@ class Engine(Protocol):
 
         Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """
-        raise EngineError(
-            f"the {self.model.engine} engine takes prompts of text alone: load the model with engine='vllm' for images"
-        )
+        raise EngineError(f"the {self.model.engine} engine takes prompts of text alone; engine='vllm' reads images")
 
     def gradients(
-        self,
-        prompt_token_ids: list[int],
-        points: list[int],
-        weights: dict[int, float],
+        self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
         stream: np.ndarray | None = None,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Compute gradients of Σ weight · log p(token) of the next token at some points. Weights are by token id.
 
         stream: rows [T, D] that replace the stream before the first layer
 
         Raises: `EngineError` if the engine computes no gradients, `UnsupportedSite` for a point without gradients.
         """
-        raise EngineError(
-            f"the {self.model.engine} engine computes no gradients: load the model with engine='transformers' for them"
-        )
+        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
 
     @property
     def batch_refusal(self) -> str:

@@ -188,14 +188,19 @@ class HubTokenizer:
 
         return cls(AutoTokenizer.from_pretrained(path, **options))
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.inner(text)["input_ids"])
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise TokensError(f"expected text, got {type(text).__name__} {text!r:.100}")
+        return list(self.inner(text, add_special_tokens=special)["input_ids"])
 
     def bare(self, text: str) -> list[int]:
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+        return self.encode(text, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode(list(ids), skip_special_tokens=True)
+        try:
+            return self.inner.decode(list(ids), skip_special_tokens=True)
+        except (TypeError, OverflowError):
+            raise TokensError(f"expected token ids, got {ids!r:.100}") from None
 
     def settled(self, ids: Sequence[int]) -> str:
         """Return the text that the next token cannot change. This omits a character with missing bytes and, if the

@@ -50,6 +50,7 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.values import as_flag
 from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
 from patchclamp.plan.room import Placement, Room, bank_sizes
@@ -172,21 +173,12 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        dtype: str | None = None,
-        device: str | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        padding_side: Literal["left", "right"] = "left",
-        trust_remote_code: bool = False,
-        skip_tokenizer_init: bool = False,
-        max_records: int = Limits().max_records,
-        bank_bytes: int = Limits().bank_bytes,
-        numerics: str = "uniform",
+        self, name: str, *, dtype: str | None = None, device: str | None = None, max_model_len: int | None = None,
+        max_num_seqs: int = 64, padding_side: Literal["left", "right"] = "left", trust_remote_code: bool = False,
+        skip_tokenizer_init: bool = False, max_records: int = Limits().max_records,
+        bank_bytes: int = Limits().bank_bytes, numerics: str = "uniform",
         recompute: Literal["changed", "all"] = "changed",
-    ) -> None:
+    ) -> None:  # fmt: skip
         import transformers
 
         only_uniform(numerics, "Transformers")
@@ -194,6 +186,12 @@ class TransformersEngine(Engine):
             raise unknown("way to recompute", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
+        for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,
+                             "max_model_len": 1 if max_model_len is None else max_model_len}.items():  # fmt: skip
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+                raise ProgramError(f"expected a whole number from 1 on, got {size!r}", option)
+        as_flag(trust_remote_code, "trust_remote_code")
+        as_flag(skip_tokenizer_init, "skip_tokenizer_init")
         self.device: str = _checked_device(device)
         if dtype is None:
             dtype = (default_dtype(name) if torch.device(self.device).type == "cpu" else None) or "auto"
@@ -313,12 +311,9 @@ class TransformersEngine(Engine):
         Sampler.check(sampling)
 
     def gradients(
-        self,
-        prompt_token_ids: list[int],
-        points: list[int],
-        weights: dict[int, float],
+        self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
         stream: np.ndarray | None = None,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         return self._call(gradients, self._net, self.sites, prompt_token_ids, points, weights, stream).result()
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:

@@ -66,7 +66,7 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
 
     Raises: `UnknownName` for another name, `UnsupportedSite` for a layer, or a model, without such a weight.
     """
-    if name not in WEIGHTS:
+    if not isinstance(name, str) or name not in WEIGHTS:
         raise unknown("weight", str(name), WEIGHTS, "name")
     point = WEIGHTS[name].point
     if not point:

@@ -74,7 +74,7 @@ def as_index(key: IndexLike) -> Index | None:
 
 def as_indices(key: IndicesLike) -> Indices | None:
     """Make an index, or a tuple of indices in their order, from a subscript."""
-    key = key.tolist() if getattr(key, "ndim", 0) == 1 else key  # pyright: ignore[reportAttributeAccessIssue]
+    key = list(key) if type(key).__name__ == "ndarray" and key.ndim == 1 else key  # pyright: ignore
     if not isinstance(key, (list, tuple, range)):
         return as_index(key)  # pyright: ignore[reportArgumentType]
     listed = tuple(map(as_integer, key))

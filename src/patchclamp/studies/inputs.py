@@ -95,22 +95,13 @@ class Words(msgspec.Struct, frozen=True):
 
 def words_of(lm: LM, prompt: Any, path: str) -> Words:
     """Read a prompt of text or token ids."""
-    prompt = as_plain(prompt, path)
-    if isinstance(prompt, str):
-        try:
-            ids, text = lm.tokens(prompt), prompt
-        except ProgramError as error:
-            raise ProgramError(error.message, path) from None
-    elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):
-        ids = [int(token) for token in prompt]
-        if any(not 0 <= token < lm.model.d_vocab for token in ids):
-            raise TokensError(f"a token id is outside the vocabulary of {lm.model.d_vocab}", path)
-        text = lm.tokenizer.decode(ids)
-    else:
-        raise ProgramError("a prompt is text or a list of token ids", path)
-    if not ids:
+    try:
+        read = _plain(lm, prompt)
+    except (ProgramError, TokensError) as error:
+        raise type(error)(error.message, path) from None
+    if not read.ids:
         raise TokensError("an empty prompt has no position to run", path)
-    return Words(tuple(ids), tuple(lm.tokenizer.token_strings(ids)), text)
+    return Words(read.ids, tuple(lm.tokenizer.token_strings(read.ids)), read.shown)
 
 
 def listed(prompts: Any) -> bool:
@@ -452,6 +443,8 @@ def _plain(lm: LM, prompt: Any) -> EncodedPrompt:
     if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)
+    if outside := [token for token in ids if not 0 <= token < lm.model.d_vocab]:
+        raise TokensError(f"{outside[0]} is not a token id below {lm.model.d_vocab}")
     return EncodedPrompt(ids, None, lm.tokenizer.decode(list(ids)))
 
 

@@ -392,7 +392,7 @@ def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Ten
     if not tensor.isfinite().all():
         raise ShapeError("expected finite numbers, got NaN or infinity", path)
     fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
-    if not fits:
+    if not fits or not tensor.numel():
         wanted = ", ".join("K" if n is None else str(n) for n in shape)
         raise ShapeError(f"expected shape [{wanted}], got {list(tensor.shape)}", path)
     return tensor

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -298,4 +298,6 @@ def _at(positions: Any, clean: Any) -> dict[str, Any]:
         )  # fmt: skip
     if isinstance(positions, (list, tuple)) and len(positions) != len(clean):
         raise ProgramError(f"{len(positions)} selections for {len(clean)} pairs; give one, or one a pair", "positions")
+    if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
+        raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
     return {"all tokens": Positions("prompt") if positions is None else positions}

@@ -16,7 +16,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
 from patchclamp.plots.style import number, quoted, visible
-from patchclamp.studies.inputs import Column, Row, layers_in, panels_of
+from patchclamp.studies.inputs import Column, Row, check_whole, layers_in, panels_of
 from patchclamp.studies.metric import METRICS
 from patchclamp.studies.study import StudyResult
 
@@ -243,6 +243,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     def best(self, count: int = 5) -> list[Cell]:
         """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; without
         another prompt, those that moved it furthest in either direction."""
+        count = check_whole(count, "count")
         if self.goal is None:
             return sorted(self.cells(), key=lambda cell: -abs(cell.value - self.baseline))[:count]
         towards = 1.0 if self.goal >= self.baseline else -1.0

@@ -12,7 +12,7 @@ import msgspec
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import Part
 from patchclamp.engines.tokenizer import has_images
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
+from patchclamp.errors import EngineError, PatchclampError, ProgramError
 from patchclamp.language import Capture, From, Op, Program, Site, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
@@ -136,7 +136,7 @@ class Trace(NonTensor):
         self._streamed, self._state, self._invokes = as_flag(stream, "stream"), "open", []
         self._stream: Stream | None = None
         self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
-        if self._only is None and score:
+        if self._only is None and len(score):
             raise ProgramError("score= goes with a prompt: t.invoke(prompt, score=...)", "score")
 
     def __repr__(self) -> str:
@@ -151,9 +151,7 @@ class Trace(NonTensor):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
-        score = as_plain(score, "score")
-        if not isinstance(score, (list, tuple)) or not all(map(is_token_id, score)):
-            raise TokensError(f"expected a list of token ids, got {score!r:.100}", "score")
+        score = self._lm.scored(score)
         recording = Recording(self._lm, read, self._max_tokens, self)
         recording.state = "open" if self._entered else "new"
         recording.sampling, recording.score = None if sampling is None else dict(sampling), list(score)

@@ -118,8 +118,8 @@ class Harvested:
         because NumPy lacks bfloat16. Defaults are the first shard and the only site."""
         kind = self._site(site)
         shard = self._shards_or_error()[0] if shard is None else shard
-        if shard not in self.shards:
-            raise unknown("shard", shard, self.shards, "shard")
+        if not isinstance(shard, str) or shard not in self.shards:
+            raise unknown("shard", str(shard), self.shards, "shard")
         file = RowsFile.open(self.folder / shard / kind.file)
         if (file.dtype, file.shape[1]) != (self.dtype, kind.width):
             raise ProgramError(f"{shard}/{kind.file}: expected rows [n, {kind.width}] of {self.dtype}, got "
@@ -201,7 +201,7 @@ class Harvested:
         dict that also has the row's document, position, token and kept columns."""
         from patchclamp.studies.harvest.training import HarvestRows
 
-        return HarvestRows(self, self.names(sites), index)
+        return HarvestRows(self, self.names(sites, index), index)
 
     def batches(self, sites: Any = None, size: int = 4096, repeat: bool = False, index: bool = False) -> HarvestBatches:
         """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files sequentially. With
@@ -209,7 +209,7 @@ class Harvested:
         of anything else."""
         from patchclamp.studies.harvest.training import HarvestBatches
 
-        return HarvestBatches(self, self.names(sites), size, repeat, index)
+        return HarvestBatches(self, self.names(sites, index), size, repeat, index)
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
         """A `datasets.IterableDataset`: document, position, token, and a column of float32 lists for each site."""
@@ -229,20 +229,22 @@ class Harvested:
 
         return ActivationBuffer(self, self._site(site).name, **options)
 
-    def _site(self, name: str | None) -> StoredSite:
+    def _site(self, name: str | None, path: str = "site") -> StoredSite:
         sites = {site.name: site for site in self.manifest.recipe.sites}
         if name is None and len(sites) == 1:
             return next(iter(sites.values()))
         if str(name) not in sites:
-            raise unknown("site in this harvest", str(name), sites, "site")
+            raise unknown("site in this harvest", str(name), sites, path)
         return sites[str(name)]
 
-    def names(self, sites: Any) -> list[str]:
-        """The names of some sites, of one, or of all for None."""
+    def names(self, sites: Any, index: bool = True) -> list[str]:
+        """The names of some sites, of one, or of all for None. Without the rows' index, it must be at least one."""
         if isinstance(sites, (int, np.integer)):
             raise ProgramError(f"expected sites, got {sites}; a number of rows is size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
-        return [self._site(str(name)).name for name in names]
+        if not names and not index:
+            raise ProgramError("expected at least one site, got none", "sites")
+        return [self._site(str(name), "sites").name for name in names]
 
     def _shards_or_error(self) -> list[str]:
         if not self.shards:

@@ -567,7 +567,10 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
 
 
 def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
-    ids = np.array(lm.tokenizer.encode(document) if isinstance(document, str) else document, np.int64)
+    try:
+        ids = np.array(lm.tokenizer.encode(document) if isinstance(document, str) else document, np.int64)
+    except OverflowError:
+        ids = np.array(list(document), object)
     if len(ids) and not (ids.min() >= 0 and ids.max() < lm.model.d_vocab):
         outside = next(int(i) for i in ids if not 0 <= i < lm.model.d_vocab)
         raise TokensError(f"document {number}: token id {outside} is outside the vocabulary of {lm.model.d_vocab}",

@@ -136,7 +136,7 @@ def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
 
 def to_datasets(data: Any, sites: list[str], size: int) -> Any:
     """A `datasets.IterableDataset` of rows, with as many shards as the harvest."""
-    rows, shards = len(data.order), len(data.shards)
+    rows, shards, size = len(data.order), len(data.shards), check_whole(size, "size", 1)
     ends = [rows * i // shards for i in range(shards + 1)]
     given = {"data": data, "sites": tuple(sites), "places": list(itertools.pairwise(ends)), "size": size}
     return needed("datasets").IterableDataset.from_generator(_records, gen_kwargs=given)

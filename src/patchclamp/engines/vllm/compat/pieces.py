@@ -142,7 +142,7 @@ class Streams:
         of the pass."""
         pieces, row_R = self._pieces, to_device(row, self._device)
 
-        def observe(layer: int, values: list[Any]) -> None:
+        def keep(layer: int, values: list[Any]) -> None:
             for each in values:
                 if not isinstance(each, torch.Tensor) or each.shape[:1] != row_R.shape:
                     raise EngineError(f"{getattr(each, 'shape', each)} crosses the cut before layer {layer}")
@@ -154,11 +154,11 @@ class Streams:
                     whole[row_R] = value
 
         if pieces.usable is not None:
-            compute(observe=observe)
+            compute(observe=keep)
             return
         whole = compute()
         try:
-            compute(observe=observe)
+            compute(observe=keep)
             layer = self.begin(pieces.layers // 2 + 1)
             same = torch.equal(whole, compute(layer=layer, crossing=self.crossing(layer, row)))
             problem = "" if same else "its pieces differ from the whole"
