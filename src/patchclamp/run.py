@@ -405,7 +405,7 @@ class Run:
         self._check_part(ref, name)
         key = ref.point, ordinal
         if key not in self._fetched:
-            self._fetched[key] = self._read(*key, name)
+            self._fetched[key] = self._read(*key, name if "[" in name else str(ref))
         return self._fetched[key]
 
     def _check_part(self, ref: SiteRef, name: str) -> None:

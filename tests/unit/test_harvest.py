@@ -448,6 +448,9 @@ def test_a_capture_beyond_float16_fails_its_own_run_alone(lm):
     with pytest.raises(pc.NotFinite, match=r"resid_post\[1\] at position 2"):
         far["resid_post[1]"]
     assert np.isfinite(np.asarray(near["resid_post[1]"], np.float32)).all()
+    stacked = lm.run([0, 5, 6, 7], max_tokens=1, edits=[scale], capture=[pc.Capture("resid_post", dtype="float16")])
+    with pytest.raises(pc.NotFinite, match=r"^capture: resid_post\[\d\] at position 2"):
+        stacked[pc.resid_post]
     wide = lm.run([0, 5, 6, 7], max_tokens=1, edits=[scale], capture=["resid_post[1]"])["resid_post[1]"]
     assert np.isfinite(wide).all()
 

@@ -489,3 +489,11 @@ def test_scores_of_a_trace_are_those_of_a_run():
         LM.trace([5, 6, 7], score=[-1])
     with pytest.raises(pc.TokensError, match="in order"):
         LM.loglikelihood([5, 6], {8, 5})
+
+
+@pytest.mark.parametrize("wrong", [{"url": "\ud800"}, {"url": 5}, {"url": "http://127.0.0.1:9", "api_key": np.ones(3)}])
+def test_a_place_to_push_to_is_checked(wrong):
+    with pytest.raises(pc.PatchclampError):
+        LM.bank.push(**wrong, names=["banked"])
+    with pytest.raises(pc.ProgramError):
+        LENS.picture(["kl"])

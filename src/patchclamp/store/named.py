@@ -212,7 +212,7 @@ class NamedBank(MutableMapping[str, Entry]):
             import httpx
         except ImportError:
             raise EngineError("uploading needs httpx: pip install 'patchclamp[http]'") from None
-        key = api_key or os.environ.get("VLLM_API_KEY")
+        key = os.environ.get("VLLM_API_KEY") if api_key is None else str(api_key)
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
             raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: give names= without it", "names")
@@ -231,7 +231,7 @@ class NamedBank(MutableMapping[str, Entry]):
                     response = client.put(path, content=body, headers={"Content-Type": kind})
                     if response.status_code >= 400:
                         raise EngineError(f"{url} refused {name!r}: {_refusal(response)}")
-        except (httpx.InvalidURL, httpx.HTTPError) as error:
+        except (httpx.InvalidURL, httpx.HTTPError, ValueError) as error:
             raise EngineError(f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
                               "`patchclamp serve`, http://host:port") from None  # fmt: skip
         return list(parts)

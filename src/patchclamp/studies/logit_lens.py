@@ -150,8 +150,8 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _panel(self, colour: Colour) -> GridPanel:
-        if colour not in COLOURS:
-            raise unknown("colour", colour, list(COLOURS), "colour")
+        if str(colour) not in COLOURS:
+            raise unknown("colour", str(colour), list(COLOURS), "colour")
         values = {"probability": self.top_probs[:, :, 0], "kl": self.kl, "entropy": self.entropy}[colour]
         up, across = range(len(self.layers)), range(len(self.positions))
         visible = {token: style.visible(text) for token, text in self.texts.items()}
