@@ -208,3 +208,27 @@ def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(shallow, eng
         mean = lm.bank.mean("never", runs, at)
         assert np.allclose(next(iter(mean.rows.values())).array(), runs[0][at].flatten(1).mean(0), atol=1e-6)
     assert some[pc.z[5]].shape[1:] == (9, 64)
+
+
+@pytest.mark.parametrize("text", ["hello 🫠 world is great", "日本語の 🫠 text é"])
+def test_a_character_of_several_tokens_is_selected_whole_wherever_it_is_asked_for(shallow, text):
+    """As the tokenizer's own offsets say, of text and of token ids: in runs, chats, traces and studies."""
+    lm = shallow.get("transformers", "float32")
+    encoding = lm.tokenizer.inner(text, return_offsets_mapping=True)
+    ids, pairs = encoding["input_ids"], encoding["offset_mapping"]
+    assert len(ids) > len({begin for begin, _ in pairs})  # some characters have several
+    words = text.split()
+    expected = {}
+    for word in words:
+        begin = text.index(word)
+        expected[word] = [i for i, (first, last) in enumerate(pairs) if first < begin + len(word) and last > begin]
+    for word in words:
+        for prompt in (text, ids):
+            run = lm.run(prompt, max_tokens=1, capture=[AT @ pc.span(word)])
+            assert run.positions(AT) == expected[word]
+            with lm.trace(prompt) as trace:
+                saved = trace.layers[3].output[pc.span(word)].save()
+            assert len(saved) == len(expected[word])
+            traced = pc.studies.causal_trace(lm, prompt=prompt, subject=word, answer=ids[-1], sites=["resid_post"],
+                                             layers=1, seeds=1, show_progress=False)  # fmt: skip
+            assert sorted(traced.subjects[0]) == expected[word]
