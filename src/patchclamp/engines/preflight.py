@@ -80,7 +80,7 @@ def model_name(model: Any) -> str:
     if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
         if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
             raise ModelError(f"{name!r} is not a model; for a server give its URL, pc.LM('http://{name}')", "model")
-        if re.match(r"\w+:/", name) and not name.startswith(("http://", "https://")):
+        if re.match(r"(https?|ftp):/", name) and not name.startswith(("http://", "https://")):
             raise ModelError(f"{name!r} is not a server's URL, such as pc.LM('http://localhost:8000')", "model")
         return name
     if hasattr(model, "submit"):

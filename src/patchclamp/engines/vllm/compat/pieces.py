@@ -40,8 +40,8 @@ class Pieces:
     """A compiled model.
 
     layers: the number of cuts at attention
-    layer_of: by point, the highest layer from which on a pass has its tap
-    usable: True if a pass from a layer on gave the bits of a whole one; None if none was compared yet
+    layer_of: by point, the highest layer at which a pass can begin and still run the point's tap
+    usable: True if a pass that began at a layer equalled a whole one, bit for bit; None if not compared yet
     """
 
     def __init__(self, backend: VllmBackend) -> None:
@@ -128,8 +128,8 @@ def _attends(graph: torch.fx.GraphModule) -> bool:
 class Streams:
     """The rows that cross the cuts in passes over some prompts, T in all, so that batches can begin at a layer.
 
-    With more than `MAX_BYTES`, only every n-th layer is kept. A model of which anything else crosses a cut than rows,
-    or whose pieces do not give what the whole does, is computed from layer 0 on.
+    Above `MAX_BYTES`, only every n-th layer is kept. If a value that crosses a cut has no row per token, or the pieces
+    do not reproduce the whole pass, batches begin at layer 0.
     """
 
     def __init__(self, pieces: Pieces, rows: int, device: torch.device) -> None:
@@ -165,7 +165,7 @@ class Streams:
             if _free_bytes(self._device) < ROOM_BYTES:
                 problem = "less than 1 GiB of device memory is free"
         except Exception as error:  # a graph that is put together in another way
-            problem = str(error)
+            problem = repr(error)  # never empty
         pieces.usable = _agreed(not problem)
         if not pieces.usable:
             logger.warning("patchclamp: graded programs are computed from layer 0 on: %s", problem)
