@@ -12,6 +12,9 @@ the difference of two tokens' log-probabilities. The sides are processes of thei
 - `vllm`: `patch_sweep` on vLLM's request path; with `beside`, the engine core is in a process of its own;
 - `stock`: as many graded requests of stock vLLM that compute as many tokens: other prompts from a cell's position on.
 
+With `--pairs 100` also every head of every layer (`z`, all tokens at once) for as many pairs of prompts, in one call:
+`vllm`, and `requests`, the same engine with a request for each cell and a tenth of the pairs.
+
 All but stock compute the same cells; how far they are from the loop's is told beside what the sweep finds by itself to
 be noise.
 """
@@ -110,7 +113,8 @@ class Ours:
         began = time.perf_counter()
         sweep = pc.studies.patch_sweep(
             self.lm, clean=prompts[0], corrupt=prompts[1], answer=ANSWER, foil=FOIL, sites=asked["sites"],
-            metric="logit_diff", positions=asked["positions"], show_progress=False,
+            metric="logit_diff", positions=asked["positions"] or {"all": pc.every}, group=asked.get("group"),
+            show_progress=False,
         )  # fmt: skip
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "cells": np.asarray(sweep.values, np.float32), "noise": float(sweep.noise_floor),
@@ -118,6 +122,14 @@ class Ours:
 
     def close(self) -> None:
         self.lm.close()
+
+
+class Requests(Ours):
+    """`patch_sweep` with a request for each cell."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        super().__init__(model, options)
+        type(self.lm).batch_refusal = property(lambda lm: "requests are measured")
 
 
 class Stock:
@@ -175,7 +187,7 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
     sides: dict[str, tuple[type, dict[str, Any]]] = {
         "loop": (Loop, {"dtype": dtype}), "changed": (Ours, hub), "changed 128": (Ours, {**hub, "max_num_seqs": 128}),
         "vllm": (Ours, ours),
-        "beside": (Ours, {**ours, "multiprocess_mode": True}), "stock": (Stock, vllm),
+        "beside": (Ours, {**ours, "multiprocess_mode": True}), "requests": (Requests, ours), "stock": (Stock, vllm),
     }  # fmt: skip
     started = {name: Remote(*sides[name][:1], model, sides[name][1], environ) for name in args.sides.split(",")}
     for side in started.values():
@@ -215,11 +227,35 @@ def measure(sides: dict[str, Remote], tokens: int, sites: int, layers: int, roun
     }  # fmt: skip
 
 
+def measure_pairs(sides: dict[str, Remote], pairs: int, layers: int, rounds: int) -> dict[str, Any]:
+    """Cells per second over pairs of prompts of 15 to 20 tokens, all heads."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("vllm", "requests")}
+    counts = {"vllm": pairs, "requests": max(1, pairs // 10)}
+    cells: dict[str, np.ndarray] = {}
+    for number in range(rounds + 1):
+        draw = np.random.default_rng((pairs, number))
+        lengths = draw.integers(15, 21, pairs).tolist()
+        clean, corrupt = ([draw.integers(100, 500, length).tolist() for length in lengths] for _ in range(2))
+        for name in seconds if number % 2 else reversed(seconds):
+            count = counts[name]
+            asked = {"positions": None, "sites": "z", "group": 1}
+            answer = sides[name].seconds([clean[:count], corrupt[:count]], **asked)
+            cells[name] = answer["cells"]
+            if number:
+                seconds[name].append(answer["seconds"])
+    each = cells["vllm"].size // layers
+    rates = {name: counts[name] * each * layers / float(np.median(times)) for name, times in seconds.items()}
+    return {"pairs": pairs, "shape": list(cells["vllm"].shape), "seconds": seconds,
+            "cells_per_s": {name: round(rate) for name, rate in rates.items()},
+            "times_requests": round(rates["vllm"] / rates["requests"], 2)}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=FLOAT, default="0.6b")
     parser.add_argument("--sides", default="loop,changed,vllm,stock", help="separated by commas; also: beside")
     parser.add_argument("--tokens", default="17x12,204,1000", help="of the prompts, x sites (1, 4 or 12); 17x12 has 12")
+    parser.add_argument("--pairs", type=int, default=0, help="of prompts, for all heads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=256, help="max_num_seqs of the Transformers engine")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -237,11 +273,15 @@ def main() -> None:
     path = args.out / f"gpu_sweep-{args.shape}-{result['date']}.json"
     sides = start(args)
     try:
-        for case in args.tokens.split(","):
+        for case in filter(None, args.tokens.split(",")):
             tokens, _, sites = case.partition("x")
             row = measure(sides, int(tokens), int(sites or 1), LAYERS[args.shape], args.rounds)
             print({key: value for key, value in row.items() if key != "seconds"}, flush=True)
             result["rows"].append(row)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+        if args.pairs:
+            result["pairs"] = measure_pairs(sides, args.pairs, LAYERS[args.shape], args.rounds)
+            print({key: value for key, value in result["pairs"].items() if key != "seconds"}, flush=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         for side in sides.values():

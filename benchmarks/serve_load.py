@@ -6,7 +6,8 @@
 First stock's server is asked for as much as it gives. Then both servers get 80 % of that rate, at random intervals:
 without programs, and with a program (one vector at every layer) on every second request, for which stock gets the same
 requests without. A figure is the ratio of the medians over rounds of a run's median, or 99th percentile, of the time to
-the first token and between tokens. Last, a sweep over HTTP against the same sweep in this process.
+the first token and between tokens. Last, half of our server's own saturation with and without a sweep of 50,000 cells
+beside it, and a sweep over HTTP against the same sweep in this process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -41,6 +43,7 @@ TINY: dict[str, Any] = dict(layers=28, hidden_size=64, intermediate_size=128, nu
             num_key_value_heads=1, head_dim=32, vocab_size=2000)  # fmt: skip
 SIZES = [*range(1, 9), *range(16, 129, 8), 160, 192, 256]  # fewer than vLLM's own, so that servers start sooner
 STARTS_WITHIN_S = 400
+BESIDE = {"cells": 50_000, "median_itl_ms": 1.5}  # of the sweep beside a load; largest ratio of the median
 FORKS = multiprocessing.get_context(
     "forkserver"
 )  # a client that had to load vLLM first would take longer to start than to measure
@@ -191,17 +194,65 @@ def saturation(server: Server, folder: Path, args: Any) -> float:
     return rates[-1]
 
 
-def sweep_s(lm: Any, rounds: int, sites: list[str]) -> float:
-    """Seconds of a sweep of some sites at every layer of 17 tokens, the median of some."""
+def one_sweep_s(lm: Any, draw: np.random.Generator, tokens: int, sites: list[str]) -> float:
+    """Seconds of a sweep of some sites at every layer and token of a prompt."""
     from patchclamp.studies import patch_sweep
 
-    draw, times = np.random.default_rng(3), []
-    for _ in range(rounds + 1):
-        clean, corrupt = draw.integers(100, 500, (2, 17)).tolist()
-        begin = time.perf_counter()
-        patch_sweep(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, sites=sites, show_progress=False)
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
+    clean, corrupt = draw.integers(100, 500, (2, tokens)).tolist()
+    begin = time.perf_counter()
+    patch_sweep(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, sites=sites, show_progress=False)
+    return time.perf_counter() - begin
+
+
+def sweep_s(lm: Any, rounds: int, sites: list[str]) -> float:
+    """The median of some sweeps of 17 tokens, after one that is not counted."""
+    draw = np.random.default_rng(3)
+    return float(np.median([one_sweep_s(lm, draw, 17, sites) for _ in range(rounds + 1)][1:]))
+
+
+def measure_beside(server: Server, folder: Path, args: Any, report: dict[str, Any]) -> None:
+    """Add the load of half the server's saturation, with and without a sweep beside it, in turn."""
+    import patchclamp as pc
+
+    rate = 0.5 * saturation(server, folder, args)
+    rounds: dict[str, list[dict[str, float]]] = {"alone": [], "beside": []}
+    with pc.LM(server.url) as lm:
+        sites = proven(lm)
+        tokens = -(-BESIDE["cells"] // (len(sites) * lm.model.n_layers))
+        draw, swept = np.random.default_rng(4), list[float]()
+        alone_s = min(one_sweep_s(lm, draw, tokens, sites) for _ in range(2))
+        ended = threading.Event()
+
+        def sweep() -> None:
+            while not ended.is_set():
+                swept.append(one_sweep_s(lm, draw, tokens, sites))
+
+        for number in range(args.rounds):
+            for case in ("alone", "beside") if number % 2 else ("beside", "alone"):
+                ended.clear()
+                sweeping = threading.Thread(target=sweep)
+                if case == "beside":
+                    sweeping.start()
+                rounds[case].append(load(server, folder, args, rate, 1000 + 4 * number + 2 * (case == "beside"), False))
+                ended.set()
+                if case == "beside":
+                    sweeping.join()
+                print(case, rounds[case][-1], f"{time.monotonic() - BEGAN:.0f} s", flush=True)
+    medians = {case: {figure: float(np.median([each[figure] for each in of])) for figure in FIGURES}
+               for case, of in rounds.items()}  # fmt: skip
+    ratios = {figure: medians["beside"][figure] / medians["alone"][figure] for figure in FIGURES}
+    cells = tokens * len(sites) * lm.model.n_layers
+    report["beside"] = {"requests_per_s": rate, "cells": cells, "sweep_alone_s": alone_s, "sweeps_s": swept,
+                        "ratios": ratios, "medians": medians, "rounds": rounds}  # fmt: skip
+    print(f"{cells} cells beside {rate:.1f} requests a second: ratios {ratios}, of the median between tokens at most "
+          f"{BESIDE['median_itl_ms']}; a sweep takes {alone_s:.1f} s, {np.median(swept):.1f} s beside")  # fmt: skip
+
+
+def proven(lm: Any) -> list[str]:
+    """The sites of a sweep that the model has; random weights do not prove every one."""
+    from benchmarks.user_path import SWEEP_SITES
+
+    return [name for name in SWEEP_SITES if name in lm.sites.names]
 
 
 def main() -> None:
@@ -249,6 +300,7 @@ def main() -> None:
             file.write_text(json.dumps(report, indent=1))
             sides["stock"].close()
         if args.only != "load":
+            measure_beside(sides["ours"], folder, args, report)
             report["sweep"] = compare_sweeps(sides["ours"], model, args)
     finally:
         file.write_text(json.dumps(report, indent=1))
@@ -284,10 +336,9 @@ def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
     import torch
 
     import patchclamp as pc
-    from benchmarks.user_path import SWEEP_SITES
 
     with pc.LM(server.url) as lm:
-        sites = [name for name in SWEEP_SITES if name in lm.sites.names]  # random weights do not prove every one
+        sites = proven(lm)
         http_s = sweep_s(lm, args.rounds, sites)
     print(f"sweep of {len(sites)} sites over HTTP: {http_s:.2f} s", flush=True)
     server.close()

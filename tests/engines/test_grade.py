@@ -31,14 +31,32 @@ SCORES = [" Mary", " John", " Mary and John", [5, 7, 11]]
 
 
 @pytest.fixture(scope="module")
-def lm(shallow) -> LM:
-    return shallow.get("vllm", "float32")
+def engine(shallow) -> LM:
+    lm = shallow.get("vllm", "float32")
+    lm.grade(PROMPT, [], score=[5])  # proves it
+    return lm
+
+
+@pytest.fixture
+def lm(engine) -> Iterator[LM]:
+    """The engine, which must have as much to lease after a test as before."""
+    before = room_of(engine)
+    yield engine
+    assert room_of(engine) == before
 
 
 def as_requests(lm: LM, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Any:
     with monkeypatch.context() as patched:
         patched.setattr(LM, "batch_refusal", property(lambda lm: "asked for"))
         return lm.grade(*args, **kwargs)
+
+
+def room_of(lm: LM) -> tuple[Any, ...]:
+    """What an engine has to lease: free blocks, slots, and records; and its counts, of leases and others."""
+    admission = lm.engine._engine.engine_core.engine_core.patchclamp.admission
+    room, status = admission._room, lm.engine.status()
+    names = ("programs", "records", "pinned", "leases", "waiting")
+    return admission.pool.free, len(room._cell_slots), room._records.free, *(status[name] for name in names)
 
 
 def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator, count: int) -> list[Any]:
@@ -94,8 +112,7 @@ def test_random_programs_equal_requests(lm, monkeypatch, warm):
     assert empty
     np.testing.assert_allclose(grades.logprobs[empty], np.tile(grades.baseline, (len(empty), 1)), atol=1e-5)
     assert (grades.kl[empty] < 1e-6).all()
-    status = lm.engine.status()
-    assert not any(status[name] for name in ("programs", "records", "pinned", "leases", "waiting", "vectors"))
+    assert not lm.engine.status()["vectors"]
 
 
 def test_kl_is_that_of_whole_distributions(lm):
@@ -291,8 +308,10 @@ def test_code_runs_as_requests(shallow, engine):
 
 
 def test_rows_that_do_not_fit_into_the_bank_at_once(shallow, monkeypatch):
-    """A sweep whose rows are larger than the bank runs in several leases."""
+    """A sweep whose rows are larger than the bank runs in several leases, and returns each."""
     lm = shallow.get("vllm", "float32", bank_bytes=1 << 18)
+    lm.grade(PROMPT, [], score=[5])
+    before = room_of(lm)
     run = lm.run(OTHER, max_tokens=1, capture=[pc.resid_pre, pc.mlp_out])
     assert 4 * 2 * lm.model.layers * len(lm.tokens(OTHER)) * lm.model.d_model > 1 << 18
     admission, leases = lm.engine._engine.engine_core.engine_core.patchclamp.admission, list[str]()
@@ -302,9 +321,12 @@ def test_rows_that_do_not_fit_into_the_bank_at_once(shallow, monkeypatch):
         (kind[layer], p) for kind in (pc.resid_pre, pc.mlp_out) for layer in range(lm.model.layers) for p in (1, 5)
     ]
     programs = [[pc.Replace(pc.From(run, at, pc.every[p]), at=at, tokens=pc.every[p])] for at, p in places]
-    grades = lm.grade(PROMPT, programs, score=SCORES, kl=True)
-    assert len(leases) > 2
-    check_equal(grades, as_requests(lm, monkeypatch, PROMPT, programs, score=SCORES, kl=True))
+    prompts, asked = [PROMPT, OTHER, "The capital of France is the city of"], {"score": SCORES, "kl": True}
+    grades = lm.grade(prompts, [programs] * 3, **asked)
+    assert len(leases) > 6
+    assert room_of(lm) == before
+    for one, other in zip(grades, as_requests(lm, monkeypatch, prompts, [programs] * 3, **asked), strict=True):
+        check_equal(one, other)
 
 
 def test_a_program_larger_than_a_batch(shallow):

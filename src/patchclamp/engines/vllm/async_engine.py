@@ -122,7 +122,7 @@ class AsyncEngine(VllmFrontEnd):
                 elif verb == "end":
                     result = await self._end_grading(name)
                 elif verb == "lease":
-                    [answer] = tell_cores(self.client, "lease", *args, only=0)
+                    [answer] = tell_cores(self.client, "lease", name, *args, only=0)
                     result = await answer
                     if result is None:
                         tries -= 1

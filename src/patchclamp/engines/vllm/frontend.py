@@ -212,7 +212,7 @@ class VllmFrontEnd(Engine):
         own = min(of_cell * slots, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
         needs = (prompts + of_cell, prompts + max(own, of_cell))
         sizes = self._sizes_of(cells, jobs, vectors)
-        leased = yield "lease", (jobs[0].name, needs, (2, slots), (2 * records, slots * records), sizes)
+        leased = yield "lease", (needs, (2, slots), (2 * records, slots * records), sizes)
         lease = msgspec.msgpack.decode(leased, type=Lease)
         loaded = {key: np.ascontiguousarray(vectors[key]) for name in lease.placement.load
                   if is_vector(key := name.removesuffix("#"))}  # fmt: skip
@@ -288,10 +288,12 @@ class VllmFrontEnd(Engine):
 
 def no_room(lease: tuple[Any, ...]) -> CapacityError:
     """Return the error of an idle engine without room for a lease of these arguments."""
-    _, blocks, slots, records, _ = lease
+    blocks, slots, records, sizes = lease
+    size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
         f"there is no room for a batch of cells, which needs {blocks[0]} free blocks of the cache, {slots[0]} of the "
-        f"programs and {records[0]} of the records: give the cache more memory, or raise max_records"
+        f"programs, {records[0]} of the records and {size} bytes of the bank: give the cache more memory, or raise "
+        "max_records or bank_bytes"
     )
 
 

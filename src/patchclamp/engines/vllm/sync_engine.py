@@ -463,7 +463,7 @@ class RunningGrading:
                 return True
             found, self._since = None, 0.0
         elif verb == "lease":
-            found = core("lease", *args)
+            found = core("lease", self.name, *args)
             if found is None and busy:
                 return True  # later, when a request has ended
             if found is None:
