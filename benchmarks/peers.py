@@ -19,12 +19,17 @@ needs its own version of vLLM. Sides take turns. A call of the first round is no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +37,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PATIENCE_S = 60.0
+PATIENCE_S, LIMIT_S = 10.0, 150.0
+BATCH = 1 << 16  # tokens of a batch of hooks
+ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
 ANSWER, FOIL, TOP = 7, 9, 5
 SIZES = {  # by shape: requests and tokens of steer, prompts and tokens of capture, tokens of sweep, prompts of lens
     "0.6b": {"steer": (256, 64), "capture": (64, 2048), "sweep": 204, "lens": (64, 64)},
     "tiny": {"steer": (8, 12), "capture": (4, 32), "sweep": 12, "lens": (4, 12)},
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": {"vocab_size": 49_152},
+    "0.6b": {"hidden_size": 1024, "vocab_size": 49_152},
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
              "head_dim": 32, "vocab_size": 2048},
 }  # fmt: skip
@@ -57,7 +64,7 @@ class Side:
         self.middle = self.layers // 2
         self.engine = {"dtype": self.dtype, "max_model_len": 2304}
         self.engine |= ({"kv_cache_memory_bytes": 1 << 27, "enforce_eager": True, "block_size": 32} if shape == "tiny"
-                        else {"gpu_memory_utilization": 0.35})  # fmt: skip
+                        else {"kv_cache_memory_bytes": 16 << 30, "gpu_memory_utilization": 0.05})  # fmt: skip
 
     def vector(self, width: int) -> np.ndarray:
         return (0.05 * np.random.default_rng(1).standard_normal(width)).astype(np.float32)
@@ -66,16 +73,20 @@ class Side:
 class Stock(Side):
     """vLLM without a tool."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args)
         from vllm import LLM
 
-        self.llm = LLM(self.model, **self.engine)
+        self.llm = LLM(self.model, **self.engine, **options)
 
-    def _generate(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[Any]:
+    def _generate(
+        self, prompts: list[list[int]], tokens: int, each: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> list[Any]:
+        """Sampled alike, or with what each prompt has of its own."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **sampling)
+        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **sampling}
+        asked = [SamplingParams(**sampling, **own) for own in each] if each else SamplingParams(**sampling)
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
 
     def steer(self, prompts: list[list[int]]) -> Arrays:
@@ -125,217 +136,338 @@ class Patchclamp(Side):
         return {"top": np.stack([lens.top_ids[:, 0] for lens in lenses])}
 
 
-class Hooks(Side):
-    """Plain batched hooks on Transformers."""
+class Batched(Side):
+    """Transformers in whole batches. What differs between tools is how they reach the stream."""
+
+    net: Any  # the model, called by what it is made of
+    blocks: Any
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         import torch
-        from transformers import AutoModelForCausalLM
 
         self.torch, self.device = torch, "cuda" if torch.cuda.is_available() else "cpu"
-        self.net = (
-            AutoModelForCausalLM.from_pretrained(self.model, dtype=getattr(torch, self.dtype)).to(self.device).eval()
-        )
-        self.blocks = self.net.model.layers
+        self.options = {"dtype": getattr(torch, self.dtype)}
 
     def _tensor(self, values: Any) -> Any:
         return self.torch.as_tensor(np.array(values), device=self.device)
 
+    def _vector(self) -> Any:
+        return self._tensor(self.vector(SHAPES[self.shape]["hidden_size"])).to(self.options["dtype"])
+
+    def _streams(self, ids: Any) -> list[Any]:
+        """The stream after every layer, [B, T, D] each."""
+        raise NotImplementedError
+
+    def _entering(self, ids: Any) -> list[Any]:
+        """The stream before every layer, [T, D] each, of one prompt."""
+        raise NotImplementedError
+
+    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+        """The last token's logits, [B, V], of prompts that each have one row before a layer replaced."""
+        raise NotImplementedError
+
+    def _unembed(self, rows: Any) -> Any:
+        return self.net.lm_head(self.net.model.norm(rows))
+
+    def capture(self, prompts: list[list[int]]) -> Arrays:
+        size, parts = max(1, BATCH // len(prompts[0])), []
+        with self.torch.inference_mode():
+            for i in range(0, len(prompts), size):
+                streams = [each.cpu() for each in self._streams(self._tensor(prompts[i : i + size]))]
+                parts.append(self.torch.stack([each[:, ::SAMPLE].float() for each in streams], 1))
+        return {"rows": self.torch.cat(parts).numpy()}
+
+    def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
+        size, grid = max(1, BATCH // len(corrupt)), []
+        with self.torch.inference_mode():
+            for layer, rows in enumerate(self._entering(self._tensor([clean]))):
+                for positions in self.torch.arange(len(corrupt), device=self.device).split(size):
+                    ids = self._tensor([corrupt]).expand(len(positions), -1)
+                    grid.append(self._patched(ids, layer, positions, rows[positions])[:, [ANSWER, FOIL]].float())
+        cells = self.torch.cat(grid).cpu().numpy()
+        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(self.layers, -1)}
+
+    def lens(self, prompts: list[list[int]]) -> Arrays:
+        with self.torch.inference_mode():
+            last = self.torch.stack([each[:, -1] for each in self._streams(self._tensor(prompts))], 1)
+            return {"top": self._unembed(last).topk(TOP).indices.cpu().numpy()}
+
+
+class Hooks(Batched):
+    """Plain batched hooks on Transformers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        from transformers import AutoModelForCausalLM
+
+        self.net = AutoModelForCausalLM.from_pretrained(self.model, **self.options).to(self.device).eval()
+        self.blocks = self.net.model.layers
+
     def steer(self, prompts: list[list[int]]) -> Arrays:
-        vector = self._tensor(self.vector(self.net.config.hidden_size)).to(self.net.dtype)
-        hook = self.blocks[self.middle].register_forward_hook(
-            lambda module, args, out: (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
-        )
-        count = len(prompts[0])
-        try:
-            with self.torch.inference_mode():
-                made = self.net.generate(
-                    self._tensor(prompts), max_new_tokens=count, min_new_tokens=count, do_sample=False
-                )
-        finally:
-            hook.remove()
+        vector, count = self._vector(), len(prompts[0])
+        with self._hooked([(self.blocks[self.middle].register_forward_hook, lambda m, a, out: out + vector)]):
+            made = self.net.generate(self._tensor(prompts), max_new_tokens=count, min_new_tokens=count, do_sample=False)
         return {"tokens": made[:, count:].cpu().numpy()}
 
     def _streams(self, ids: Any) -> list[Any]:
-        """The stream after every layer, [B, T, D] each; before the final norm."""
         seen: list[Any] = []
-        hooks = [block.register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
-                 for block in self.blocks]  # fmt: skip
-        try:
-            with self.torch.inference_mode():
-                self.net(ids, logits_to_keep=1, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._hooked([(each.register_forward_hook, lambda m, a, out: seen.append(out)) for each in self.blocks]):
+            self.net(ids, logits_to_keep=1, use_cache=False)
         return seen
 
-    def capture(self, prompts: list[list[int]]) -> Arrays:
-        size = max(1, (1 << 15) // len(prompts[0]))
-        rows = [self.torch.stack([each.cpu() for each in self._streams(self._tensor(prompts[i : i + size]))])
-                for i in range(0, len(prompts), size)]  # fmt: skip
-        return {"rows": self.torch.cat([each[:, :, ::SAMPLE].float() for each in rows], 1).transpose(0, 1).numpy()}
+    def _entering(self, ids: Any) -> list[Any]:
+        return [each[0] for each in self.net(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
 
-    def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
-        torch = self.torch
-        with torch.inference_mode():
-            streams = self.net(self._tensor([clean]), output_hidden_states=True, logits_to_keep=1).hidden_states
-            size, grid = max(1, (1 << 15) // len(corrupt)), []
-            for block, stream in zip(self.blocks, streams, strict=False):
-                row = []
-                for positions in torch.arange(len(corrupt), device=self.device).split(size):
-                    count = torch.arange(len(positions), device=self.device)
+    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+        def patch(module: Any, args: Any) -> None:
+            args[0][self.torch.arange(len(positions)), positions] = rows
 
-                    def patch(
-                        module: Any, args: Any, positions: Any = positions, count: Any = count, stream: Any = stream
-                    ) -> Any:
-                        args[0][count, positions] = stream[0, positions]
-                        return args
+        with self._hooked([(self.blocks[layer].register_forward_pre_hook, patch)]):
+            return self.net(ids, logits_to_keep=1, use_cache=False).logits[:, 0]
 
-                    hook = block.register_forward_pre_hook(patch)
-                    ids = self._tensor([corrupt]).expand(len(positions), -1)
-                    logits = self.net(ids, logits_to_keep=1, use_cache=False).logits[:, 0].float()
-                    hook.remove()
-                    row.append(logits[:, ANSWER] - logits[:, FOIL])
-                grid.append(torch.cat(row))
-        return {"cells": torch.stack(grid).cpu().numpy()}
-
-    def lens(self, prompts: list[list[int]]) -> Arrays:
-        last = self.torch.stack([each[:, -1] for each in self._streams(self._tensor(prompts))], 1)
-        with self.torch.inference_mode():
-            logits = self.net.lm_head(self.net.model.norm(last)).float()
-        return {"top": logits.topk(TOP).indices.cpu().numpy()}
+    @contextlib.contextmanager
+    def _hooked(self, hooks: list[tuple[Any, Any]]) -> Iterator[None]:
+        handles = [register(hook) for register, hook in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-class TransformerLens(Hooks):
+class TransformerLens(Batched):
     """TransformerLens: its bridge to the Transformers model."""
 
     def __init__(self, *args: Any) -> None:
-        Side.__init__(self, *args)
-        import torch
+        super().__init__(*args)
         from transformer_lens.model_bridge import TransformerBridge
 
-        self.torch, self.device = torch, "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, self.dtype)
-        self.tl = TransformerBridge.boot_transformers(self.model, device=self.device, dtype=dtype)
+        self.net = TransformerBridge.boot_transformers(self.model, device=self.device, **self.options)
 
     def steer(self, prompts: list[list[int]]) -> Arrays:
-        vector = self._tensor(self.vector(self.tl.cfg.d_model)).to(getattr(self.torch, self.dtype))
-        name, count = f"blocks.{self.middle}.hook_resid_post", len(prompts[0])
-        with self.torch.inference_mode(), self.tl.hooks(fwd_hooks=[(name, lambda rows, hook: rows + vector)]):
-            made = self.tl.generate(self._tensor(prompts), max_new_tokens=count, do_sample=False, stop_at_eos=False,
-                                    return_type="tokens", verbose=False)  # fmt: skip
+        vector, count = self._vector(), len(prompts[0])
+        name = f"blocks.{self.middle}.hook_resid_post"
+        with self.torch.inference_mode(), self.net.hooks(fwd_hooks=[(name, lambda rows, hook: rows + vector)]):
+            made = self.net.generate(self._tensor(prompts), max_new_tokens=count, do_sample=False, stop_at_eos=False,
+                                     return_type="tokens", verbose=False)  # fmt: skip
         return {"tokens": made[:, -count:].cpu().numpy()}
 
-    def _streams(self, ids: Any) -> list[Any]:
-        names = [f"blocks.{i}.hook_resid_post" for i in range(self.layers)]
-        with self.torch.inference_mode():
-            _, cache = self.tl.run_with_cache(ids, names_filter=names)
+    def _cached(self, ids: Any, hook: str) -> list[Any]:
+        names = [f"blocks.{i}.{hook}" for i in range(self.layers)]
+        cache = self.net.run_with_cache(ids, names_filter=names)[1]
         return [cache[name] for name in names]
 
-    def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
-        torch, names = self.torch, [f"blocks.{i}.hook_resid_pre" for i in range(self.layers)]
-        with torch.inference_mode():
-            _, cache = self.tl.run_with_cache(self._tensor([clean]), names_filter=names)
-            size, grid = max(1, (1 << 15) // len(corrupt)), []
-            for name in names:
-                row = []
-                for positions in torch.arange(len(corrupt), device=self.device).split(size):
+    def _streams(self, ids: Any) -> list[Any]:
+        return self._cached(ids, "hook_resid_post")
 
-                    def patch(rows: Any, hook: Any, positions: Any = positions, clean_rows: Any = cache[name]) -> Any:
-                        rows[torch.arange(len(positions), device=rows.device), positions] = clean_rows[0, positions]
-                        return rows
+    def _entering(self, ids: Any) -> list[Any]:
+        return [each[0] for each in self._cached(ids, "hook_resid_pre")]
 
-                    ids = self._tensor([corrupt]).expand(len(positions), -1)
-                    logits = self.tl.run_with_hooks(ids, fwd_hooks=[(name, patch)])[:, -1].float()
-                    row.append(logits[:, ANSWER] - logits[:, FOIL])
-                grid.append(torch.cat(row))
-        return {"cells": torch.stack(grid).cpu().numpy()}
+    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+        def patch(stream: Any, hook: Any) -> Any:
+            stream[self.torch.arange(len(positions)), positions] = rows
+            return stream
 
-    def lens(self, prompts: list[list[int]]) -> Arrays:
-        last = self.torch.stack([each[:, -1] for each in self._streams(self._tensor(prompts))], 1)
-        with self.torch.inference_mode():
-            logits = self.tl.unembed(self.tl.ln_final(last)).float()
-        return {"top": logits.topk(TOP).indices.cpu().numpy()}
+        return self.net.run_with_hooks(ids, fwd_hooks=[(f"blocks.{layer}.hook_resid_pre", patch)])[:, -1]
+
+    def _unembed(self, rows: Any) -> Any:
+        return self.net.unembed(self.net.ln_final(rows))
+
+
+class NnsightHF(Batched):
+    """nnsight on Transformers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        from nnsight.modeling.transformers import TransformersModel
+
+        self.net = TransformersModel(
+            self.model, task="text-generation", dispatch=True, device_map=self.device, **self.options
+        )
+        self.blocks = self.net.model.layers
+
+    def steer(self, prompts: list[list[int]]) -> Arrays:
+        blocks, middle, vector, count = self.blocks, self.middle, self._vector(), len(prompts[0])
+        asked = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        with self.net.generate(self._tensor(prompts), **asked) as tracer:
+            for _ in tracer.iter[:count]:
+                blocks[middle].output = blocks[middle].output + vector
+            made = tracer.result.save()
+        return {"tokens": made[:, count:].cpu().numpy()}
+
+    def _streams(self, ids: Any) -> list[Any]:
+        with self.net.trace(ids, logits_to_keep=1, use_cache=False):
+            seen = list().save()  # noqa: C408  a list of nnsight's
+            for block in self.blocks:
+                seen.append(block.output)
+        return seen
+
+    def _entering(self, ids: Any) -> list[Any]:
+        with self.net.trace(ids, logits_to_keep=1, use_cache=False):
+            seen = list().save()  # noqa: C408
+            for block in self.blocks:
+                seen.append(block.input[0])
+        return seen
+
+    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+        with self.net.trace(ids, logits_to_keep=1, use_cache=False):
+            self.blocks[layer].input[self.torch.arange(len(positions)), positions] = rows
+            logits = self.net.lm_head.output[:, -1].save()
+        return logits
 
 
 class VllmLens(Stock):
-    """vllm-lens: it steers and captures."""
+    """vllm-lens."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, enable_chunked_prefill=False)  # hooks see prompts whole
 
     def steer(self, prompts: list[list[int]]) -> Arrays:
         import torch
         from vllm_lens import SteeringVector
 
-        width = self.llm.llm_engine.model_config.get_hidden_size()
-        vector = SteeringVector(activations=torch.from_numpy(self.vector(width))[None], layer_indices=[self.middle])
-        made = self._generate(prompts, len(prompts[0]), extra_args={"apply_steering_vectors": [vector]})
+        vector = torch.from_numpy(self.vector(SHAPES[self.shape]["hidden_size"]))
+        steering = SteeringVector(activations=vector[None], layer_indices=[self.middle])
+        made = self._generate(prompts, len(prompts[0]), extra_args={"apply_steering_vectors": [steering]})
         return {"tokens": np.array([each.outputs[0].token_ids for each in made])}
 
     def capture(self, prompts: list[list[int]]) -> Arrays:
-        made = self._generate(prompts, 1, extra_args={"output_residual_stream": True})
-        return {
-            "rows": np.stack([each.activations["residual_stream"][:, ::SAMPLE].float().cpu().numpy() for each in made])
-        }
+        size, rows = max(1, (1 << 15) // len(prompts[0])), []  # what one message of its holds is less than 4 GiB
+        for i in range(0, len(prompts), size):
+            made = self._generate(prompts[i : i + size], 1, extra_args={"output_residual_stream": True})
+            rows += [each.activations["residual_stream"][:, ::SAMPLE].float().numpy() for each in made]
+        return {"rows": np.stack(rows)}
+
+    def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
+        from vllm_lens import Hook
+
+        def keep(context: Any, stream: Any) -> None:
+            context.saved["rows"] = stream.cpu()
+
+        def patch(position: int, row: Any) -> Any:
+            def hook(context: Any, stream: Any) -> Any:
+                stream = stream.clone()
+                stream[position] = row
+                return stream
+
+            return hook
+
+        first = Hook(fn=keep, layer_indices=[0], pre=True)
+        [made] = self._generate([clean], 1, extra_args={"apply_hooks": [first], "output_residual_stream": True})
+        streams = [made.hook_results["0"]["rows"], *made.activations["residual_stream"][:-1]]
+        grid = []
+        for layer, stream in enumerate(
+            streams
+        ):  # a hook before a layer sees half of the stream: one after the last does
+            hooks = [Hook(fn=patch(position, row.clone()), layer_indices=[max(layer - 1, 0)], pre=layer == 0)
+                     for position, row in enumerate(stream)]  # fmt: skip
+            each = [{"extra_args": {"apply_hooks": [hook]}} for hook in hooks]
+            made = self._generate([corrupt] * len(hooks), 1, each, logprobs=2, logprob_token_ids=[ANSWER, FOIL])
+            found = [each.outputs[0].logprobs[0] for each in made]
+            grid.append([each[ANSWER].logprob - each[FOIL].logprob for each in found])
+        return {"cells": np.array(grid)}
+
+    def lens(self, prompts: list[list[int]]) -> Arrays:
+        from vllm_lens import Hook
+
+        count = TOP
+
+        def read(context: Any, stream: Any) -> None:
+            logits = context.model.model.norm(stream[-1:].clone()) @ context.get_parameter("lm_head.weight").T
+            context.saved[context.layer_idx] = logits[0].topk(count).indices.cpu().numpy()
+
+        hook = Hook(fn=read, layer_indices=list(range(self.layers)))
+        made = self._generate(prompts, 1, extra_args={"apply_hooks": [hook]})
+        saved = [each.hook_results["0"] for each in made]
+        return {"top": np.array([[each[layer] for layer in range(self.layers)] for each in saved])}
 
 
 class Nnsight(Side):
-    """nnsight on vLLM."""
+    """nnsight on vLLM: an edit that stays on the engine where every request gets the same, else an invoke a request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        import torch
         from nnsight.modeling.vllm import VLLM
 
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.engine.pop("enforce_eager", None)  # it always is
         self.net = VLLM(self.model, dispatch=True, **self.engine)
         self.blocks = self.net.model.layers
+
+    def _generate(self, edit: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        made = self.net.vllm_entrypoint.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        edit.clear()
+        return made
 
     def steer(self, prompts: list[list[int]]) -> Arrays:
         import torch
 
-        count, blocks, middle = len(prompts[0]), self.blocks, self.middle
-        vector = torch.from_numpy(self.vector(self.net.config.hidden_size)).to("cuda", torch.bfloat16)
-        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
-        with self.net.trace(**sampling) as tracer:
-            for ids in prompts:
-                with tracer.invoke(ids, **sampling):
-                    for _ in tracer.iter[:]:
-                        blocks[middle].output[0][:] += vector
-        return {}
+        blocks, middle = self.blocks, self.middle
+        vector = torch.from_numpy(self.vector(SHAPES[self.shape]["hidden_size"]))
+        vector = vector.to(self.device, getattr(torch, self.dtype))
+        with self.net.edit() as (tracer, edit):
+            for _ in tracer.iter[:]:
+                blocks[middle].output[0][:] += vector
+        made = self._generate(edit, prompts, len(prompts[0]))
+        return {"tokens": np.array([each.outputs[0].token_ids for each in made])}
 
     def capture(self, prompts: list[list[int]]) -> Arrays:
+        import torch
+
         blocks, layers = self.blocks, self.layers
-        with self.net.trace(temperature=0.0, max_tokens=1) as tracer:
-            seen = list().save()  # noqa: C408  a proxy
-            for ids in prompts:
-                with tracer.invoke(ids, temperature=0.0, max_tokens=1):
-                    one = []
-                    for i in range(layers):
-                        one.append((blocks[i].output[0] + blocks[i].output[1]).cpu())
-                    seen.append(one)
-        return {}
+        with self.net.edit() as (_, edit):
+            seen = []
+            for i in range(layers):
+                seen.append(blocks[i].output[0] + blocks[i].output[1])
+            rows = torch.stack(seen).cpu().save()  # noqa: F841  it goes home by its name
+        made = self._generate(edit, prompts, 1)
+        return {"rows": np.stack([each.saves["rows"][:, ::SAMPLE].float().numpy() for each in made])}
 
     def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
-        blocks, layers, net = self.blocks, self.layers, self.net
-        with net.trace(clean, temperature=0.0, max_tokens=1):
-            kept = list().save()  # noqa: C408
-            for i in range(layers):
-                kept.append((blocks[i].output[0] + blocks[i].output[1]).clone())
-        rows = list(kept)
-        with net.trace(temperature=0.0, max_tokens=1) as tracer:
-            found = list().save()  # noqa: C408
-            for i in range(layers):
+        net, blocks, embed, layers, asked = self.net, self.blocks, self.net.model.embed_tokens, self.layers, ONE_TOKEN
+        with net.trace(clean, **asked):
+            streams = list().save()  # noqa: C408  a list of nnsight's
+            streams.append(embed.output.clone())
+            for i in range(layers - 1):
+                streams.append(blocks[i].output[0] + blocks[i].output[1])
+        with net.trace(**asked) as tracer:
+            for layer in range(layers):
                 for position in range(len(corrupt)):
-                    row = rows[i][position]
-                    with tracer.invoke(corrupt, temperature=0.0, max_tokens=1):
-                        blocks[i].output[0][position] = row
-                        blocks[i].output[1][position] = 0
-                        logits = net.logits[0]
-                        found.append((logits[ANSWER] - logits[FOIL]).item())
-        return {}
+                    row, before = streams[layer][position].clone(), blocks[layer - 1]
+                    if layer:
+                        with tracer.invoke(corrupt, **asked):
+                            before.output[0][position] = row
+                            before.output[1][position] = 0
+                            cell = net.logits[0, [ANSWER, FOIL]].float().cpu().save()
+                    else:
+                        with tracer.invoke(corrupt, **asked):
+                            embed.output[position] = row
+                            cell = net.logits[0, [ANSWER, FOIL]].float().cpu().save()
+        cells = np.stack(cell)  # what blocks save under one name comes back as a list, in their order
+        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(layers, -1)}
+
+    def lens(self, prompts: list[list[int]]) -> Arrays:
+        import torch
+
+        net, blocks, layers = self.net, self.blocks, self.layers
+        with self.net.edit() as (_, edit):
+            seen = []
+            for i in range(layers):
+                seen.append(blocks[i].output[0][-1] + blocks[i].output[1][-1])
+            logits = net.model.norm(torch.stack(seen)) @ net.lm_head.weight.T
+            top = logits.topk(TOP).indices.cpu().save()  # noqa: F841
+        made = self._generate(edit, prompts, 1)
+        return {"top": np.stack([each.saves["top"].numpy() for each in made])}
 
 
 SIDES: dict[str, type[Side]] = {
-    "stock": Stock, "patchclamp": Patchclamp, "hooks": Hooks, "transformer_lens": TransformerLens, "nnsight": Nnsight,
-    "vllm_lens": VllmLens,
+    "stock": Stock, "patchclamp": Patchclamp, "hooks": Hooks, "transformer_lens": TransformerLens,
+    "nnsight_hf": NnsightHF, "nnsight": Nnsight, "vllm_lens": VllmLens,
 }  # fmt: skip
 JOBS = ("steer", "capture", "sweep", "lens")
 
@@ -353,10 +485,16 @@ def inputs(job: str, shape: str, number: int) -> list[Any]:
     return [clean, [*ids(size // 2), *clean[size // 2 :]]]
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that a side has imported, those that matter."""
+    names = ("torch", "transformers", "vllm", "patchclamp", "transformer_lens", "nnsight", "vllm_lens")
+    return {name: importlib.metadata.version(name) for name in names if name in sys.modules}
+
+
 def serve(name: str, model: str, shape: str) -> None:
     """A side: reads a job and a round from each line, and prints the seconds that it took."""
     side = SIDES[name](model, shape)
-    print("RES", json.dumps({"ready": True}), flush=True)
+    print("RES", json.dumps({"versions": versions()}), flush=True)
     for line in sys.stdin:
         job, number, place = json.loads(line)
         answer: dict[str, Any] = {}
@@ -378,19 +516,25 @@ class Remote:
     def __init__(self, name: str, python: str, model: str, shape: str, folder: Path) -> None:
         self.name, self._folder = name, folder
         command = [python, __file__, "--serve", name, "--shape", shape, "--model", model]
-        environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if shape == "tiny" else {**os.environ}
-        environ |= {"VLLM_PLUGINS": ""} if name == "stock" else {}
+        environ = {**os.environ, "VLLM_CACHE_ROOT": f"/tmp/peers-cache-{name}"}  # they compile at the same time
+        environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if shape == "tiny" else {}
+        environ |= {"VLLM_PLUGINS": ""} if name in ("stock", "nnsight") else {}
         self._log = (folder / f"{name}.log").open("w")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                                         text=True, env=environ, start_new_session=True)  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
+        """What it says next; the process ends if that takes longer than `LIMIT_S`."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("RES "):
-                return json.loads(line[4:])
-        raise RuntimeError(f"{self.name} ended; see {self._log.name}")
+        timer = threading.Timer(LIMIT_S, self._kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("RES "):
+                    return json.loads(line[4:])
+            return {"error": f"ended, or took longer than {LIMIT_S:.0f} s; see {self._log.name}", "ended": True}
+        finally:
+            timer.cancel()
 
     def run(self, job: str, number: int) -> tuple[dict[str, Any], Arrays]:
         assert self._process.stdin is not None
@@ -401,8 +545,12 @@ class Remote:
         answer = self.answer()
         return answer, dict(np.load(place)) if place.exists() else {}
 
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
-        self._process.kill()
+        self._kill()
         self._process.wait()
         self._log.close()
 
@@ -427,12 +575,14 @@ def measure(sides: dict[str, Remote], job: str, rounds: int) -> dict[str, Any]:
     once: set[str] = set()
     for number in range(rounds + 1):
         found: dict[str, Arrays] = {}
-        for name in sides if number % 2 else reversed(sides):
+        for name in list(sides if number % 2 else reversed(sides)):
             if name in once or name in errors:
                 continue
             answer, found[name] = sides[name].run(job, number)
             if "error" in answer:
                 errors[name] = answer["error"]
+            if "ended" in answer:
+                sides.pop(name).close()
             took = answer.get("seconds", np.inf)
             if (number or took > PATIENCE_S) and np.isfinite(took):
                 seconds[name].append(took)
@@ -466,16 +616,20 @@ def main() -> None:
     model = with_weights(Path(f"/tmp/peers-{args.shape}"), "0.6b", LAYERS[args.shape], **SHAPES[args.shape])
     with_words(model, SHAPES[args.shape]["vocab_size"])
     args.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"date": datetime.date.today().isoformat(), "shape": args.shape, "jobs": [],
+    result: dict[str, Any] = {"date": datetime.date.today().isoformat(), "shape": args.shape, "sides": {}, "jobs": [],
                               "command": " ".join(["python benchmarks/peers.py", *sys.argv[1:]])}  # fmt: skip
     path = args.out / f"peers-{args.shape}-{result['date']}.json"
     own = dict.fromkeys(filter(None, args.sides.split(",")), sys.executable)
     pythons = own | dict(each.split("=", 1) for each in args.side)
     sides: dict[str, Remote] = {}
     try:
-        for name, python in pythons.items():  # one after the other: each measures the memory that is free
+        for name, python in pythons.items():
             sides[name] = Remote(name, python, model, args.shape, args.out)
-            sides[name].answer()
+        for name in pythons:
+            result["sides"][name] = sides[name].answer()
+            if "ended" in result["sides"][name]:
+                sides.pop(name).close()
+        print(result["sides"], flush=True)
         for job in args.jobs.split(","):
             result["jobs"].append(measure(sides, job, args.rounds))
             print({key: value for key, value in result["jobs"][-1].items() if key != "seconds"}, flush=True)

@@ -1,8 +1,8 @@
 """Compare patchclamp's seams with a vLLM that is not installed: `python -m tools.seams WHEEL_OR_TREE [--types]`.
 
 Each function that patchclamp wraps must be at its place, with a signature that is declared for a supported version
-(`engines/vllm/compat/`). With `--types`, pyright also checks the rest of `compat` against that vLLM's own classes. The
-source is read; nothing of it is imported or run. The exit status is 1 if something differs.
+(`engines/vllm/compat/`). With `--types`, pyright also checks all of patchclamp against that vLLM's own modules and
+classes. The source is read; nothing of it is imported or run. The exit status is 1 if something differs.
 """
 
 from __future__ import annotations
@@ -96,17 +96,22 @@ def _written(arguments: ast.arguments) -> str:
     return ast.unparse(arguments)
 
 
-def type_errors(root: Path) -> list[str]:
-    """Return pyright's errors of `engines/vllm` with the vLLM in a folder in place of the installed one."""
+def type_errors(root: Path, package: Path = ROOT / "src/patchclamp") -> list[str]:
+    """Return pyright's errors of our package with the vLLM in a folder in place of the installed one."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "pyrightconfig.json"
+        checked = Path(folder).resolve().relative_to("/")
+        up = "/".join([".."] * len(checked.parts))  # pyright ignores absolute paths
         config.write_text(json.dumps({
-            "include": [str(ROOT / "src/patchclamp/engines/vllm")], "extraPaths": [str(root), str(ROOT / "src")],
+            "include": [f"{up}{package}"], "extraPaths": [str(root), str(ROOT / "src")],
             "pythonVersion": "3.11", "typeCheckingMode": "basic",
         }))  # fmt: skip
         command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(config)]
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
-    errors = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
+    found = json.loads(done.stdout)
+    if not found["summary"]["filesAnalyzed"]:
+        raise SystemExit(f"pyright checked no file: {done.stderr}")
+    errors = [each for each in found["generalDiagnostics"] if each["severity"] == "error"]
     return [f"{Path(each['file']).name}:{each['range']['start']['line'] + 1}: {each['message']}" for each in errors]
 
 

@@ -168,6 +168,18 @@ def test_a_function_that_moved_is_looked_for(tmp_path):
     assert found == "not found; defined in vllm/engine.py"
 
 
+def test_names_that_are_gone_are_type_errors(tmp_path):
+    root = tree(tmp_path / "other", CODE)
+    code = "from vllm.worker.runner import Runner, gone\n\nRunner().step(plan='x')\n"
+    ours = tree(tmp_path / "ours", {"user.py": code})
+    one, *others = tool.type_errors(root, ours)
+    assert one.startswith("user.py:1:")
+    assert "gone" in one
+    assert any(each.startswith("user.py:3:") for each in others)
+    with pytest.raises(SystemExit):
+        tool.type_errors(root, tree(tmp_path / "empty", {"nothing.txt": ""}))
+
+
 def test_the_source_is_not_imported(tmp_path):
     code = f"import sys; from tools.seams import main; main([{str(tree(tmp_path, CODE))!r}]); assert 'vllm' not in sys.modules"
     root = Path(tool.__file__).parents[1]

@@ -221,14 +221,13 @@ def run_server(model: str, options: Sequence[str]) -> None:
             "vLLM's Rust front end has fixed routes: unset VLLM_USE_RUST_FRONTEND; with it, only vllm_xargs carry "
             "programs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
         )
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     os.environ.update(environment())
     # not vLLM's `main`: it looks up the version of the package "vllm", and the CPU build has another name
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
     parser = FlexibleArgumentParser(prog="patchclamp")
     [command] = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
