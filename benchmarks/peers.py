@@ -10,10 +10,11 @@ Jobs, of the shape of Qwen3-0.6B with random weights in bf16, prompts as token i
 - `sweep`: the stream before every layer at each of 204 positions patched from another prompt: 5,712 cells;
 - `lens`: the five likeliest tokens of every layer at the last position of 64 prompts of 64 tokens.
 
-Each side is a process with an environment of its own (`--side NAME=PYTHON`; the others run in this one), since each
-needs its own version of vLLM. Sides take turns. A call of the first round is not counted, unless it takes more than
-`PATIENCE_S`: then it is the only one. What sides return is compared with `hooks`, plain batched hooks on Transformers.
-`stock` is vLLM without any tool: the same requests, unsteered, and the prefill alone.
+Each side is a process, with an environment of its own where it needs one (`--side NAME=PYTHON`; the others run in this
+one). They start together, then take turns. A call of the first round is not counted, unless it takes more than
+`PATIENCE_S`: then it is the only one. One that takes more than `LIMIT_S` is given up, and its side with it. What sides
+return is compared with `hooks`, plain batched hooks on Transformers. `stock` is vLLM without any tool: the same
+requests, unsteered, and the prefill alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PATIENCE_S, LIMIT_S = 10.0, 150.0
+PATIENCE_S, LIMIT_S, START_S = 10.0, 200.0, 300.0
 BATCH = 1 << 16  # tokens of a batch of hooks
 ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
 ANSWER, FOIL, TOP = 7, 9, 5
@@ -51,7 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
              "head_dim": 32, "vocab_size": 2048},
 }  # fmt: skip
 LAYERS = {"0.6b": 28, "tiny": 3}
-SAMPLE = 7  # every so many captured rows are compared
+SAMPLE = 31  # every so many captured rows are compared
 Arrays = dict[str, np.ndarray]
 
 
@@ -66,7 +68,8 @@ class Side:
         self.engine |= ({"kv_cache_memory_bytes": 1 << 27, "enforce_eager": True, "block_size": 32} if shape == "tiny"
                         else {"kv_cache_memory_bytes": 16 << 30, "gpu_memory_utilization": 0.05})  # fmt: skip
 
-    def vector(self, width: int) -> np.ndarray:
+    def vector(self) -> np.ndarray:
+        width = SHAPES[self.shape]["hidden_size"]
         return (0.05 * np.random.default_rng(1).standard_normal(width)).astype(np.float32)
 
 
@@ -108,7 +111,7 @@ class Patchclamp(Side):
     def steer(self, prompts: list[list[int]]) -> Arrays:
         import patchclamp as pc
 
-        edit = pc.Add(self.vector(self.lm.model.d_model), at=pc.resid_post[self.middle])
+        edit = pc.Add(self.vector(), at=pc.resid_post[self.middle])
         runs = self.lm.run(prompts, max_tokens=len(prompts[0]), edits=[edit], sampling={"ignore_eos": True})
         return {"tokens": np.array([run.token_ids for run in runs])}
 
@@ -153,7 +156,7 @@ class Batched(Side):
         return self.torch.as_tensor(np.array(values), device=self.device)
 
     def _vector(self) -> Any:
-        return self._tensor(self.vector(SHAPES[self.shape]["hidden_size"])).to(self.options["dtype"])
+        return self._tensor(self.vector()).to(self.options["dtype"])
 
     def _streams(self, ids: Any) -> list[Any]:
         """The stream after every layer, [B, T, D] each."""
@@ -163,8 +166,8 @@ class Batched(Side):
         """The stream before every layer, [T, D] each, of one prompt."""
         raise NotImplementedError
 
-    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
-        """The last token's logits, [B, V], of prompts that each have one row before a layer replaced."""
+    def _patched(self, ids: Any, layer: int, places: tuple[Any, Any], rows: Any) -> Any:
+        """The last token's logits, [B, V], with rows of the stream before a layer replaced: one of each prompt."""
         raise NotImplementedError
 
     def _unembed(self, rows: Any) -> Any:
@@ -184,7 +187,8 @@ class Batched(Side):
             for layer, rows in enumerate(self._entering(self._tensor([clean]))):
                 for positions in self.torch.arange(len(corrupt), device=self.device).split(size):
                     ids = self._tensor([corrupt]).expand(len(positions), -1)
-                    grid.append(self._patched(ids, layer, positions, rows[positions])[:, [ANSWER, FOIL]].float())
+                    places = (self.torch.arange(len(positions), device=self.device), positions)
+                    grid.append(self._patched(ids, layer, places, rows[positions])[:, [ANSWER, FOIL]].float())
         cells = self.torch.cat(grid).cpu().numpy()
         return {"cells": (cells[:, 0] - cells[:, 1]).reshape(self.layers, -1)}
 
@@ -219,9 +223,9 @@ class Hooks(Batched):
     def _entering(self, ids: Any) -> list[Any]:
         return [each[0] for each in self.net(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
 
-    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+    def _patched(self, ids: Any, layer: int, places: tuple[Any, Any], rows: Any) -> Any:
         def patch(module: Any, args: Any) -> None:
-            args[0][self.torch.arange(len(positions)), positions] = rows
+            args[0][places] = rows
 
         with self._hooked([(self.blocks[layer].register_forward_pre_hook, patch)]):
             return self.net(ids, logits_to_keep=1, use_cache=False).logits[:, 0]
@@ -264,9 +268,9 @@ class TransformerLens(Batched):
     def _entering(self, ids: Any) -> list[Any]:
         return [each[0] for each in self._cached(ids, "hook_resid_pre")]
 
-    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+    def _patched(self, ids: Any, layer: int, places: tuple[Any, Any], rows: Any) -> Any:
         def patch(stream: Any, hook: Any) -> Any:
-            stream[self.torch.arange(len(positions)), positions] = rows
+            stream[places] = rows
             return stream
 
         return self.net.run_with_hooks(ids, fwd_hooks=[(f"blocks.{layer}.hook_resid_pre", patch)])[:, -1]
@@ -310,9 +314,9 @@ class NnsightHF(Batched):
                 seen.append(block.input[0])
         return seen
 
-    def _patched(self, ids: Any, layer: int, positions: Any, rows: Any) -> Any:
+    def _patched(self, ids: Any, layer: int, places: tuple[Any, Any], rows: Any) -> Any:
         with self.net.trace(ids, logits_to_keep=1, use_cache=False):
-            self.blocks[layer].input[self.torch.arange(len(positions)), positions] = rows
+            self.blocks[layer].input[places] = rows
             logits = self.net.lm_head.output[:, -1].save()
         return logits
 
@@ -327,13 +331,13 @@ class VllmLens(Stock):
         import torch
         from vllm_lens import SteeringVector
 
-        vector = torch.from_numpy(self.vector(SHAPES[self.shape]["hidden_size"]))
+        vector = torch.from_numpy(self.vector())
         steering = SteeringVector(activations=vector[None], layer_indices=[self.middle])
         made = self._generate(prompts, len(prompts[0]), extra_args={"apply_steering_vectors": [steering]})
         return {"tokens": np.array([each.outputs[0].token_ids for each in made])}
 
     def capture(self, prompts: list[list[int]]) -> Arrays:
-        size, rows = max(1, (1 << 15) // len(prompts[0])), []  # what one message of its holds is less than 4 GiB
+        size, rows = max(1, (1 << 15) // len(prompts[0])), []  # a message of its holds less than 4 GiB
         for i in range(0, len(prompts), size):
             made = self._generate(prompts[i : i + size], 1, extra_args={"output_residual_stream": True})
             rows += [each.activations["residual_stream"][:, ::SAMPLE].float().numpy() for each in made]
@@ -357,13 +361,12 @@ class VllmLens(Stock):
         [made] = self._generate([clean], 1, extra_args={"apply_hooks": [first], "output_residual_stream": True})
         streams = [made.hook_results["0"]["rows"], *made.activations["residual_stream"][:-1]]
         grid = []
-        for layer, stream in enumerate(
-            streams
-        ):  # a hook before a layer sees half of the stream: one after the last does
-            hooks = [Hook(fn=patch(position, row.clone()), layer_indices=[max(layer - 1, 0)], pre=layer == 0)
-                     for position, row in enumerate(stream)]  # fmt: skip
-            each = [{"extra_args": {"apply_hooks": [hook]}} for hook in hooks]
-            made = self._generate([corrupt] * len(hooks), 1, each, logprobs=2, logprob_token_ids=[ANSWER, FOIL])
+        for layer, stream in enumerate(streams):
+            # a hook before a layer sees half of the stream, but for the first; one after the layer before sees it all
+            at = {"layer_indices": [max(layer - 1, 0)], "pre": layer == 0}
+            hooks = [Hook(fn=patch(position, row.clone()), **at) for position, row in enumerate(stream)]
+            own = [{"extra_args": {"apply_hooks": [hook]}} for hook in hooks]
+            made = self._generate([corrupt] * len(own), 1, own, logprobs=2, logprob_token_ids=[ANSWER, FOIL])
             found = [each.outputs[0].logprobs[0] for each in made]
             grid.append([each[ANSWER].logprob - each[FOIL].logprob for each in found])
         return {"cells": np.array(grid)}
@@ -408,8 +411,7 @@ class Nnsight(Side):
         import torch
 
         blocks, middle = self.blocks, self.middle
-        vector = torch.from_numpy(self.vector(SHAPES[self.shape]["hidden_size"]))
-        vector = vector.to(self.device, getattr(torch, self.dtype))
+        vector = torch.from_numpy(self.vector()).to(self.device, getattr(torch, self.dtype))
         with self.net.edit() as (tracer, edit):
             for _ in tracer.iter[:]:
                 blocks[middle].output[0][:] += vector
@@ -432,9 +434,9 @@ class Nnsight(Side):
         net, blocks, embed, layers, asked = self.net, self.blocks, self.net.model.embed_tokens, self.layers, ONE_TOKEN
         with net.trace(clean, **asked):
             streams = list().save()  # noqa: C408  a list of nnsight's
-            streams.append(embed.output.clone())
+            streams.append(embed.output.cpu())
             for i in range(layers - 1):
-                streams.append(blocks[i].output[0] + blocks[i].output[1])
+                streams.append((blocks[i].output[0] + blocks[i].output[1]).cpu())
         with net.trace(**asked) as tracer:
             for layer in range(layers):
                 for position in range(len(corrupt)):
@@ -488,7 +490,10 @@ def inputs(job: str, shape: str, number: int) -> list[Any]:
 def versions() -> dict[str, str]:
     """Of the packages that a side has imported, those that matter."""
     names = ("torch", "transformers", "vllm", "patchclamp", "transformer_lens", "nnsight", "vllm_lens")
-    return {name: importlib.metadata.version(name) for name in names if name in sys.modules}
+    found = {name: sys.modules[name] for name in names if name in sys.modules}
+    return {
+        name: getattr(each, "__version__", None) or importlib.metadata.version(name) for name, each in found.items()
+    }
 
 
 def serve(name: str, model: str, shape: str) -> None:
@@ -514,7 +519,7 @@ class Remote:
     """A side in a process of its own."""
 
     def __init__(self, name: str, python: str, model: str, shape: str, folder: Path) -> None:
-        self.name, self._folder = name, folder
+        self.name = name
         command = [python, __file__, "--serve", name, "--shape", shape, "--model", model]
         environ = {**os.environ, "VLLM_CACHE_ROOT": f"/tmp/peers-cache-{name}"}  # they compile at the same time
         environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if shape == "tiny" else {}
@@ -523,27 +528,29 @@ class Remote:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
                                          text=True, env=environ, start_new_session=True)  # fmt: skip
 
-    def answer(self) -> dict[str, Any]:
-        """What it says next; the process ends if that takes longer than `LIMIT_S`."""
+    def answer(self, limit: float) -> dict[str, Any]:
+        """What it says next. Its process ends if that takes more seconds than the limit."""
         assert self._process.stdout is not None
-        timer = threading.Timer(LIMIT_S, self._kill)
+        timer = threading.Timer(limit, self._kill)
         timer.start()
         try:
             for line in self._process.stdout:
                 if line.startswith("RES "):
                     return json.loads(line[4:])
-            return {"error": f"ended, or took longer than {LIMIT_S:.0f} s; see {self._log.name}", "ended": True}
+            return {"error": f"ended, or took longer than {limit:.0f} s; see {self._log.name}", "ended": True}
         finally:
             timer.cancel()
 
     def run(self, job: str, number: int) -> tuple[dict[str, Any], Arrays]:
         assert self._process.stdin is not None
-        place = self._folder / f"{self.name}.npz"
-        place.unlink(missing_ok=True)
+        place = Path(tempfile.gettempdir(), f"peers-{os.getpid()}-{self.name}.npz")
         self._process.stdin.write(json.dumps([job, number, str(place)]) + "\n")
         self._process.stdin.flush()
-        answer = self.answer()
-        return answer, dict(np.load(place)) if place.exists() else {}
+        answer, arrays = self.answer(LIMIT_S), {}
+        if place.exists():
+            arrays = dict(np.load(place))
+            place.unlink()
+        return answer, arrays
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -626,7 +633,7 @@ def main() -> None:
         for name, python in pythons.items():
             sides[name] = Remote(name, python, model, args.shape, args.out)
         for name in pythons:
-            result["sides"][name] = sides[name].answer()
+            result["sides"][name] = sides[name].answer(START_S)
             if "ended" in result["sides"][name]:
                 sides.pop(name).close()
         print(result["sides"], flush=True)

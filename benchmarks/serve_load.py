@@ -218,7 +218,7 @@ def measure_beside(server: Server, folder: Path, args: Any, report: dict[str, An
     rounds: dict[str, list[dict[str, float]]] = {"alone": [], "beside": []}
     with pc.LM(server.url) as lm:
         sites = proven(lm)
-        tokens = -(-BESIDE["cells"] // (len(sites) * lm.model.n_layers))
+        tokens = -(-BESIDE["cells"] // (len(sites) * lm.model.layers))
         draw, swept = np.random.default_rng(4), list[float]()
         alone_s = min(one_sweep_s(lm, draw, tokens, sites) for _ in range(2))
         ended = threading.Event()
@@ -241,7 +241,7 @@ def measure_beside(server: Server, folder: Path, args: Any, report: dict[str, An
     medians = {case: {figure: float(np.median([each[figure] for each in of])) for figure in FIGURES}
                for case, of in rounds.items()}  # fmt: skip
     ratios = {figure: medians["beside"][figure] / medians["alone"][figure] for figure in FIGURES}
-    cells = tokens * len(sites) * lm.model.n_layers
+    cells = tokens * len(sites) * lm.model.layers
     report["beside"] = {"requests_per_s": rate, "cells": cells, "sweep_alone_s": alone_s, "sweeps_s": swept,
                         "ratios": ratios, "medians": medians, "rounds": rounds}  # fmt: skip
     print(f"{cells} cells beside {rate:.1f} requests a second: ratios {ratios}, of the median between tokens at most "

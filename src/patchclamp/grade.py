@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
-from patchclamp.engines.grading import LOOK_EVERY_S, GradeJob, GradeTable, kl, log_softmax, refusal_of, sequences_of
+from patchclamp.engines.grading import LOOK_EVERY_S, GradeJob, GradeTable, kl, log_softmax, refused_of, sequences_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, as_patchclamp_error
 from patchclamp.language import Program
 from patchclamp.language.values import as_items
@@ -92,7 +92,7 @@ def bound_job(
         sources |= {source.key: source for source in binding.sources}
     suffixes, terms = sequences_of(scores)
     return GradeJob(name, list(prompt.ids), len(bound), suffixes, terms, functools.partial(cells_of, bound),
-                    bound.__getitem__, kl, top, refusal_of(bound), vectors, code, tuple(sources.values()))  # fmt: skip
+                    bound.__getitem__, kl, top, refused_of(bound), vectors, code, tuple(sources.values()))  # fmt: skip
 
 
 class _ByRequests:

@@ -365,9 +365,8 @@ class LM:
 
     def jobs_refusal(self, jobs: Sequence[GradeJob]) -> str:
         """The reason why these jobs run as requests; "" if they run in batches."""
-        return self.batch_refusal or next(
-            filter(None, (job.refusal or self.engine.job_refusal(job) for job in jobs)), ""
-        )
+        reasons = (self.engine.job_refusal(job) or next(iter(job.refused.values()), "") for job in jobs)
+        return self.batch_refusal or next(filter(None, reasons), "")
 
     def _difference_of_batches(self) -> str:
         """A description of how batches differ from requests; "" if they do not."""
@@ -398,8 +397,13 @@ class LM:
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> None:
-        for i, programs in self.engine.grade(jobs, tables):
-            tell(i, programs)
+        """Run programs in batches, but for refused ones, which their tables lack afterwards."""
+        try:
+            for i, programs in self.engine.grade([job.without_refused() for job in jobs], tables):
+                tell(i, programs[~np.isin(programs, list(jobs[i].refused))])
+        finally:
+            for job, table in zip(jobs, tables, strict=True):
+                table.done[[number + 1 for number in job.refused]] = False
 
     def graded(
         self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None,
@@ -407,25 +411,39 @@ class LM:
     ) -> list[Grades]:  # fmt: skip
         """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
         is called with the number of a job, its grades so far, and the numbers of programs that were graded. With
-        the route "bulk", raises `CapacityError` if they do not run in batches."""
-        reason = "asked for" if route == "requests" else self.jobs_refusal(jobs)
+        the route "bulk", raises `CapacityError` if they do not all run in batches."""
+        reason = "asked for" if route == "requests" else self.batch_refusal
+        reasons = [reason or self._job_refusal(job) for job in jobs]
         tables = [GradeTable(job) for job in jobs]
         grades = [table.grades(route) for table in tables]
 
-        def graded(i: int, programs: np.ndarray) -> None:
-            tell(i, grades[i], programs)
+        def run(way: Callable[..., None], which: Sequence[int], *args: Any) -> None:
+            """Run these jobs in one way."""
+
+            def graded(i: int, programs: np.ndarray) -> None:
+                tell(which[i], grades[which[i]], programs)
+
+            if which:
+                way([jobs[i] for i in which], [tables[i] for i in which], graded, *args)
 
         with base.rarely():
-            if not reason and jobs:
-                try:
-                    self._in_batches(jobs, tables, graded)
-                    return [table.grades("bulk") for table in tables]
-                except CapacityError as error:  # one program may have room where a batch of them has none
-                    reason = str(error)
-            if route == "bulk":
-                raise CapacityError(reason)
-            by_requests(self.engine, jobs, tables, graded, batch)
-            return [table.grades("requests", reason) for table in tables]
+            if route == "bulk" and (refusal := self.jobs_refusal(jobs)):
+                raise CapacityError(refusal)
+            try:
+                run(self._in_batches, [i for i, refusal in enumerate(reasons) if not refusal])
+            except CapacityError as error:  # one program may have room where a batch of them has none
+                if route == "bulk":
+                    raise
+                reasons = [refusal or str(error) for refusal in reasons]
+            left = [i for i, of in enumerate(reasons) if of or not tables[i].done[1:].all()]
+            run(functools.partial(by_requests, self.engine), left, batch)
+        return [table.grades("requests" if refusal else "bulk", refusal or ", ".join({*job.refused.values()}))
+                for table, job, refusal in zip(tables, jobs, reasons, strict=True)]  # fmt: skip
+
+    def _job_refusal(self, job: GradeJob) -> str:
+        """The reason why all programs of a job run as requests; "" if they do not."""
+        all_refused = 0 < job.count == len(job.refused)
+        return self.engine.job_refusal(job) or (next(iter(job.refused.values())) if all_refused else "")
 
     def _read_call(
         self,

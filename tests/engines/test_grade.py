@@ -191,11 +191,28 @@ def test_each_prompt_has_its_own_programs(lm):
 
 
 def test_programs_that_run_as_requests(lm):
+    """They alone do; each program is told once."""
     same_run = [pc.Replace(pc.SameRun(pc.resid_post[0]), at=pc.resid_post[3])]
-    grades = lm.grade(PROMPT, [same_run, []], score=[" Mary"])
-    assert (grades.route, grades.route_reason) == ("requests", "values of the same run")
+    asked: Any = {"score": [" Mary", " Mary and John"], "kl": True, "top": 2}
+    alone = lm.grade(PROMPT, [same_run], **asked)
+    assert (alone.route, alone.route_reason) == ("requests", "values of the same run")
     run = lm.run(PROMPT, max_tokens=1, edits=same_run, score=[" Mary"])
-    assert grades.logprobs[0, 0] == pytest.approx(next(iter(run.scores.values())), abs=1e-5)
+    assert alone.logprobs[0, 0] == pytest.approx(next(iter(run.scores.values())), abs=1e-5)
+    others = [[pc.Zero(at=pc.mlp_out[i])] for i in range(3)]
+    expected = lm.grade(PROMPT, others, **asked)
+    mixed, rest = lm.grade([PROMPT, OTHER], [[same_run, *others[:2], same_run, others[2]], others], **asked)
+    assert (mixed.route, mixed.route_reason) == ("bulk", "values of the same run")
+    assert (rest.route, rest.route_reason) == ("bulk", "")
+    for name in ("logprobs", "kl", "top_logprobs"):
+        of_each = [getattr(grades, name) for grades in (mixed, expected, alone)]
+        np.testing.assert_allclose(of_each[0][[1, 2, 4]], of_each[1], atol=1e-4)
+        np.testing.assert_allclose(of_each[0][[0, 3]], of_each[2][[0, 0]], atol=1e-4)
+    told: list[int] = []
+    job = lm.grade_job(lm.tokens(PROMPT), [*others, same_run], [[((), 5)]])
+    lm.graded([job], lambda i, grades, which: told.extend(which))
+    assert sorted(told) == [0, 1, 2, 3]
+    with pytest.raises(pc.CapacityError, match="same run"):
+        lm.graded([job], route="bulk")
 
 
 def test_other_requests_are_unaffected(lm):

@@ -20,7 +20,7 @@ from patchclamp.errors import PatchclampError
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import APPLY, CAPTURE, STORE, BoundProgram
-from patchclamp.plan.cells import CellRecords
+from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.store.named import SourceRun
 
 Term = tuple[int, int, int]
@@ -38,7 +38,7 @@ class GradeJob(msgspec.Struct):
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
     cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit
-    refusal: the reason why the programs cannot run in batches; "" if they can
+    refused: by number, the reason why a program cannot run in batches
     vectors, code, sources: as in a `Request`
     has_baseline: False if the prompt without a program need not be graded
     """
@@ -52,11 +52,18 @@ class GradeJob(msgspec.Struct):
     bound: Callable[[int], BoundProgram | None]
     kl: bool = False
     top: int = 0
-    refusal: str = ""
+    refused: dict[int, str] = {}
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
     sources: tuple[SourceRun, ...] = ()
     has_baseline: bool = True
+
+    def without_refused(self) -> GradeJob:
+        """The job with empty programs in place of the refused ones."""
+        if not self.refused:
+            return self
+        bound = [None if number in self.refused else self.bound(number) for number in range(self.count)]
+        return msgspec.structs.replace(self, cells=lambda: cells_of(bound), bound=bound.__getitem__, refused={})
 
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
@@ -76,11 +83,13 @@ def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tup
     return suffixes, [[term(*each) for each in score] for score in scores]
 
 
-def refusal_of(programs: Iterable[BoundProgram | None]) -> str:
-    """The reason why programs cannot run in batches; "" if they can."""
-    kinds = {op.kind for bound in programs if bound is not None for op in bound.ops}
-    reasons = {APPLY: "Apply", CAPTURE: "captures", STORE: "values of the same run"}
-    return ", ".join(reason for kind, reason in reasons.items() if kind in kinds)
+REASONS = {APPLY: "Apply", CAPTURE: "captures", STORE: "values of the same run"}
+
+
+def refused_of(programs: Iterable[BoundProgram | None]) -> dict[int, str]:
+    """The reasons why programs cannot run in batches, by number."""
+    kinds = [() if bound is None else [op.kind for op in bound.ops if op.kind in REASONS] for bound in programs]
+    return {number: REASONS[of[0]] for number, of in enumerate(kinds) if of}
 
 
 class Grades(PublicStruct, frozen=True, eq=False):
@@ -92,7 +101,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     top_ids, top_logprobs: the likeliest next tokens with their log-probabilities, [N, top]
     errors: by the number of the program; its numbers are NaN
     route: "bulk" if the engine ran them in batches of its own, "requests" if each was a request
-    route_reason: why they were requests
+    route_reason: why they, or some of them, were requests
     from_cut: the number of requests that were computed from their first edit on (`Run.computed_from`)
     captured: the captures of each program, as `LM.fetch` returns them; None for one that failed
     """

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from patchclamp.engines import wire
 from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
-from patchclamp.engines.grading import GradeJob, Grades, refusal_of
+from patchclamp.engines.grading import GradeJob, Grades, refused_of
 from patchclamp.engines.weights import checked_layers
 from patchclamp.errors import (
     CapacityError,
@@ -438,7 +438,7 @@ def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.nd
             raise MissingSource(f"vector {key[2:14]} of this size is missing", asked.name)
     runs = {run for run, _ in filter(None, map(source_of, sizes))}
     return GradeJob(asked.name, asked.prompt, len(bound), suffixes, asked.terms, functools.partial(cells_of, bound),
-                    bound.__getitem__, asked.kl, asked.top, refusal_of(bound), used,
+                    bound.__getitem__, asked.kl, asked.top, refused_of(bound), used,
                     sources=tuple(_DeclaredRun(run, sizes) for run in runs))  # fmt: skip
 
 
