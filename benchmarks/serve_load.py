@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and generated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("load", "sweep"), help="one of the two")
+    parser.add_argument("--only", choices=("load", "beside", "sweep"), help="one part")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     import torch
@@ -284,7 +284,7 @@ def main() -> None:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # "A busy CPU" in docs/vllm.md
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
-    names = ("ours",) if args.only == "sweep" else ("stock", "ours")
+    names = ("stock", "ours") if args.only in (None, "load") else ("ours",)
     sides = {name: Server(model, name == "ours", options, variables, folder / f"{name}.log") for name in names}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report: dict[str, Any] = {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
@@ -295,12 +295,13 @@ def main() -> None:
             server.wait()
         print(f"{len(sides)} servers answer after {time.monotonic() - BEGAN:.0f} s", flush=True)
         sides["ours"].put_vector(width)
-        if args.only != "sweep":
+        if args.only in (None, "load"):
             measure(sides, folder, args, report)
             file.write_text(json.dumps(report, indent=1))
             sides["stock"].close()
-        if args.only != "load":
+        if args.only in (None, "beside"):
             measure_beside(sides["ours"], folder, args, report)
+        if args.only in (None, "sweep"):
             report["sweep"] = compare_sweeps(sides["ours"], model, args)
     finally:
         file.write_text(json.dumps(report, indent=1))
