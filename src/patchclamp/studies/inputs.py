@@ -21,13 +21,13 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, At, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
-from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
+from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt as PlanPrompt
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.metric import Metric
-from patchclamp.studies.study import Arg, Reporter, Resumable, bind_call
+from patchclamp.studies.study import REQUIRED, Arg, Reporter, Resumable, as_lm, bind_call, fields_of
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
@@ -473,12 +473,6 @@ def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> i
     return int(value)
 
 
-def as_lm(lm: Any, path: str = "lm") -> LM:
-    if not isinstance(lm, LM):
-        raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", path)
-    return lm
-
-
 def as_sites(sites: Any, path: str) -> list[Any]:
     """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
@@ -513,14 +507,6 @@ def as_positive(value: Any, path: str) -> float:
     if (number := as_float(value, path)) > 0:
         return number
     raise ProgramError(f"expected a number above 0, got {value!r}", path)
-
-
-def as_engines(engines: Any, path: str) -> tuple[str, str]:
-    """The names of the two engines to compare."""
-    names = as_texts(engines, path)
-    if len(names) != 2:
-        raise ProgramError(f"expected the names of two engines, got {names}", path)
-    return names[0], names[1]
 
 
 def as_path(path: Any, name: str) -> Any:
@@ -563,35 +549,21 @@ def _range(layers: slice | Range) -> Range:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a study so that its arguments are read before it starts, each by the reader of its name. Raises
-    `ProgramError` for a missing, unknown or surplus argument, and for a tensor whose numbers cannot be read.
-    """
-    signature = inspect.signature(function)
-    parameters = {name: one for name, one in signature.parameters.items() if one.kind != one.VAR_KEYWORD}
-    ordered = [name for name, one in parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
-    required = [name for name, one in parameters.items() if one.default is one.empty]
-    others = len(parameters) < len(signature.parameters)
+    """Wrap a function whose parameters are annotated like the fields of a study, so that they are read before it
+    starts. Raises `ProgramError` for a missing, unknown or surplus argument, and for a value that cannot be read."""
+    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
+    others = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    fields = fields_of(function, lambda kind: kind != inspect.Parameter.VAR_KEYWORD)
+    ordered = [name for name in fields if kinds[name] == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    required = [name for name, field in fields.items() if field.default is REQUIRED]
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = bind_call(function.__name__, list(parameters), ordered, required, args, kwargs, others)
-        for name in parameters.keys() & given.keys():
-            value = given[name]
-            if hasattr(value, "detach"):
-                check_dense(value, name)
-            if getattr(value, "shape", None) == ():  # a NumPy or torch scalar
-                given[name] = value = as_plain(value, name)
-            if name in READERS and not (value is None and parameters[name].default is None):
-                given[name] = READERS[name](value, name)
-        return function(**given)  # pyright: ignore[reportCallIssue]
+        given = bind_call(function.__name__, list(fields), ordered, required, args, kwargs, others)
+        read = {name: fields[name].value(value) if name in fields else value for name, value in given.items()}
+        return function(**read)  # pyright: ignore[reportCallIssue]
 
     return study
-
-
-READERS: dict[str, Callable[[Any, str], Any]] = {
-    "lm": as_lm, "sums": as_flag, "show_progress": as_flag, "sites": as_sites, "overlong": as_text, "column": as_text,
-    "resume": as_path, "folder": as_file, "tolerance": as_positive, "engines": as_engines,
-}  # fmt: skip
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:

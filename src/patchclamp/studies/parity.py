@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,8 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
-from patchclamp.studies.inputs import as_prompt, as_text, checked
+from patchclamp.studies.inputs import Std, Text, as_prompt, as_texts, checked
+from patchclamp.studies.study import Arg
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -140,15 +141,22 @@ BOUNDS = {
 }
 
 
+def _engines(engines: Any, path: str) -> tuple[str, str]:
+    names = as_texts(engines, path)
+    if len(names) != 2:
+        raise pc.ProgramError(f"expected the names of two engines, got {names}", path)
+    return names[0], names[1]
+
+
 @checked
 def parity(
     model: str,
     *,
-    dtype: str = "float32",
+    dtype: Text = "float32",
     prompts: Sequence[Any] = PROMPTS,
-    tolerance: float | None = None,
+    tolerance: Std = None,
     max_tokens: int = 4,
-    engines: tuple[str, str] = ENGINES,
+    engines: Annotated[tuple[str, str], Arg(_engines)] = ENGINES,
     tell: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> Parity:
@@ -283,7 +291,7 @@ def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarra
 
 
 def _bounds(dtype: str, tolerance: float | None) -> Bounds:
-    if as_text(dtype, "dtype") not in BOUNDS:
+    if dtype not in BOUNDS:
         raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
     bounds = BOUNDS[dtype]
     return bounds if tolerance is None else Bounds(tolerance, bounds.edit, bounds.logprobs)

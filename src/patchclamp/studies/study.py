@@ -327,6 +327,19 @@ class StudyField(NamedTuple):
 REQUIRED = object()
 
 
+def as_lm(lm: Any, path: str) -> LM:
+    if not isinstance(lm, LM):
+        raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", path)
+    return lm
+
+
+def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> dict[str, StudyField]:
+    """The parameters of a function whose kind is chosen, by name."""
+    types, given = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+    return {name: StudyField(name, types[name], REQUIRED if one.default is one.empty else one.default, "")
+            for name, one in given.items() if chosen(one.kind)}  # fmt: skip
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Study:
     """The configuration of a study: everything that decides its values, declared once.
@@ -380,9 +393,7 @@ class Study:
     def options(cls) -> dict[str, StudyField]:
         """The keyword arguments of `run`, by name."""
         run = cls._run  # pyright: ignore[reportAttributeAccessIssue]
-        types, given = get_type_hints(run, include_extras=True), inspect.signature(run).parameters
-        return {name: StudyField(name, types[name], given[name].default, "")
-                for name in given if given[name].kind == inspect.Parameter.KEYWORD_ONLY}  # fmt: skip
+        return fields_of(run, lambda kind: kind == inspect.Parameter.KEYWORD_ONLY)
 
     def run(self, lm: LM, **how: Any) -> Any:
         """Run the study on a model, and return its result.
@@ -390,8 +401,7 @@ class Study:
         resume: a file to which values are appended as they are computed, and from which an interrupted run of the same
             study continues · batch: runs submitted at a time · show_progress: a progress bar; by default on a terminal
         """
-        if not isinstance(lm, LM):
-            raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", "lm")
+        as_lm(lm, "lm")
         options, call = self.options(), f"{type(self).__name__}.run()"
         check_options((name for name in how if name not in options), call, options)
         given = {name: options[name].value(value) for name, value in how.items()}
