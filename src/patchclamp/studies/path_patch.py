@@ -156,7 +156,7 @@ class _PathWriter(CellWriter):
     """
 
     def __init__(self, plan: _PathPlan, ids: Sequence[int], source: Run, base: Run) -> None:
-        super().__init__(Mixing())
+        super().__init__(Mixing(), None)
         self._plan, self._ids, self._source, self._base = plan, list(ids), source, base
         self._sent: dict[int, Run] = {}
 

@@ -6,7 +6,7 @@ D width of the patched row · T positions of a prompt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,12 +17,13 @@ from patchclamp.language import From, Op, Replace, Site, Vector
 from patchclamp.language.ops import Zero
 from patchclamp.language.site import parse_site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.tokens import Index, Positions, every, parse_index
+from patchclamp.language.tokens import Index, Positions, every
 from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
 from patchclamp.plan.bound import pack_columns, position_ranges, run_key
 from patchclamp.plan.cells import CellRecords, PatchedPart, patched_cells
 from patchclamp.run import Run
+from patchclamp.sites import SiteRef
 from patchclamp.studies.inputs import Row, check_whole, chosen_positions, selection, words_of
 
 
@@ -179,42 +180,37 @@ class Mixing(msgspec.Struct, frozen=True):
         return entry if isinstance(entry, Vector) else ["bank", str(entry)]
 
 
+Sides = tuple[tuple[int, ...], tuple[int, ...]]  # positions to read and to write
+Value = Callable[[Site, tuple[int, ...], tuple[int, ...]], Any]
+
+
 class CellWriter:
-    """Writes the edits of cells. A subclass has `value`, or `edits` if it has several draws."""
+    """Writes the edits of cells.
 
-    def __init__(self, mixing: Mixing) -> None:
-        self.mixing = mixing
+    value: returns the value of positions to write at a site, from the positions to read of the source; None if a
+        subclass makes the edits
+    scales: factors of the old and of the new value in cells that are bound as arrays · run: the run that they read
+    """
 
-    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> Any:
-        """The value of positions `write` at a site: that of positions `read` of the source."""
-        raise NotImplementedError
+    def __init__(
+        self, mixing: Mixing, value: Value | None, scales: tuple[float, float] = (0.0, 0.0), run: Run | None = None
+    ) -> None:
+        self.mixing, self._value, self.scales, self.run = mixing, value, scales, run
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
         """The edits of a cell, for each of its draws. `cell`: the numbers of the pair of prompts, the row and the
         column."""
-        return [[self.mixing.replace(self.value(at, read, write), at, write) for at in row.sites]]
+        assert self._value is not None
+        return [[self.mixing.replace(self._value(at, read, write), at, write) for at in row.sites]]
 
     def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
         """The parts that the cells of a row change, if they differ in positions alone (`plan.cells`); else None."""
         return None
 
-    @property
-    def scales(self) -> tuple[float, float]:
-        """The factors of the old and of the new value in those cells."""
-        return 0.0, 0.0
-
-    @property
-    def run(self) -> Run | None:
-        """The run that those cells read."""
-        return None
-
     def close(self) -> None:
         """Free the captures."""
-
-
-Sides = tuple[tuple[int, ...], tuple[int, ...]]  # positions to read and to write
 
 
 def cells_of_grid(lm: LM, writer: CellWriter, rows: Sequence[Row], sides: Sequence[Sides]) -> CellRecords | None:
@@ -240,80 +236,37 @@ def _refs(lm: LM, row: Row) -> list[tuple[int, int]]:
 class FromRun(CellWriter):
     """Rows of another run, which its creator closes."""
 
+    run: Run
+
     def __init__(self, run: Run, mixing: Mixing) -> None:
-        super().__init__(mixing)
-        self._run = run
-
-    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> From:
-        return From(self._run, at, every[read])
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        return 1.0 - self.mixing.alpha, self.mixing.alpha
-
-    @property
-    def run(self) -> Run:
-        return self._run
+        scales = 1.0 - mixing.alpha, mixing.alpha
+        super().__init__(mixing, lambda at, read, write: From(run, at, every[read]), scales, run)
 
     def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
         refs = _refs(lm, row)
-        captured = [self._run.positions_of(point) for point, _ in refs]
+        captured = [self.run.positions_of(point) for point, _ in refs]
         if self.mixing.mask is not None or any(len(at) == 0 or at[-1] != len(at) - 1 for at in captured):
             return None  # row i of the run must be position i
-        return [PatchedPart(point, columns, run_key(self._run.key, point)) for point, columns in refs]
+        return [PatchedPart(point, columns, run_key(self.run.key, point)) for point, columns in refs]
 
 
-class FromZeros(CellWriter):
-    """Writes zeros."""
-
-    def __init__(self, lm: LM, mixing: Mixing) -> None:
-        super().__init__(mixing)
-        self._lm = lm
+class ZeroWriter(CellWriter):
+    """Writes zeros in full, without a mix."""
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        if self.mixing == Mixing():
-            return [[Zero(at, every[write]) for at in row.sites]]
-        return super().edits(row, read, write, cell)
-
-    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> np.ndarray:
-        return np.zeros(width_of(self._lm, at), np.float32)
+        return [[Zero(at, every[write]) for at in row.sites]]
 
     def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
-        if self.mixing != Mixing():
-            return None
         return [PatchedPart(point, columns, None) for point, columns in _refs(lm, row)]
-
-
-class FromBank(CellWriter):
-    """Writes an entry of the bank."""
-
-    def __init__(self, lm: LM, name: str, mixing: Mixing) -> None:
-        super().__init__(mixing)
-        self._name, self._is_run = name, hasattr(_entry(lm, name, "source"), "positions_of")
-
-    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> From | Named:
-        return From(self._name, None, every[write]) if self._is_run else Named(self._name)
-
-
-class FromMean(CellWriter):
-    """Means by site, [D], or [T, D] by position."""
-
-    def __init__(self, means: dict[str, np.ndarray], by_position: bool, mixing: Mixing) -> None:
-        super().__init__(mixing)
-        self._means, self._by_position = means, by_position
-
-    def value(self, at: Site, read: tuple[int, ...], write: tuple[int, ...]) -> Vector:
-        mean = self._means[str(at)]
-        return Vector.of(mean[list(write)] if self._by_position else mean)
 
 
 class FromDrawn(CellWriter):
     """Rows of randomly drawn runs. A draw depends only on the seed and the cell, not on how cells are batched."""
 
     def __init__(self, runs: list[Run], seed: int, draws: int, mixing: Mixing) -> None:
-        super().__init__(mixing)
+        super().__init__(mixing, None)
         self._runs, self._seed, self._draws = runs, seed, draws
 
     def edits(
@@ -331,33 +284,36 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
     """Run a source's prompts, and return a writer for cells of some rows. `length` is that of the patched prompt, None
     if there are several lengths."""
     if isinstance(source, Zeros):
-        return FromZeros(lm, mixing)
+        if mixing == Mixing():
+            return ZeroWriter(mixing, None)
+        return CellWriter(mixing, lambda at, read, write: np.zeros(width_of(lm, lm.sites.resolve(at)[0]), np.float32))
     if isinstance(source, Banked):
-        return FromBank(lm, source.name, mixing)
+        name, is_run = source.name, hasattr(_entry(lm, source.name, "source"), "positions_of")
+        return CellWriter(mixing, lambda at, read, write: From(name, None, every[write]) if is_run else Named(name))
     prompts = [words_of(lm, prompt, f"source.prompts[{i}]") for i, prompt in enumerate(source.prompts)]
     if not prompts:
         raise ProgramError("expected at least one prompt, got none", "source.prompts")
     sites = list(dict.fromkeys(site for row in rows for site in row.sites))
-    if isinstance(source, Resampled):
+    by_position = isinstance(source, MeanOf) and source.by_position
+    if isinstance(source, Resampled) or by_position:
         _check_lengths([len(words.ids) for words in prompts], length)
+    if isinstance(source, Resampled):
         runs = captured_runs(lm, [words.ids for words in prompts], sites)
         return FromDrawn(runs, source.seed, source.draws, mixing)
-    if source.by_position:
-        _check_lengths([len(words.ids) for words in prompts], length)
-    chosen = None
-    if source.tokens is not None:
-        chosen = [chosen_positions(lm, words, source.tokens, "source.tokens") for words in prompts]
-    means = _means(lm, [words.ids for words in prompts], sites, chosen, source.by_position)
-    return FromMean(means, source.by_position, mixing)
+    chosen = [range(len(words.ids)) if source.tokens is None
+              else chosen_positions(lm, words, source.tokens, "source.tokens") for words in prompts]  # fmt: skip
+    means = _means(lm, [words.ids for words in prompts], sites, chosen, by_position)
+    return CellWriter(
+        mixing,
+        lambda at, read, write: Vector.of(means[str(at)][list(write)] if by_position else means[str(at)]),
+    )
 
 
-def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], score: Any = ()) -> list[Run]:
+def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site]) -> list[Run]:
     """Runs of prompts that capture some sites at every position. Raises the error of a failed run."""
-    names = {site.name for site in sites}
     at_end, everywhere = Positions("prompt", -1), Positions("prompt")  # logits exist at the prompt's end alone
     wanted = [Site(site.name, site.layers) @ (at_end if site.name == "logits" else everywhere) for site in sites]
-    assert names or not sites
-    runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)), score=score)
+    runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)))
     try:
         for run in runs:
             run.answer  # noqa: B018  raises the run's own error
@@ -368,9 +324,8 @@ def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site
     return runs
 
 
-def width_of(lm: LM, at: Site) -> int:
-    """The width of a row at a site of one layer."""
-    ref = lm.sites.resolve(at)[0]
+def width_of(lm: LM, ref: SiteRef) -> int:
+    """The width of a row at a site."""
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
 
 
@@ -382,15 +337,14 @@ def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mix
         if not isinstance(vector, Vector):
             continue
         for at in sites:
-            if vector.shape[-1] != width_of(lm, at):
-                raise ShapeError(f"{at} is {width_of(lm, at)} wide; the {what} is {list(vector.shape)}", path)
+            if vector.shape[-1] != (width := width_of(lm, lm.sites.resolve(at)[0])):
+                raise ShapeError(f"{at} is {width} wide; the {what} is {list(vector.shape)}", path)
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
     """A mask [W] that is 1 in the given columns of a row and 0 elsewhere, for sites of one width."""
     refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
-    widths = sorted({width_of(lm, Site(ref.name, ref.layer, parse_index(ref.index) if ref.index else None))
-                     for ref in refs})  # fmt: skip
+    widths = sorted({width_of(lm, ref) for ref in refs})
     if len(widths) != 1:
         raise ProgramError(f"one mask is for all sites, and their rows have {', '.join(map(str, widths))} columns")
     mask = np.zeros(widths[0], np.float32)
@@ -416,18 +370,14 @@ def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
 
 
 def _means(
-    lm: LM,
-    prompts: Sequence[Sequence[int]],
-    sites: Sequence[Site],
-    chosen: list[tuple[int, ...]] | None,
-    by_position: bool,
+    lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], chosen: Sequence[Sequence[int]], by_position: bool
 ) -> dict[str, np.ndarray]:
     """The mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
     totals: dict[str, Any] = {}
     count = 0
-    for i, ids in enumerate(prompts):  # one at a time, because captures may be large
+    for ids, of_prompt in zip(prompts, chosen, strict=True):  # one at a time, because captures may be large
         (run,) = captured_runs(lm, [ids], sites)
-        positions = list(range(len(ids))) if chosen is None else list(chosen[i])
+        positions = list(of_prompt)
         count += 1 if by_position else len(positions)
         for site in sites:
             rows = np.asarray(run[site], np.float64)[positions].reshape(len(positions), -1)

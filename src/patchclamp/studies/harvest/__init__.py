@@ -55,6 +55,7 @@ from patchclamp.studies.harvest.shards import (
     open_folder,
 )
 from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, as_texts, check_whole
+from patchclamp.studies.sources import width_of
 from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
 
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
@@ -324,14 +325,14 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
             if lm.sites.points[ref.point].rows == "sampled":
                 raise UnsupportedSite(f"{ref} has rows of generated tokens alone, and a harvest keeps none: take "
                                       "final_norm", f"sites[{number}]")  # fmt: skip
-            matrices[ref] = None if project is None else project.of(str(ref), _width(lm, ref))
+            matrices[ref] = None if project is None else project.of(str(ref), width_of(lm, ref))
     unused = [site for site in (project.sites if project else ()) if site not in map(str, matrices)]
     if unused:
         raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
     device = _projectable(lm, matrices) if project is not None and project.on_device and not capped else set[SiteRef]()
     reductions = []
     for ref, matrix in matrices.items():
-        width = _width(lm, ref)
+        width = width_of(lm, ref)
         stored = width if matrix is None else len(matrix)
         site = StoredSite(str(ref), stored, stored if ref in device else width, _digest(matrix))
         reductions.append(SiteReduction(site, matrix, ref in device, sums))
@@ -354,12 +355,6 @@ def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[S
 def _digest(matrix: np.ndarray | None) -> str:
     """A hash of a matrix, "" without one."""
     return "" if matrix is None else hashlib.sha256(repr(matrix.shape).encode() + matrix.tobytes()).hexdigest()
-
-
-def _width(lm: LM, ref: SiteRef) -> int:
-    """The width of a row at a site."""
-    first, end = ref.columns or (0, lm.sites.points[ref.point].width)
-    return end - first
 
 
 def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan, columns: dict[str, Any]) -> Path:
