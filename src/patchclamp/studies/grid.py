@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -28,7 +29,6 @@ from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op
 from patchclamp.lm import LM
-from patchclamp.plan.cells import CellRecords
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
@@ -300,6 +300,7 @@ class Unit(NamedTuple):
 OpenWriter = Callable[[Sequence[GridPlace]], CellWriter]
 
 
+@dataclass(eq=False)
 class GridPlan:
     """The checked arguments of a grid.
 
@@ -307,43 +308,34 @@ class GridPlan:
     source, mixing: of the values written into a cell; without a source, they are read from the other prompt's run
     repeats: unpatched runs of the corrupt prompt of each case
     seed: of the spread over prompts · seeds: all seeds of the result, if there are others
-    settings: further arguments that decide the values, as plain data
+    settings: further arguments that decide the values, as plain data · extra: further fields of the result
+    open: closes runs at the end, because an error's frames may keep them alive for long
     """
 
     lm: LM
     study: Grid
+    result: type[Sweep]
     cases: list[GridCase]
     rows: list[Row]
-    direction: str
-    source: Source | None
-    mixing: Mixing
-    draws: int
-    seeds: tuple[int, ...]
-    verb: str
-    repeats: int
-    zoom: int | None
-    settings: Mapping[str, Any]
-    result: type[Sweep]
-    extra: Mapping[str, Any] = {}  # further fields of the result
+    direction: str = "denoising"
+    source: Source | None = None
+    mixing: Mixing = field(default_factory=Mixing)
+    seed: int = 0
+    seeds: tuple[int, ...] = ()
+    repeats: int = 1
+    zoom: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    verb: str = "patching"
+    open: ExitStack = field(default_factory=ExitStack)
 
-    def __init__(
-        self, lm: LM, study: Grid, result: type[Sweep], cases: list[GridCase], rows: list[Row], *,
-        direction: str = "denoising", source: Source | None = None, mixing: Mixing | None = None, seed: int = 0,
-        seeds: Sequence[int] = (), repeats: int = 1, zoom: int | None = None,
-        settings: Mapping[str, Any] | None = None, verb: str = "patching",
-    ) -> None:  # fmt: skip
-        self.lm, self.study, self.result, self.cases, self.rows = lm, study, result, cases, rows
-        self.columns: tuple[Column, ...] = same_columns([case.columns for case in cases])
-        self.direction, self.source, self.mixing = direction, source, mixing or Mixing()
-        self.written: Side = "corrupt" if direction == "denoising" else "clean"
-        self.read: Side = "clean" if direction == "denoising" else "corrupt"
-        self.draws, self.seeds, self.verb = 1, tuple(seeds) or (seed,), verb
-        if isinstance(source, Resampled):
-            self.draws, self.seeds = source.draws, (*self.seeds, source.seed)
-        self.repeats, self.zoom, self.settings = repeats, zoom, settings or {}
-        self._sides: dict[tuple[int, tuple[int, ...]], Sides] = {}
-        # an error's frames may keep runs alive for long, so they are closed at the end
-        self.open: ExitStack[bool | None] = ExitStack()
+    def __post_init__(self) -> None:
+        self.columns: tuple[Column, ...] = same_columns([case.columns for case in self.cases])
+        self.written: Side = "corrupt" if self.direction == "denoising" else "clean"
+        self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
+        self.draws, self.seeds = 1, self.seeds or (self.seed,)
+        if isinstance(self.source, Resampled):
+            self.draws, self.seeds = self.source.draws, (*self.seeds, self.source.seed)
 
     # -- size
 
@@ -434,12 +426,8 @@ class GridPlan:
 
     def sides(self, place: GridPlace, number: int) -> Sides:
         """The positions to read and to write of a case."""
-        key = number, place.columns
-        if key not in self._sides:
-            column = _joined([self.cases[number].columns[i] for i in place.columns])
-            both = (column.clean, column.corrupt), (column.corrupt, column.clean)
-            self._sides[key] = both[self.written != "corrupt"]
-        return self._sides[key]
+        column = _joined([self.cases[number].columns[i] for i in place.columns])
+        return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
 
     def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
         """Places that are patched together, in groups whose sources fit into memory."""
@@ -454,12 +442,6 @@ class GridPlan:
             "direction": self.direction, "source": question_of_source(self.lm, self.source),
             **self.mixing.question(self.lm), "zoom": self.zoom, **self.settings,
         }  # fmt: skip
-
-    @property
-    def source_words(self) -> str:
-        """A description of the values written into cells."""
-        words = f"{self.read} activations" if self.source is None else in_words(self.source)
-        return words + self.mixing.in_words(self.lm)
 
     def groups(self) -> Iterator[list[int]]:
         """Numbers of the cases whose sources are captured together."""
@@ -588,12 +570,13 @@ class GridPlan:
                  for case, of in zip(self.cases, scaled, strict=True)]  # fmt: skip
         corrupt = [value for of in scaled for value in of[1:]]
         empty = np.full((self.units, len(self.rows), len(self.columns)), np.nan)
+        source = f"{self.read} activations" if self.source is None else in_words(self.source)
         return self.result(
             provenance=provenance(self.lm, self.seeds), metric=self.cases[0].graded.metric, pairs=tuple(pairs),
             rows=tuple(self.rows), columns=self.columns, values=empty[0], each=empty,
             clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean(corrupt)) if corrupt else None,
             noise_floor=np.nan, direction=self.direction,  # pyright: ignore[reportArgumentType]
-            source=self.source_words, question=json_of(self.question), **self.extra,
+            source=source + self.mixing.in_words(self.lm), question=json_of(self.question), **self.extra,
         )  # fmt: skip
 
     def _filled(
@@ -625,7 +608,7 @@ class GridPlan:
         place for `finished`."""
 
         def rounds() -> list[Round]:
-            return [self._round(unit, places) for unit in units]
+            return [Round(unit, places, [self.sides(place, unit.number) for place in places]) for unit in units]
 
         def tell(number: int, which: np.ndarray, values: np.ndarray) -> None:
             unit = units[number]
@@ -638,11 +621,6 @@ class GridPlan:
         floors = [np.max(np.abs(of.baselines - unit.base)) * abs(unit.factor)
                   for unit, of in zip(units, found, strict=True)]  # fmt: skip
         return Filled(np.array(values).reshape(len(units), len(places)), float(max(floors)))
-
-    def _round(self, unit: Unit, places: Sequence[GridPlace]) -> Round:
-        return Round(unit.prompt, unit.before, unit.graded, unit.writer(places), [place.row for place in places],
-                     [self.sides(place, unit.number) for place in places],
-                     [(unit.number, *place.at) for place in places])  # fmt: skip
 
 
 def _joined(columns: list[Column]) -> Column:
@@ -666,50 +644,43 @@ class Trial(NamedTuple):
 
 
 class Round:
-    """The trials of one unpatched run: every place, once for each draw of the writer's. The `baseline` repeats the run.
+    """The trials of one unpatched run: every place, once for each draw of the writer's.
 
-    rows, sides, cells: of each place: its row, its positions to read and to write, and its number (`CellWriter.edits`)
+    sides: of each place, its positions to read and to write
     """
 
-    def __init__(
-        self, prompt: Sequence[int], before: Sequence[Op], graded: Graded, writer: CellWriter, rows: Sequence[Row],
-        sides: Sequence[Sides], cells: Sequence[tuple[int, int, int]],
-    ) -> None:  # fmt: skip
-        self.prompt, self.before, self.graded, self._writer = prompt, before, graded, writer
-        self._rows, self._sides, self._cells = rows, sides, cells
-        self._records: CellRecords | None = None
-        self.baseline: Trial = Trial(prompt, before, graded)
+    def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[Sides]) -> None:
+        self._unit, self._places, self._sides = unit, places, sides
+        self._writer = unit.writer(places)
 
     @functools.cached_property
-    def trials(self) -> list[Trial]:
-        each = zip(self._rows, self._sides, self._cells, strict=True)
-        return [Trial(self.prompt, [*self.before, *edits], self.graded)
-                for row, sides, cell in each for edits in self._writer.edits(row, *sides, cell)]  # fmt: skip
+    def _edits(self) -> list[list[Op]]:
+        """The edits of every trial."""
+        unit, each = self._unit, zip(self._places, self._sides, strict=True)
+        return [[*unit.before, *edits] for place, sides in each
+                for edits in self._writer.edits(place.row, *sides, (unit.number, *place.at))]  # fmt: skip
 
     def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
-        """The job of some trials; None is the baseline."""
-        records = self._records_of_all(lm)
+        """The job of some trials; None is the unpatched run again."""
+        unit = self._unit
 
-        def edits(of: Sequence[int | None]) -> list[Sequence[Op]]:
-            return [self.before if i is None else self.trials[i].edits for i in of]
+        def as_programs(some: Sequence[int | None]) -> GradeJob:
+            programs = [unit.before if i is None else self._edits[i] for i in some]
+            return job_of(lm, unit.prompt, programs, unit.graded)
 
+        records = cells_of_grid(lm, self._writer, [place.row for place in self._places], self._sides)
         if records is None:
-            return job_of(lm, self.prompt, edits(which), self.graded)
-        job, run = job_of(lm, self.prompt, [self.before], self.graded), self._writer.run
+            return as_programs(which)
+        job, run = as_programs([None]), self._writer.run
 
         @functools.lru_cache(2)
         def bound(part: int) -> GradeJob:
-            return job_of(lm, self.prompt, edits(which[part * BOUND : (part + 1) * BOUND]), self.graded)
+            return as_programs(which[part * BOUND : (part + 1) * BOUND])
 
         return msgspec.structs.replace(
             job, count=len(which), cells=lambda: records.take(which).after(job.cells()),
             bound=lambda i: bound(i // BOUND).bound(i % BOUND), sources=(*job.sources, *([] if run is None else [run])),
         )  # fmt: skip
-
-    def _records_of_all(self, lm: LM) -> CellRecords | None:
-        if self._records is None and self._rows:
-            self._records = cells_of_grid(lm, self._writer, self._rows, self._sides)
-        return self._records
 
 
 def job_of(lm: LM, prompt: Sequence[int], programs: Sequence[Sequence[Op]], graded: Graded) -> GradeJob:
@@ -735,8 +706,6 @@ class Cells:
 
     advance: called with the number of trials that have finished
     """
-
-    journal: Journal | None
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
@@ -884,9 +853,6 @@ LEVELS = 3  # times that blocks are halved
 class Zoom:
     """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
-    possible: np.ndarray
-    keep: int
-
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         self.possible, self.keep = possible, min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
@@ -896,10 +862,10 @@ class Zoom:
             for part in _cut(across, COARSEST)
         )  # fmt: skip
 
-    def _whole(self, spans: object) -> list[_Span]:
+    def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
         """The spans whose cells all exist; the others are replaced by their existing single cells."""
         whole: list[_Span] = []
-        for span in spans:  # pyright: ignore[reportGeneralTypeIssues]
+        for span in spans:
             some = self.possible[np.ix_(span.rows, span.columns)]
             if some.all():
                 whole.append(span)

@@ -108,8 +108,8 @@ class _PathPlan(GridPlan):
     ) -> None:  # fmt: skip
         settings = {"receivers": [list(map(str, of.sites)) for of in receivers], "frozen": frozen}
         super().__init__(lm, study, PathPatchResult, cases, rows, direction=study.direction, seed=study.seed,
-                         settings=settings, verb="patching paths")  # fmt: skip
-        self.receivers, self.frozen, self.extra = receivers, frozen, {"frozen": frozen}
+                         settings=settings, extra={"frozen": frozen}, verb="patching paths")  # fmt: skip
+        self.receivers, self.frozen = receivers, frozen
         self.reruns = MIN_RERUNS
         if not self.possible.any():
             raise ProgramError("no receiver is downstream of any sender", "receivers")
