@@ -5,7 +5,8 @@ R rows (parts of the model) · P columns (positions, spans, or receivers) · N p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -225,20 +226,18 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
             grid[panels.index(row.panel), 0 if row.layer is None else layers.index(row.layer)] = of_row
         return grid
 
-    def _run(self) -> Iterator[tuple[int, int]]:
-        for panel in self.sites:
-            for r, row in enumerate(self.rows):
-                if row.panel == panel:
-                    yield from ((r, p) for p in range(len(self.columns)) if not np.isnan(self.values[r, p]))
+    def _run(self) -> list[tuple[int, int]]:
+        """Row and column of every cell that was run, in grid order."""
+        in_order = sorted(range(len(self.rows)), key=lambda r: self.sites.index(self.rows[r].panel))
+        return [(r, p) for r in in_order for p in np.flatnonzero(~np.isnan(self.values[r])).tolist()]
 
     def cells(self) -> list[Cell]:
         """Every cell that was run, in grid order."""
-        return [self._cell(r, p) for r, p in self._run()]
-
-    def _cell(self, r: int, p: int) -> Cell:
-        row = self.rows[r]
-        value = float(self.values[r, p])
-        return Cell(row.site, row.layer, self.columns[p], value, row.index, value - self.baseline)
+        cells = []
+        for r, p in self._run():
+            row, value = self.rows[r], float(self.values[r, p])
+            cells.append(Cell(row.site, row.layer, self.columns[p], value, row.index, value - self.baseline))
+        return cells
 
     def best(self, count: int = 5) -> list[Cell]:
         """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; without
@@ -260,10 +259,10 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
             {
                 "site": cell.site, "layer": cell.layer, "index": cell.index, "column": cell.column.label,
                 "clean_positions": cell.column.clean, "corrupt_positions": cell.column.corrupt,
-                "value": cell.value, "effect": cell.value - self.baseline,
-                **{name: float(of[r, p]) for name, of in spread.items() if of is not None},
+                "value": cell.value, "effect": cell.effect,
+                **{name: float(of[at]) for name, of in spread.items() if of is not None},
             }
-            for r, p in self._run() for cell in (self._cell(r, p),)
+            for at, cell in zip(self._run(), self.cells(), strict=True)
         ]  # fmt: skip
         return pandas.DataFrame(rows)
 
@@ -340,7 +339,9 @@ OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)
 
 def heatmap(sweep: Sweep) -> Heatmap:
     """One panel per site, sites without layers last. With few columns, heads, neurons and experts go across."""
-    panels, columns, axis = _by_part(sweep) if _parts_across(sweep) else _by_site(sweep)
+    # parts go across if every row is a part of a site, and there are few columns, not more than parts
+    parts_across = all(row.index for row in sweep.rows) and len(sweep.columns) <= min(ACROSS, len(sweep.sites))
+    panels, columns, axis = _by_part(sweep) if parts_across else _by_site(sweep)
     base, goal, words = sweep.patched, sweep.goal, metric_words(sweep)
     other = "clean" if base == "corrupt" else "corrupt"
     title = f"{sweep.in_words(sweep.done)}: {words.quantity}"
@@ -361,66 +362,51 @@ def heatmap(sweep: Sweep) -> Heatmap:
 
 def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
     """A panel for each site, or part of one; the sweep's columns across."""
-    panels = [
-        Panel(name, _layers(sweep, name), *_cut(sweep, name, lambda of, s: of[s]))
-        for name in sweep.sites
-    ]  # fmt: skip
+
+    def panel(s: int, name: str) -> Panel:
+        layers = (None,) if name in SITES and not SITES[name].layered else sweep.layers
+        return Panel(name, layers, *_cut(sweep, lambda grid: grid[s, : len(layers)]))
+
+    panels = [panel(s, name) for s, name in enumerate(sweep.sites)]
     columns = tuple(HeatmapColumn(column.label, column.clean, column.corrupt) for column in sweep.columns)
     return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, sweep.in_words(sweep.axis)
 
 
 def _cut(
-    sweep: Sweep, name: str, pick: Any
+    sweep: Sweep, pick: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray | None, tuple[tuple[str, np.ndarray], ...]]:
-    """A panel's values, those of its blocks, and its details."""
-    at = sweep.sites.index(name)
-    rows = 1 if _layers(sweep, name) == (None,) else len(sweep.layers)
+    """A panel's values, those of its blocks, and its details. `pick`: the panel's numbers of a grid [S, L, P]."""
     coarse = _coarse(sweep)
     details = [(label, getattr(sweep, field)) for label, field in (OVER_SEEDS if sweep.p is None else DETAILS)]
     return (
-        pick(sweep.grid, at)[:rows],
-        None if coarse is None else pick(sweep.as_grid(coarse), at)[:rows],
-        tuple((label, pick(sweep.as_grid(of), at)[:rows]) for label, of in details if of is not None),
+        pick(sweep.grid),
+        None if coarse is None else pick(sweep.as_grid(coarse)),
+        tuple((label, pick(sweep.as_grid(of))) for label, of in details if of is not None),
     )
-
-
-def _layers(sweep: Sweep, name: str) -> tuple[int | None, ...]:
-    return (None,) if name in SITES and not SITES[name].layered else sweep.layers
-
-
-def _parts_across(sweep: Sweep) -> bool:
-    """True if every row is a part of a site, and there are few columns, not more than parts."""
-    return all(row.index for row in sweep.rows) and len(sweep.columns) <= min(ACROSS, len(sweep.sites))
 
 
 def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
     """A panel for each site and column of the sweep; the site's parts across."""
     parts = tuple(dict.fromkeys(row.index for row in sweep.rows))
     names = tuple(dict.fromkeys(row.site for row in sweep.rows))
-    panels = []
-    for p, column in enumerate(sweep.columns):
-        for name in names:
-            wanted = {f"{name}[:, {part}]": i for i, part in enumerate(parts)}
-            there = {i: sweep.sites.index(panel) for panel, i in wanted.items() if panel in sweep.sites}
+    number = {panel: s for s, panel in enumerate(sweep.sites)}
+    join = "→" if isinstance(sweep, PathPatchResult) else "@"
 
-            def of(grid: np.ndarray, _: int, there: dict[int, int] = there, p: int = p) -> np.ndarray:
-                picked = np.full((len(sweep.layers), len(parts)), np.nan)
-                for i, s in there.items():
-                    picked[:, i] = grid[s, :, p]
-                return picked
+    def pick(name: str, p: int, grid: np.ndarray) -> np.ndarray:
+        there = [number.get(f"{name}[:, {part}]") for part in parts]
+        nothing = np.full(len(sweep.layers), np.nan)
+        return np.stack([nothing if s is None else grid[s, :, p] for s in there], axis=1)
 
-            join = "→" if isinstance(sweep, PathPatchResult) else "@"
-            title = f"{name} {join} {visible(column.label)}"
-            cut = _cut(sweep, sweep.sites[0], of)
-            panels.append(Panel(title, sweep.layers, *cut, part_of=(name, column.label)))
+    panels = [
+        Panel(f"{name} {join} {visible(column.label)}", sweep.layers, *_cut(sweep, functools.partial(pick, name, p)),
+              part_of=(name, column.label))
+        for p, column in enumerate(sweep.columns) for name in names
+    ]  # fmt: skip
     first = sweep.columns[0]
     positions = (first.clean, first.corrupt) if len(sweep.columns) == 1 else ((), ())
     kinds = {SITES[name].index for name in names}
-    return (
-        tuple(panels),
-        tuple(HeatmapColumn(part, *positions) for part in parts),
-        kinds.pop() if len(kinds) == 1 else "part",
-    )
+    columns = tuple(HeatmapColumn(part, *positions) for part in parts)
+    return tuple(panels), columns, kinds.pop() if len(kinds) == 1 else "part"
 
 
 def _coarse(sweep: Sweep) -> np.ndarray | None:
