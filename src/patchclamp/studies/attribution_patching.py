@@ -26,7 +26,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.between import Between, Candidates, GradientStudy, Proposal
+from patchclamp.studies.between import Candidates, GradientStudy, Proposal
 from patchclamp.studies.inputs import Column, Layers, Sites, layers_of
 
 if TYPE_CHECKING:
@@ -145,6 +145,40 @@ DEFAULT_SITES = ("resid_pre", "attn_out", "mlp_out")
 HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
+class _RowCandidates(Candidates):
+    """A cell is a row at an aligned position."""
+
+    result = AttributionPatchingResult
+
+    def __init__(self, lm: LM, study: AttributionPatching) -> None:
+        super().__init__(lm, study)
+        self._rows = _rows(lm, study.sites, study.layers)
+        self._refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in self._rows]
+        self.fields = {"rows": tuple(self._rows), "columns": self.columns}
+        self.read([ref.point for ref in self._refs])
+
+    def estimates(self, steps: int) -> np.ndarray:
+        slopes = dict[int, np.ndarray]()
+        for run in self.along(steps):
+            for point in {ref.point for ref in self._refs}:
+                slopes[point] = slopes.get(point, 0.0) + run.gradients[point][self.corrupt_at] / max(steps, 1)
+        estimates = np.zeros((len(self._refs), len(self.columns)))
+        for r, ref in enumerate(self._refs):
+            first, end = ref.columns or (0, slopes[ref.point].shape[1])
+            estimates[r] = (self.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
+        return estimates
+
+    def sites(self, number: int) -> list[Site]:
+        row = self._rows[number // len(self.columns)]
+        return [Site(row.site, row.layer)]
+
+    def edit(self, number: int, runs: list[Run]) -> Replace:
+        r, p = divmod(number, len(self.columns))
+        row, column = self._rows[r], self.columns[p]
+        at = Site(row.site, row.layer, row.head)
+        return Replace(From(runs[0], at, every[column.clean]), at=at, tokens=every[column.corrupt])
+
+
 class AttributionPatching(GradientStudy):
     """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
 
@@ -156,54 +190,12 @@ class AttributionPatching(GradientStudy):
     """
 
     command = "propose"
+    candidates = _RowCandidates
 
     sites: Sites = DEFAULT_SITES
     """Site names; each head of q, k, v and z is a row of its own."""
     layers: Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-
-    def candidates(self, lm: LM, between: Between) -> Candidates:
-        rows = _rows(lm, [self.sites] if isinstance(self.sites, (str, Site)) else self.sites, self.layers)
-        return _RowCandidates(lm, between, rows)
-
-
-attribution_patching: Callable[..., AttributionPatchingResult] = AttributionPatching.short_form("attribution_patching")
-
-
-class _RowCandidates(Candidates):
-    """A cell is a row at an aligned position."""
-
-    result = AttributionPatchingResult
-
-    def __init__(self, lm: LM, between: Between, rows: list[AttributedRow]) -> None:
-        self._between, self._rows = between, rows
-        self._refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
-        self.fields = {"rows": tuple(rows), "columns": between.columns}
-        between.read([ref.point for ref in self._refs])
-
-    def estimates(self, steps: int) -> np.ndarray:
-        between, slopes = self._between, dict[int, np.ndarray]()
-        for run in between.along(steps):
-            for point in {ref.point for ref in self._refs}:
-                slopes[point] = slopes.get(point, 0.0) + run.gradients[point][between.corrupt_at] / max(steps, 1)
-        estimates = np.zeros((len(self._refs), len(between.columns)))
-        for r, ref in enumerate(self._refs):
-            first, end = ref.columns or (0, slopes[ref.point].shape[1])
-            estimates[r] = (between.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
-        return estimates
-
-    def sites(self, number: int) -> list[Site]:
-        row, _ = self._cell(number)
-        return [Site(row.site, row.layer)]
-
-    def edit(self, number: int, runs: list[Run]) -> Replace:
-        row, column = self._cell(number)
-        at = Site(row.site, row.layer, row.head)
-        return Replace(From(runs[0], at, every[column.clean]), at=at, tokens=every[column.corrupt])
-
-    def _cell(self, number: int) -> tuple[AttributedRow, Column]:
-        r, p = divmod(number, len(self._between.columns))
-        return self._rows[r], self._between.columns[p]
 
 
 def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[AttributedRow]:
@@ -225,3 +217,6 @@ def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[AttributedRow]:
             if kept is None or ref.layer in kept:
                 rows |= dict.fromkeys(AttributedRow(site.name, ref.layer, head) for head in heads)  # pyright: ignore
     return list(rows)
+
+
+attribution_patching: Callable[..., AttributionPatchingResult] = AttributionPatching.short_form("attribution_patching")

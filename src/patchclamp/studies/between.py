@@ -7,7 +7,7 @@ T tokens of the corrupt prompt · D model width
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from patchclamp.run import Run
 from patchclamp.studies.inputs import (
     Answer,
     Column,
-    Match,
     Matched,
     OnLM,
     Positive,
@@ -34,123 +33,11 @@ from patchclamp.studies.inputs import (
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.study import (
     Provenance,
-    Show,
     Study,
     StudyResult,
     progress,
     provenance,
 )
-
-
-class Between:
-    """The two prompts, aligned, and the graded tokens.
-
-    ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
-    clean_at, corrupt_at: the same positions as arrays
-    """
-
-    ids: list[list[int]]
-    tokens: list[tuple[str, ...]]
-    clean_at: np.ndarray
-    corrupt_at: np.ndarray
-    clean: Gradients
-    corrupt: Gradients
-
-    def __init__(
-        self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None, match: Match | None = None
-    ) -> None:
-        self._lm = lm
-        self.answer: int = single_token(lm, answer, "answer")
-        self.foil: int | None = None if foil is None else single_token(lm, foil, "foil")
-        metric = "logprob" if self.foil is None else "logit_diff"
-        self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
-        one, other = words_of(lm, clean, "clean"), words_of(lm, corrupt, "corrupt")
-        self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
-        matched = () if match is None else match.pairs(lm, one, other, "match")
-        clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
-        rest = (pair for pair in align(one.ids, other.ids, match is not None).pairs
-                if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
-        pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
-        labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
-        self.columns: tuple[Column, ...] = tuple(
-            Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
-        )
-        self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
-        self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
-        self._first = lm.sites.resolve(Site("resid_pre", 0))[0].point
-        self._points = [self._first]
-        self.clean = self.corrupt = Gradients({}, {}, {})
-
-    def read(self, points: Sequence[int]) -> None:
-        """Run both prompts, and keep rows and gradients at `points`. Raises `EngineError` without gradients."""
-        self._points = sorted({*points, self._first})
-        self.clean, self.corrupt = map(self._at, self.ids)
-
-    def value(self, run: Gradients) -> float:
-        """The metric of a run."""
-        logprobs = [run.scores[token] for [token] in self.graded.compared]
-        return float(self.graded.of_logprobs(np.array([logprobs]))[0])
-
-    def difference(self, point: int) -> np.ndarray:
-        """Clean − corrupt at a point, at the aligned positions."""
-        return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
-
-    def along(self, steps: int) -> Iterator[Gradients]:
-        """Yield the corrupt run, or `steps` runs at the midpoints of equal steps from the corrupt prompt's first stream
-        to the clean one's."""
-        if not steps:
-            yield self.corrupt
-        begin = self.corrupt.rows[self._first]
-        end = begin.copy()
-        end[self.corrupt_at] = self.clean.rows[self._first][self.clean_at]
-        for step in range(steps):
-            yield self._at(self.ids[1], begin + np.float32((step + 0.5) / steps) * (end - begin))
-
-    def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
-        return self._lm.engine.gradients(ids, self._points, self._weights, stream)
-
-    @property
-    def texts(self) -> dict[str, Any]:
-        """The fields of a result that describe the prompts and the metric."""
-        strings = self._lm.tokenizer.token_strings
-        return {
-            "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
-            "answer": strings([self.answer])[0], "foil": None if self.foil is None else strings([self.foil])[0],
-            "clean": self.value(self.clean), "corrupt": self.value(self.corrupt),
-        }  # fmt: skip
-
-
-def check_same(lm: LM, serving: LM) -> None:
-    """Raise `ProgramError` if two `LM`s have models of different sizes."""
-    ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
-    if ours != theirs:
-        raise ProgramError(
-            f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would run on "
-            f"one with {theirs}", "on"
-        )  # fmt: skip
-
-
-def chosen_cells(estimates: np.ndarray, verify: int, sample: int, seed: int) -> tuple[list[int], list[int]]:
-    """The numbers of the cells to verify: the largest estimates, then those drawn from the rest; and the drawn ones
-    alone. NaN cells are excluded."""
-    order = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
-    rest = order[verify:]
-    drawn = np.random.default_rng(seed).choice(rest, min(sample, len(rest)), replace=False)
-    return [*order[:verify].tolist(), *drawn.tolist()], drawn.tolist()
-
-
-def exact_effects(
-    lm: LM, between: Between, edits: list[list[Replace]], batch: int, show: Show
-) -> tuple[np.ndarray, float]:
-    """The change that each program makes in the metric of the corrupt prompt, and the noise floor: the difference of
-    two unpatched runs."""
-    programs: list[list[Replace]] = [[], *edits, []]
-    job = lm.grade_job(between.ids[1], programs, between.graded.scores)
-    with progress("verifying", len(programs), show) as advance:
-        [grades] = lm.graded([job], lambda i, grades, which: advance(len(which)), batch)
-    values = np.array(between.graded.records(grades, np.arange(len(programs))))
-    return values[1:-1] - values[0], float(abs(values[-1] - values[0]))
-
 
 Verified = Literal["all", "best", "sampled"]
 
@@ -252,15 +139,40 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 class Candidates:
-    """The cells that a study estimates: their number is their place in the flat array of estimates.
+    """The cells that a study estimates, and the two prompts, aligned, with the graded tokens. The number of a cell is
+    its place in the flat array of estimates.
 
     result: of the study · fields: of the result, beside those of `Proposal`
+    ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
+    clean_at, corrupt_at: the same positions as arrays · clean, corrupt: rows and gradients of both runs
     sources: prompts that are captured for exact patches: the clean one, or (2) both
     """
 
     result: type[Proposal]
     fields: dict[str, Any]
+    clean: Gradients
+    corrupt: Gradients
     sources = 1
+
+    def __init__(self, lm: LM, study: GradientStudy) -> None:
+        self._lm = lm
+        self.answer: int = single_token(lm, study.answer, "answer")
+        self.foil: int | None = None if study.foil is None else single_token(lm, study.foil, "foil")
+        metric = "logprob" if self.foil is None else "logit_diff"
+        self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
+        one, other = words_of(lm, study.clean, "clean"), words_of(lm, study.corrupt, "corrupt")
+        self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
+        matched = () if study.match is None else study.match.pairs(lm, one, other, "match")
+        clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
+        rest = (pair for pair in align(one.ids, other.ids, study.match is not None).pairs
+                if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
+        pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
+        labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
+        self.columns: tuple[Column, ...] = tuple(
+            Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
+        )
+        self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
+        self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
 
     def estimates(self, steps: int) -> np.ndarray:
         """The estimate of every cell; NaN if it does not exist."""
@@ -274,11 +186,51 @@ class Candidates:
         """The exact patch of a cell."""
         raise NotImplementedError
 
+    def read(self, points: Sequence[int]) -> None:
+        """Run both prompts, and keep rows and gradients at `points`. Raises `EngineError` without gradients."""
+        self._first = self._lm.sites.resolve(Site("resid_pre", 0))[0].point
+        self._points = sorted({*points, self._first})
+        self.clean, self.corrupt = map(self._at, self.ids)
+
+    def value(self, run: Gradients) -> float:
+        """The metric of a run."""
+        logprobs = [run.scores[token] for [token] in self.graded.compared]
+        return float(self.graded.of_logprobs(np.array([logprobs]))[0])
+
+    def difference(self, point: int) -> np.ndarray:
+        """Clean − corrupt at a point, at the aligned positions."""
+        return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
+
+    def along(self, steps: int) -> Iterator[Gradients]:
+        """Yield the corrupt run, or `steps` runs at the midpoints of equal steps from the corrupt prompt's first stream
+        to the clean one's."""
+        if not steps:
+            yield self.corrupt
+        begin = self.corrupt.rows[self._first]
+        end = begin.copy()
+        end[self.corrupt_at] = self.clean.rows[self._first][self.clean_at]
+        for step in range(steps):
+            yield self._at(self.ids[1], begin + np.float32((step + 0.5) / steps) * (end - begin))
+
+    def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
+        return self._lm.engine.gradients(ids, self._points, self._weights, stream)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """The fields of a result that describe the prompts and the metric."""
+        strings = self._lm.tokenizer.token_strings
+        return {
+            "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
+            "answer": strings([self.answer])[0], "foil": None if self.foil is None else strings([self.foil])[0],
+            "clean": self.value(self.clean), "corrupt": self.value(self.corrupt),
+        }  # fmt: skip
+
 
 class GradientStudy(Study):
     """The base of studies that estimate effects from gradients, and patch the largest ones exactly."""
 
     not_served = "it needs gradients, which only the Transformers engine has"
+    candidates: ClassVar[type[Candidates]]
 
     clean: Prompt
     """Prompt whose activations are patched in, as text or token ids."""
@@ -300,29 +252,38 @@ class GradientStudy(Study):
     seed: Whole = 0
     """Seed of the random draw."""
 
-    def candidates(self, lm: LM, between: Between) -> Candidates:
-        """The cells, with rows and gradients read at their points."""
-        raise NotImplementedError
-
     def _run(self, lm: LM, *, on: OnLM = None, batch: Positive = 256, show_progress: Progress = None) -> Proposal:
-        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil, self.match), on or lm
-        check_same(lm, serving)
-        candidates = self.candidates(lm, between)
-        estimates = candidates.estimates(self.steps)
-        chosen, drawn = chosen_cells(estimates, self.verify, self.sample, self.seed)
+        serving = on or lm
+        ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
+        if ours != theirs:
+            raise ProgramError(
+                f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would "
+                f"run on one with {theirs}", "on"
+            )  # fmt: skip
+        cells = self.candidates(lm, self)
+        estimates = cells.estimates(self.steps)
+        by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
+        rest = by_size[self.verify :]
+        drawn = np.random.default_rng(self.seed).choice(rest, min(self.sample, len(rest)), replace=False)
+        chosen = [*by_size[: self.verify].tolist(), *drawn.tolist()]
         exact, sampled, floor = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool), 0.0
         sampled.flat[drawn] = True
         if chosen:
-            captures = [site @ whole_prompt for site in {site for n in chosen for site in candidates.sites(n)}]
-            sources = [serving.run(ids, max_tokens=1, capture=captures) for ids in between.ids[: candidates.sources]]
+            captures = [site @ whole_prompt for site in {site for n in chosen for site in cells.sites(n)}]
+            sources = [serving.run(ids, max_tokens=1, capture=captures) for ids in cells.ids[: cells.sources]]
             try:
-                edits = [[candidates.edit(number, sources)] for number in chosen]
-                exact.flat[chosen], floor = exact_effects(serving, between, edits, batch, show_progress)
+                programs = [[], *([cells.edit(number, sources)] for number in chosen), []]
+                job = serving.grade_job(cells.ids[1], programs, cells.graded.scores)
+                with progress("verifying", len(programs), show_progress) as advance:
+                    [grades] = serving.graded([job], lambda i, grades, which: advance(len(which)), batch)
             finally:
                 for run in sources:
                     run.close()
-        return candidates.result(
+            values = np.array(cells.graded.records(grades, np.arange(len(programs))))
+            exact.flat[chosen] = values[1:-1] - values[0]
+            floor = float(abs(values[-1] - values[0]))  # the difference of two unpatched runs
+        return cells.result(
             provenance=provenance(lm, (self.seed,) if self.sample else ()), verified_on=provenance(serving),
-            steps=self.steps, estimates=estimates, exact=exact, sampled=sampled, noise_floor=floor, **between.texts,
-            **candidates.fields,
+            steps=self.steps, estimates=estimates, exact=exact, sampled=sampled, noise_floor=floor, **cells.texts,
+            **cells.fields,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.between import Between, Candidates, GradientStudy, Proposal
+from patchclamp.studies.between import Candidates, GradientStudy, Proposal
 from patchclamp.studies.readout import Norm, proved_norm
 
 if TYPE_CHECKING:
@@ -114,52 +114,33 @@ class EdgeEnd(msgspec.Struct, frozen=True):
     stream: Site | None = None
 
 
-class EdgeAttribution(GradientStudy):
-    """Estimate the effect of every edge between parts of the model from gradients, and patch the largest ones exactly.
-
-    Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
-
-    Raises: `EngineError` for an engine without gradients, `ModelError` for a norm that its weights do not reproduce,
-    `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
-    """
-
-    command = "edges"
-
-    def candidates(self, lm: LM, between: Between) -> Candidates:
-        return _EdgeCandidates(lm, between)
-
-
-edge_attribution: Callable[..., EdgeAttributionResult] = EdgeAttribution.short_form("edge_attribution")
-
-
 class _EdgeCandidates(Candidates):
     """A cell is a receiver with a sender."""
 
     result = EdgeAttributionResult
     sources = 2
 
-    def __init__(self, lm: LM, between: Between) -> None:
-        self._between = between
+    def __init__(self, lm: LM, study: GradientStudy) -> None:
+        super().__init__(lm, study)
         self._senders, self._receivers = _parts(lm)
         parts = (*self._senders, *self._receivers)
         read = {site for part in parts for site in (part.site, part.stream) if site is not None}
         self._point = {site: lm.sites.resolve(site)[0].point for site in read}
         self.fields = {"senders": tuple(str(part.site) for part in self._senders),
                        "receivers": tuple(str(part.site) for part in self._receivers)}  # fmt: skip
-        between.read(list(self._point.values()))
-        rows = {site: between.corrupt.rows[at] for site, at in self._point.items()}
+        self.read(list(self._point.values()))
+        rows = {site: self.corrupt.rows[at] for site, at in self._point.items()}
         self._norms = [_norm(lm, part, rows) for part in self._receivers]
 
     def estimates(self, steps: int) -> np.ndarray:
-        between = self._between
-        written_STD = np.stack([between.difference(self._point[part.site]) for part in self._senders])
+        written_STD = np.stack([self.difference(self._point[part.site]) for part in self._senders])
         slopes = np.zeros((len(self._receivers), *written_STD.shape[1:]))
-        for run in between.along(steps):
+        for run in self.along(steps):
             for r, (part, norm) in enumerate(zip(self._receivers, self._norms, strict=True)):
                 slope_TD = run.gradients[self._point[part.site]]
                 if norm is not None and part.stream is not None:
                     slope_TD = _before(norm, slope_TD, run.rows[self._point[part.stream]])
-                slopes[r] += slope_TD[between.corrupt_at] / max(steps, 1)
+                slopes[r] += slope_TD[self.corrupt_at] / max(steps, 1)
         estimates = np.einsum("rtd,std->rs", slopes, written_STD, optimize=True)
         sent, read = ([part.order for part in parts] for parts in (self._senders, self._receivers))
         reached = np.array(sent)[None, :] < np.array(read)[:, None]
@@ -175,10 +156,10 @@ class _EdgeCandidates(Candidates):
 
         r, s = divmod(number, len(self._senders))
         receiver, sender, norm = self._receivers[r], self._senders[s], self._norms[r]
-        clean_at, at = self._between.clean_at, self._between.corrupt_at
+        at = self.corrupt_at
         clean_TD, corrupt_TD = (_rows(run, sender.site) for run in runs)
         changed_TD = _rows(runs[1], receiver.stream or receiver.site).clone()
-        changed_TD[at] += clean_TD[clean_at] - corrupt_TD[at]
+        changed_TD[at] += clean_TD[self.clean_at] - corrupt_TD[at]
         with torch.no_grad():
             written_TD = changed_TD if norm is None else norm(changed_TD)
         return Replace(Vector.of(written_TD[at]), at=receiver.site, tokens=every[tuple(at.tolist())])
@@ -232,3 +213,19 @@ def _rows(run: Run, site: Site) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(run[site]).float()
+
+
+class EdgeAttribution(GradientStudy):
+    """Estimate the effect of every edge between parts of the model from gradients, and patch the largest ones exactly.
+
+    Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
+
+    Raises: `EngineError` for an engine without gradients, `ModelError` for a norm that its weights do not reproduce,
+    `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
+    """
+
+    command = "edges"
+    candidates = _EdgeCandidates
+
+
+edge_attribution: Callable[..., EdgeAttributionResult] = EdgeAttribution.short_form("edge_attribution")
