@@ -8,13 +8,12 @@ S source layers · G target layers · n positions · D model width · K likelies
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from patchclamp.errors import TokensError
-from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
@@ -35,7 +34,7 @@ from patchclamp.studies.inputs import (
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import LOGITS
-from patchclamp.studies.study import Show, Study, StudyResult, progress, provenance, run_batches
+from patchclamp.studies.study import Study, StudyResult, progress, provenance, recorded_runs
 
 if TYPE_CHECKING:
     import pandas
@@ -185,23 +184,35 @@ class Patchscope(Study):
             )
         cells = [(layer, to) for layer in taken for to in (placed or [layer])]
         vectors = [_vector(from_run, into_run, at.name, cell, out, into, self.normed) for cell in cells]
-        edits = [[Replace(Vector.of(rows_nD), at=Site(at.name, to), tokens=every[tuple(into)])]
-                 for (_, to), (rows_nD, _) in zip(cells, vectors, strict=True)]  # fmt: skip
-        said = _Said(lm, into_run, self.top, chosen)
-        said.run(edits, self.max_tokens, batch, show_progress)
+        plain_V, ids = _logprobs(into_run), into_run.prompt_token_ids
+
+        def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
+            for part in batches:
+                edits = [[Replace(Vector.of(vectors[i][0]), at=Site(at.name, cells[i][1]), tokens=every[tuple(into)])]
+                         for i in part]  # fmt: skip
+                yield {"prompt": [ids] * len(part), "max_tokens": self.max_tokens, "edits": edits,
+                       "capture": [LOGITS @ whole_prompt[-1]]}  # fmt: skip
+
+        def read_all(runs: Sequence[Run], part: Sequence[int]) -> list[_Continued]:
+            lm.fetch(list(runs), copy=False)
+            return [_Continued.of(run, plain_V, self.top, chosen) for run in runs]
+
+        with progress("placing", len(cells), show_progress) as advance:
+            found = recorded_runs(lm, None, range(len(cells)), calls, read_all, _Continued, advance, batch)
         shape = (len(taken), len(placed) or 1)
-        ids = sorted({*chosen, *np.unique(said.top_ids).tolist()})
+        top_ids = np.array([one.top_ids for one in found], np.int32)
+        known = sorted({*chosen, *np.unique(top_ids).tolist()})
         result = PatchscopeResult(
             provenance=provenance(lm), site=at.name, source_tokens=_tokens(lm, from_run),
             target_tokens=_tokens(lm, into_run), source_positions=tuple(out), target_positions=tuple(into),
             layers=tuple(taken), target_layers=tuple(placed), normed=self.normed, token_ids=tuple(chosen),
             tokens=tuple(lm.tokenizer.token_strings(chosen)),
-            texts_of=dict(zip(ids, lm.tokenizer.token_strings(ids), strict=True)),
-            texts=tuple(tuple(said.texts[i : i + shape[1]]) for i in range(0, len(cells), shape[1])),
-            plain_text=into_run.text, top_ids=np.array(said.top_ids, np.int32).reshape(*shape, -1),
-            top_probs=np.array(said.top_probs, np.float32).reshape(*shape, -1),
-            logprobs=np.array(said.logprobs, np.float32).reshape(*shape, len(chosen)),
-            moved=np.array(said.moved, np.float32).reshape(shape),
+            texts_of=dict(zip(known, lm.tokenizer.token_strings(known), strict=True)),
+            texts=tuple(tuple(one.text for one in found[i : i + shape[1]]) for i in range(0, len(cells), shape[1])),
+            plain_text=into_run.text, top_ids=top_ids.reshape(*shape, -1),
+            top_probs=np.array([one.top_probs for one in found], np.float32).reshape(*shape, -1),
+            logprobs=np.array([one.logprobs for one in found], np.float32).reshape(*shape, len(chosen)),
+            moved=np.array([one.moved for one in found], np.float32).reshape(shape),
             scales=np.array([scale for _, scale in vectors], np.float32).reshape(shape),
         )  # fmt: skip
         from_run.close()
@@ -212,49 +223,22 @@ class Patchscope(Study):
 patchscope: Callable[..., PatchscopeResult] = Patchscope.short_form("patchscope")
 
 
-class _Said:
-    """Results of the patched runs of the target prompt: their texts and, for their first token, the likeliest ones, the
-    log-probabilities of the chosen ones, and the KL divergence from the unpatched run."""
+class _Continued(NamedTuple):
+    """A patched run of the target prompt: its text and, for its first token, the likeliest ones, the log-probabilities
+    of the chosen ones, and the KL divergence from the unpatched run."""
 
-    def __init__(self, lm: LM, plain: Run, top: int, chosen: list[int]) -> None:
-        self._lm, self._plain, self._top, self._chosen = lm, plain, top, chosen
-        self._plain_V = _logprobs(plain)
-        self.texts: list[str] = []
-        self.top_ids: list[list[int]] = []
-        self.top_probs: list[list[float]] = []
-        self.logprobs: list[list[float]] = []
-        self.moved: list[float] = []
+    text: str
+    top_ids: list[int]
+    top_probs: list[float]
+    logprobs: list[float]
+    moved: float
 
-    def run(self, edits: list[list[Replace]], max_tokens: int, batch: int, show: Show) -> None:
-        ids, pace = self._plain.prompt_token_ids, Pace(batch)
-        calls = (
-            {
-                "prompt": [ids] * len(part),
-                "max_tokens": max_tokens,
-                "edits": part,
-                "capture": [LOGITS @ whole_prompt[-1]],
-            }
-            for part in pace.parts(edits)
-        )
-        with progress("placing", len(edits), show) as advance:
-
-            def read(runs: list[Run]) -> None:
-                self._lm.fetch(runs, copy=False)
-                for run in runs:
-                    self._read(run)
-                    run.close()
-                advance(len(runs))
-
-            run_batches(self._lm, calls, read, UNDER_WAY, pace)
-
-    def _read(self, run: Run) -> None:
+    @classmethod
+    def of(cls, run: Run, plain_V: torch.Tensor, top: int, chosen: list[int]) -> _Continued:
         logprobs_V = _logprobs(run)
-        best = logprobs_V.topk(min(self._top, len(logprobs_V)))
-        self.texts.append(run.text)
-        self.top_ids.append(best.indices.tolist())
-        self.top_probs.append(best.values.exp().tolist())
-        self.logprobs.append(logprobs_V[self._chosen].tolist())
-        self.moved.append(float((self._plain_V.exp() * (self._plain_V - logprobs_V)).sum()))
+        best = logprobs_V.topk(min(top, len(logprobs_V)))
+        moved = float((plain_V.exp() * (plain_V - logprobs_V)).sum())
+        return cls(run.text, best.indices.tolist(), best.values.exp().tolist(), logprobs_V[chosen].tolist(), moved)
 
 
 def _logprobs(run: Run) -> torch.Tensor:
