@@ -98,7 +98,8 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def top(self, layer: int, position: int) -> list[Guess]:
         """The likeliest tokens of a layer at a position of the prompt; either may be counted from the end."""
-        at = self._row(layer), self._column(position)
+        at = (_index_of(self.layers, layer, self.layers[-1] + 1, "layer"),
+              _index_of(self.positions, position, len(self.prompt_tokens), "position"))  # fmt: skip
         pairs = zip(self.top_ids[at].tolist(), self.top_probs[at].tolist(), strict=True)
         return [Guess(token, self.texts[token], probability) for token, probability in pairs]
 
@@ -115,12 +116,6 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         if (not isinstance(token, str) and not is_token_id(token)) or token not in names:
             raise unknown("chosen token", token, [str(name) for name in names], "token")
         return names.index(token)  # pyright: ignore[reportArgumentType]
-
-    def _row(self, layer: int) -> int:
-        return _index_of(self.layers, layer, self.layers[-1] + 1, "layer")
-
-    def _column(self, position: int) -> int:
-        return _index_of(self.positions, position, len(self.prompt_tokens), "position")
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per layer and position: its token, the likeliest next token, KL, entropy, and the rank and
@@ -228,13 +223,14 @@ class LogitLens(Study):
     def _run(self, lm: LM, *, show_progress: Progress = None, resume: ResumeFile = None) -> LogitLensResult:
         import torch
 
-        at, prompt, top = checked_site(lm, self.site), self.prompt, self.top
+        at, prompt = checked_site(lm, self.site), self.prompt
         chosen_layers = layers_of(lm, at.name, self.layers)
         run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                      + [LAST @ whole_prompt])  # fmt: skip
         columns = positions_of(run, self.positions)
         maps = _translators(self.translators, chosen_layers, lm.model.d_model)
-        own_VD = None if self.unembedding is None else _matrix(self.unembedding, lm.model.d_model)
+        shape = None, lm.model.d_model
+        own_VD = None if self.unembedding is None else _tensor(self.unembedding, shape, "unembedding")
         names = _labels(own_VD, self.labels)
         chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
         through = readout_of(lm, self.readout, run.prompt_token_ids)
@@ -243,14 +239,14 @@ class LogitLens(Study):
         run.close()
         question = {
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
-            "positions": columns, "tokens": chosen, "top": top, "readout": through.way,
+            "positions": columns, "tokens": chosen, "top": self.top, "readout": through.way,
             "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
             "unembedding": _digest(own_VD),
         }  # fmt: skip
         cells = rows_PLD.shape[0] * rows_PLD.shape[1]
         with keeping(lm, question, resume) as journal, progress("reading", cells, show_progress) as advance:
-            measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen, advance)
-        ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
+            measured = _measure(lm, journal, through, own_VD, rows_PLD, self.top, chosen, advance)
+        ids = sorted({*chosen, *np.unique(measured["top_ids"]).tolist()})
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
         strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
@@ -261,90 +257,63 @@ class LogitLens(Study):
             positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen),
             texts=texts,
             lens=_named(self.translators, own_VD), readout=through.way, about=through.about,
-            **msgspec.structs.asdict(measured),
+            **measured,
         )  # fmt: skip
 
 
 logit_lens: Callable[..., LogitLensResult] = LogitLens.short_form("logit_lens")
 
 
-class _Measured(msgspec.Struct):
-    """The arrays of a `LogitLensResult`, or of some of its positions."""
-
-    top_ids: np.ndarray
-    top_probs: np.ndarray
-    ranks: np.ndarray
-    logprobs: np.ndarray
-    kl: np.ndarray
-    entropy: np.ndarray
+MEASURED = {
+    "top_ids": np.int32, "top_probs": np.float32, "ranks": np.int32, "logprobs": np.float32, "kl": np.float32,
+    "entropy": np.float32,
+}  # fmt: skip
 
 
 def _measure(
     lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
     chosen: list[int], advance: Callable[[int], None],
-) -> _Measured:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Measure rows [P, 1 + L, D], with the final layer's row first at each position, some positions at a time."""
     together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
 
         def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
-            measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, len(rows), top, chosen)
-            return [[StoredArray.of(array) for array in msgspec.structs.astuple(measured)]]
+            measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, top, chosen)
+            return [[StoredArray.of(array) for array in measured]]
 
         [arrays] = recorded(journal, 1, list[StoredArray], compute)
         parts.append([of.array() for of in arrays])
         advance(rows.shape[0] * rows.shape[1])
-    return _Measured(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+    joined = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
+    return dict(zip(MEASURED, joined, strict=True))
 
 
-def _measure_some(
-    logits: Iterator[torch.Tensor], layers: int, positions: int, top: int, chosen: list[int]
-) -> _Measured:
+def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen: list[int]) -> list[np.ndarray]:
     """Measure logits [n, V] that arrive position by position: of the final layer, then of each layer."""
-    import torch
-
-    shape = (layers, positions)
-    result: _Measured | None = None
-    final_V, number = torch.zeros(0), 0
-    for logits_NV in logits:
-        kept = min(top, logits_NV.shape[1])
-        if result is None:
-            result = _Measured(
-                np.zeros((*shape, kept), np.int32), np.zeros((*shape, kept), np.float32),
-                np.zeros((*shape, len(chosen)), np.int32), np.zeros((*shape, len(chosen)), np.float32),
-                np.zeros(shape, np.float32), np.zeros(shape, np.float32),
-            )  # fmt: skip
-        for logprobs_V, logits_V in zip(logits_NV.log_softmax(-1), logits_NV, strict=True):
-            position, row = divmod(number, layers + 1)
-            number += 1
-            if row == 0:
-                final_V = logprobs_V
-            else:
-                _measure_cell(result, (row - 1, position), logprobs_V, logits_V, final_V, chosen)
-    assert result is not None
-    return result
-
-
-def _measure_cell(
-    result: _Measured, at: tuple[int, int], logprobs_V: torch.Tensor, logits_V: torch.Tensor, final_V: torch.Tensor,
-    chosen: list[int],
-) -> None:  # fmt: skip
-    best = logprobs_V.topk(result.top_ids.shape[2])
-    probs_V = logprobs_V.exp()
-    result.top_ids[at], result.top_probs[at] = best.indices.numpy(), best.values.exp().numpy()
-    result.ranks[at] = [int((logits_V > logits_V[token]).sum()) for token in chosen]
-    result.logprobs[at] = logprobs_V[chosen].numpy()
-    result.kl[at] = float((final_V.exp() * (final_V - logprobs_V)).sum())
-    result.entropy[at] = -float((probs_V * logprobs_V).sum())
+    rows = (row for part in logits for row in zip(part.log_softmax(-1), part, strict=True))
+    cells, final_V = [], None
+    for number, (logprobs_V, logits_V) in enumerate(rows):
+        if number % (layers + 1) == 0:
+            final_V = logprobs_V
+            continue
+        assert final_V is not None
+        best = logprobs_V.topk(min(top, len(logprobs_V)))
+        ranks = [int((logits_V > logits_V[token]).sum()) for token in chosen]
+        kl = float((final_V.exp() * (final_V - logprobs_V)).sum())
+        entropy = -float((logprobs_V.exp() * logprobs_V).sum())
+        cells.append((best.indices, best.values.exp(), ranks, logprobs_V[chosen], kl, entropy))
+    measured = []
+    for dtype, values in zip(MEASURED.values(), zip(*cells, strict=True), strict=True):
+        array = np.stack([np.asarray(value, dtype) for value in values])
+        measured.append(array.reshape(-1, layers, *array.shape[1:]).swapaxes(0, 1))
+    return measured
 
 
 def _logits(through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor) -> Iterator[torch.Tensor]:
     rows_ND = rows_PLD.flatten(0, 1)
-    if own_VD is None:
-        return through.logits(rows_ND)
-    normed_ND = through.normed(rows_ND)
-    return iter((normed_ND @ own_VD.T).split(256))
+    return through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
 
 
 class _Translator(msgspec.Struct, frozen=True, eq=False):
@@ -379,10 +348,6 @@ def _translators(translators: Mapping[int, Any] | None, layers: list[int], width
 def _digest(*tensors: torch.Tensor | None) -> list[str | None]:
     """Hashes of matrices, as plain data that identifies their values."""
     return [None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest() for of in tensors]
-
-
-def _matrix(numbers: Any, width: int) -> torch.Tensor:
-    return _tensor(numbers, (None, width), "unembedding")
 
 
 def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:
