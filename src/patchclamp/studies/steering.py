@@ -33,7 +33,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -446,18 +446,6 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<SteeringVectors {self.method}: {len(self.layers)} layers of {self.site}{best}>"
 
 
-class Scored(NamedTuple):
-    """Log-probabilities [P, E] of the answers, and of the foils if there are any."""
-
-    answer: np.ndarray
-    foil: np.ndarray | None
-
-    @property
-    def scores(self) -> np.ndarray:
-        """log p(answer) − log p(foil), or log p(answer) alone: [P, E]."""
-        return self.answer if self.foil is None else self.answer - self.foil
-
-
 class Behaviour(msgspec.Struct, frozen=True):
     """The token ids of each prompt's answer, and of its foil."""
 
@@ -472,9 +460,10 @@ class Behaviour(msgspec.Struct, frozen=True):
 
     def score(
         self, lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
-        journal: Journal | None = None,
-    ) -> Scored:  # fmt: skip
-        """Score every prompt under each of some edits. Scores in `journal` are not computed again."""
+        journal: Journal | None,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Log-probabilities [P, E] of the answers and of the foils, 0 without foils, of every prompt under each of some
+        edits. The score is their difference. Those in `journal` are not computed again."""
         sides = [self.answers] if self.foils is None else [self.answers, self.foils]
         items = [
             Forced(one.ids, side[p], edit, one.text)  # items that share a run are next to each other
@@ -483,7 +472,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         with progress("scoring", len(items), show) as advance:
             totals = [float(row.sum()) for row in forced_logprobs(lm, items, batch, advance, journal)]
         grids = np.array(totals).reshape(len(asked), len(edits), len(sides))
-        return Scored(grids[:, :, 0], grids[:, :, 1] if self.foils is not None else None)
+        return grids[:, :, 0], np.zeros(grids.shape[:2]) if self.foils is None else grids[:, :, 1]
 
     def question(self, edits: Sequence[tuple[Op, ...]]) -> dict[str, Any]:
         """Everything except the prompts that decides the scores, as plain data."""
@@ -602,7 +591,8 @@ class Steering(Study):
             best = max(range(len(numbers)), key=lambda i: (checks[i].accuracy, checks[i].separation, -i))
             if behaviour is not None:
                 adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
-                scores = behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal).scores.mean(0)
+                answer, foil = behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal)
+                scores = (answer - foil).mean(0)
                 effects = scores[1:] - scores[0]
                 fluency = _fluency(lm, kept[:FLUENT_PROMPTS], [(), *adding], batch, show_progress, journal)
                 best = chosen_layer(numbers, effects, fluency, lm.model.layers)
@@ -862,15 +852,15 @@ class StrengthCurve(Study):
             "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
         }  # fmt: skip
         with keeping(lm, question, resume) as journal:
-            scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
+            logprobs, foil_logprobs = behaviour.score(lm, asked, edits, batch, show_progress, journal)
         return StrengthCurveResult(
             provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
             answers=texts_of(lm, behaviour.answers), scales=steps,
             foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
             vectors=f"{self.vectors.method} vectors of {self.vectors.site}",
             layers=tuple(self.vectors.chosen_layers(self.layers)),
-            tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=scored.answer,
-            foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
+            tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=logprobs,
+            foil_logprobs=foil_logprobs if behaviour.foils else np.full(logprobs.shape, np.nan),
         )  # fmt: skip
 
 
