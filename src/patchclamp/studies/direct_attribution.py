@@ -23,14 +23,12 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
-from patchclamp.run import Run
 from patchclamp.studies.inputs import Answers, Parts, Progress, Prompts, as_prompt, listed
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import (
     LAST,
     LOGITS,
     WRITES,
-    Unembedding,
     Word,
     proved_projection,
     proved_unembedding,
@@ -210,26 +208,34 @@ class DirectAttribution(Study):
         with progress("attributing", len(prompts), show_progress, "prompts") as advance:
             runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
             advance(len(prompts))
-        rows = _LastRows(lm, runs)
+        captured = lm.fetch(runs, copy=False)
+
+        def rows(site: Site) -> torch.Tensor:
+            name = str(lm.sites.resolve(site)[0])
+            return torch.cat([torch.as_tensor(of_run[name]).float().flatten(1) for of_run in captured])
+
+        def difference(of: torch.Tensor) -> torch.Tensor:
+            return of[answers] - (of[foils] if foils else 0.0)
+
         unembedding = proved_unembedding(lm, runs[0].prompt_token_ids)
-        last_ND, parts = rows.at(LAST), _parts(rows, lm)
-        difference = _LogitDifference(unembedding, answers, foils)
-        towards_ND = unembedding.norm.pulled(difference.directions_ND, last_ND)  # of the stream
-        shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {
-            "bias": difference.biases_N
-        }
-        totals_N, shares_NC = (
-            (last_ND * towards_ND).sum(-1) + difference.biases_N,
-            torch.stack(list(shares.values()), 1),
-        )
-        heads, head_biases = _within("z", inner, rows, towards_ND)
-        neurons, neuron_biases = _within("neurons", inner, rows, towards_ND)
+        last_ND, parts = rows(LAST), _parts(lm, rows)
+        directions_ND, biases_N = difference(unembedding.matrix_VD), torch.zeros(len(answers))
+        if unembedding.norm.bias is not None:
+            biases_N = directions_ND @ unembedding.norm.bias
+        if unembedding.bias_V is not None:
+            biases_N = biases_N + difference(unembedding.bias_V)
+        biases_N = biases_N * unembedding.scale
+        towards_ND = unembedding.norm.pulled(directions_ND * unembedding.scale, last_ND)  # of the stream
+        shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {"bias": biases_N}
+        totals_N, shares_NC = (last_ND * towards_ND).sum(-1) + biases_N, torch.stack(list(shares.values()), 1)
+        heads, head_biases = _within(lm, "z", inner, rows, towards_ND)
+        neurons, neuron_biases = _within(lm, "neurons", inner, rows, towards_ND)
         result = DirectAttributionResult(
             provenance=provenance(lm),
             prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
             answers=tuple(lm.tokenizer.token_strings(answers)), foils=tuple(lm.tokenizer.token_strings(foils)),
             parts=tuple(shares), shares=shares_NC.numpy(), totals=totals_N.numpy(),
-            logit_diffs=difference.of(unembedding.uncapped(rows.at(LOGITS))).numpy(),
+            logit_diffs=difference(unembedding.uncapped(rows(LOGITS)).T).diagonal().numpy(),
             unexplained=(totals_N - shares_NC.sum(1)).numpy(),
             heads=heads, head_biases=head_biases, neurons=neurons, neuron_biases=neuron_biases,
         )  # fmt: skip
@@ -241,54 +247,22 @@ class DirectAttribution(Study):
 direct_attribution: Callable[..., DirectAttributionResult] = DirectAttribution.short_form("direct_attribution")
 
 
-class _LastRows:
-    """Rows captured at the last position of each prompt, fp32 [N, W]."""
-
-    def __init__(self, lm: LM, runs: list[Run]) -> None:
-        self.lm, self._captured = lm, lm.fetch(runs, copy=False)
-
-    def at(self, site: Site) -> torch.Tensor:
-        import torch
-
-        name = str(self.lm.sites.resolve(site)[0])
-        return torch.cat([torch.as_tensor(of_run[name]).float().flatten(1) for of_run in self._captured])
+LastRows = Callable[[Site], "torch.Tensor"]
+"""Returns the rows at a site, captured at the last position of each prompt, fp32 [N, W]."""
 
 
-class _LogitDifference:
-    """logit(answer) − logit(foil) as a function of normed rows: directions [N, D] and a bias term [N]."""
-
-    def __init__(self, unembedding: Unembedding, answers: list[int], foils: list[int]) -> None:
-        import torch
-
-        self._answers, self._foils = answers, foils
-        matrix_VD = unembedding.matrix_VD
-        self.directions_ND = matrix_VD[answers] - (matrix_VD[foils] if foils else 0.0)
-        self.biases_N = torch.zeros(len(answers))
-        if unembedding.norm.bias is not None:
-            self.biases_N = self.directions_ND @ unembedding.norm.bias
-        if unembedding.bias_V is not None:
-            bias_V = unembedding.bias_V
-            self.biases_N = self.biases_N + bias_V[answers] - (bias_V[foils] if foils else 0.0)
-        self.directions_ND, self.biases_N = self.directions_ND * unembedding.scale, self.biases_N * unembedding.scale
-
-    def of(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """The difference in each row of logits."""
-        rows = list(range(len(self._answers)))
-        return logits_NV[rows, self._answers] - (logits_NV[rows, self._foils] if self._foils else 0.0)
-
-
-def _parts(rows: _LastRows, lm: LM) -> dict[str, torch.Tensor]:
+def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
     """The contributions of the embedding, positions, every attention and every MLP to the last stream, [N, D] each.
 
     Raises: `ModelError` if they do not add up to the stream.
     """
-    parts = {"embed": rows.at(Site("embed"))}
-    positions_ND = rows.at(Site("resid_pre", 0)) - parts["embed"]
+    parts = {"embed": rows(Site("embed"))}
+    positions_ND = rows(Site("resid_pre", 0)) - parts["embed"]
     if positions_ND.any():
         parts["positions"] = positions_ND
     for layer in range(lm.model.layers):
-        parts |= {f"{word}[{layer}]": rows.at(Site(word, layer)) for word in ("attn_out", "mlp_out")}
-    last_ND = rows.at(LAST)
+        parts |= {f"{word}[{layer}]": rows(Site(word, layer)) for word in ("attn_out", "mlp_out")}
+    last_ND = rows(LAST)
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
@@ -298,15 +272,17 @@ def _parts(rows: _LastRows, lm: LM) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _within(word: Word, asked: list[Word], rows: _LastRows, towards_ND: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _within(
+    lm: LM, word: Word, asked: list[Word], rows: LastRows, towards_ND: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray]:
     """The contribution of each head or neuron of each layer, [N, L, heads or neurons], and of their biases, [N, L]; NaN
     in layers without them."""
-    lm, shape = rows.lm, (len(towards_ND), rows.lm.model.layers)
+    shape = len(towards_ND), lm.model.layers
     count, size = (lm.sites.parts(word) or (0, 1)) if word in asked else (0, 1)
     shares, rest = np.full((*shape, count), np.nan, np.float32), np.full(shape, np.nan, np.float32)
     for ref in lm.sites.resolve(Site(word)) if count else ():
         assert ref.layer is not None
-        read_NW, written_ND = rows.at(Site(word, ref.layer)), rows.at(Site(WRITES[word], ref.layer))
+        read_NW, written_ND = rows(Site(word, ref.layer)), rows(Site(WRITES[word], ref.layer))
         writer = proved_projection(lm, word, ref.layer, read_NW, written_ND)
         of_numbers = writer.shares(read_NW, towards_ND)
         shares[:, ref.layer] = of_numbers.reshape(-1, count, size).sum(-1).numpy()
