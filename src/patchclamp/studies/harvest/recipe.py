@@ -57,11 +57,10 @@ def documents_of(
 
     Raises: `ProgramError` for any other data, and for a missing column.
     """
-    kept = [] if kept is None else kept
     if isinstance(data, (str, Path)):
-        return _of_file(Path(as_file(data, "documents")), column, keep, kept)
+        return _documents(_of_file(Path(as_file(data, "documents")), column, keep), kept)
     if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
-        return _of_columns(data, column, keep, kept, "the data set", data.column_names)
+        return _documents(_of_columns(data, column, keep, "the data set", data.column_names), kept)
     if column is not None or keep:
         raise ProgramError("only files and data sets have columns", "keep" if column is None else "column")
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
@@ -72,7 +71,18 @@ def documents_of(
     return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
 
-def _of_file(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
+Fields = Iterable[Sequence[Any]]
+"""A document and its kept fields, for each document."""
+
+
+def _documents(rows: Fields, kept: list[tuple[Any, ...]] | None) -> Iterator[Document]:
+    for value, *others in rows:
+        if kept is not None:
+            kept.append(tuple(others))
+        yield _document(value)
+
+
+def _of_file(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
     if path.is_dir():
         datasets = needed("datasets")
         try:
@@ -81,7 +91,7 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str], kept: list[tup
             raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
         if not isinstance(saved, datasets.Dataset):
             raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
-        return _of_columns(saved, column, keep, kept, str(path), saved.column_names)
+        return _of_columns(saved, column, keep, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
@@ -89,50 +99,40 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str], kept: list[tup
     if not path.exists():
         raise ProgramError(f"there is no {path}", "documents")
     if path.suffix == ".parquet":
-        return _of_parquet(path, column, keep, kept)
+        return _of_parquet(path, column, keep)
     if path.suffix == ".txt" and (column is not None or keep):
         raise ProgramError(f"{path}: a text file has no columns", "keep" if column is None else "column")
-    return _of_lines(path, None if path.suffix == ".txt" else column or "text", keep, kept)
+    return _of_lines(path, None if path.suffix == ".txt" else column or "text", keep)
 
 
-def _of_lines(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
+def _of_lines(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
     """A document per line: its text, or a field of its JSON. Blank lines are skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                fields = {} if column is None else json.loads(line)
-                value, others = line.rstrip("\n") if column is None else fields[column], [fields[one] for one in keep]
-            except (ValueError, KeyError, TypeError) as error:
-                names = ", ".join(map(repr, [column, *keep]))
-                raise ProgramError(f"{path}, line {number}: expected a JSON object with {names} ({error})",
-                                   "documents") from None  # fmt: skip
-            kept.append(tuple(others))
-            yield _document(value)
+            if column is None and line.strip():
+                yield [line.rstrip("\n")]
+            elif line.strip():
+                try:
+                    fields = json.loads(line)
+                    values = [fields[name] for name in (column, *keep)]
+                except (ValueError, KeyError, TypeError) as error:
+                    names = ", ".join(map(repr, [column, *keep]))
+                    raise ProgramError(f"{path}, line {number}: expected a JSON object with {names} ({error})",
+                                       "documents") from None  # fmt: skip
+                yield values
 
 
-def _of_parquet(path: Path, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]]) -> Iterator[Document]:
+def _of_parquet(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
     with needed("pyarrow.parquet").ParquetFile(path) as file:
         names = _columns(column, keep, file.schema_arrow.names, str(path))
         for batch in file.iter_batches(columns=list(dict.fromkeys(names))):
-            for value, *others in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-                kept.append(tuple(others))
-                yield _document(value)
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
 
 
-def _of_columns(
-    data: Any, column: str | None, keep: Sequence[str], kept: list[tuple[Any, ...]], where: str, names: list[str] | None
-) -> Iterator[Document]:
-    """Documents in a column. `names` is None for a streamed data set with unknown columns."""
-    name, *others = [column or "text", *keep] if names is None else _columns(column, keep, names, where)
-
-    def rows() -> Iterator[Document]:
-        for row in data:
-            kept.append(tuple(row[one] for one in others))
-            yield _document(row[name])
-
-    return rows()
+def _of_columns(data: Any, column: str | None, keep: Sequence[str], where: str, known: list[str] | None) -> Fields:
+    """Documents in a column. `known` is None for a streamed data set with unknown columns."""
+    names = [column or "text", *keep] if known is None else _columns(column, keep, known, where)
+    return ([row[name] for name in names] for row in data)
 
 
 def _columns(column: str | None, keep: Sequence[str], names: list[str], where: str) -> list[str]:
