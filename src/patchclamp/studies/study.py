@@ -118,17 +118,13 @@ def model_identity(lm: LM) -> tuple[str, str]:
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS and path.name != "config.json":
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            digest.update(_ends(path))
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLED_BYTES))
+                file.seek(max(path.stat().st_size - SAMPLED_BYTES, 0))
+                digest.update(file.read())
     config = folder / "config.json"
     digest.update(config.read_bytes() if config.exists() else b"")
     return folder.name, digest.hexdigest()
-
-
-def _ends(path: Path) -> bytes:
-    with path.open("rb") as file:
-        first = file.read(SAMPLED_BYTES)
-        file.seek(max(path.stat().st_size - SAMPLED_BYTES, 0))
-        return first + file.read()
 
 
 FORMAT = "1"
@@ -506,11 +502,6 @@ def _plain_data(value: Any) -> Any:
 Record = TypeVar("Record")
 
 
-def hash_of(question: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of everything that decides the values of a study, as plain data."""
-    return hashlib.sha256(json_of(question).encode()).hexdigest()
-
-
 def json_of(question: Mapping[str, Any]) -> str:
     """Plain data as JSON, the same text for the same data. NumPy's numbers count as plain."""
     return msgspec.json.encode(question, enc_hook=_plain, order="deterministic").decode()
@@ -623,7 +614,7 @@ def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> It
     made = {"made": msgspec.to_builtins(provenance(lm)), "weights": model_identity(lm)[1]}
     journal = resume if isinstance(resume, Journal) else Journal(resume)
     try:
-        journal.open(hash_of({**question, **made}))
+        journal.open(hashlib.sha256(json_of({**question, **made}).encode()).hexdigest())
     except PatchclampError as error:
         raise error.under("resume") from None
     try:
