@@ -14,19 +14,9 @@ from collections.abc import Callable
 
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.lm import LM
+from patchclamp.studies import inputs
 from patchclamp.studies.grid import GridCase, GridPlan, PromptGrid
-from patchclamp.studies.inputs import (
-    Alignment,
-    Column,
-    MetricField,
-    Positions,
-    Sites,
-    SourceField,
-    Whole,
-    Words,
-    columns_of,
-    rows_of,
-)
+from patchclamp.studies.inputs import Alignment, Column, Words
 from patchclamp.studies.sources import as_source
 from patchclamp.studies.sweep_result import AblationSweepResult
 
@@ -44,16 +34,16 @@ class AblationSweep(PromptGrid):
 
     command = "ablate"
 
-    sites: Sites = ("attn_out", "mlp_out")
+    sites: inputs.Sites = ("attn_out", "mlp_out")
     """Sites with or without layers, heads, neurons or experts: attn_out, mlp_out, z."""
-    positions: Positions = None
+    positions: inputs.Positions = None
     """Columns of the grid: selections of the prompt, each ablated together, a mapping of labels to selections, or
     "each" for one column per token. One column of the whole prompt by default."""
-    metric: MetricField = "logit_diff"
+    metric: inputs.MetricField = "logit_diff"
     """logit_diff, logprob or prob."""
-    source: SourceField = "zeros"
+    source: inputs.SourceField = "zeros"
     """Values to write: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
-    seed: Whole = 0
+    seed: inputs.Whole = 0
     """Seed of the confidence interval and of the test over prompts."""
 
     def plan(self, lm: LM) -> GridPlan:
@@ -64,7 +54,7 @@ class AblationSweep(PromptGrid):
             GridCase(words, NO_WORDS, graded, NO_ALIGNMENT, self._columns(lm, words, i, len(prompts)))
             for i, (words, graded) in enumerate(prompts)
         ]
-        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+        rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
             raise UnsupportedSite("without logits there is no answer to grade", "sites")
         return GridPlan(lm, self, AblationSweepResult, cases, rows, direction="noising", source=as_source(self.source),
@@ -75,7 +65,9 @@ class AblationSweep(PromptGrid):
         if self.positions is None:
             return (Column(ALL, whole, ()),)
         positions = None if isinstance(self.positions, str) and self.positions == "each" else self.positions
-        return tuple(columns_of(lm, words, whole, positions, number, count, lambda label, at, _: Column(label, at, ())))
+        return tuple(
+            inputs.columns_of(lm, words, whole, positions, number, count, lambda label, at, _: Column(label, at, ()))
+        )
 
 
 ablation_sweep: Callable[..., AblationSweepResult] = AblationSweep.short_form("ablation_sweep")

@@ -18,18 +18,8 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import style
 from patchclamp.run import Run
-from patchclamp.studies.inputs import (
-    Answer,
-    Column,
-    Matched,
-    OnLM,
-    Positive,
-    Progress,
-    Prompt,
-    Whole,
-    align,
-    words_of,
-)
+from patchclamp.studies import inputs
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.study import (
     Provenance,
@@ -160,11 +150,11 @@ class Candidates:
         self.foil: int | None = None if study.foil is None else single_token(lm, study.foil, "foil")
         metric = "logprob" if self.foil is None else "logit_diff"
         self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
-        one, other = words_of(lm, study.clean, "clean"), words_of(lm, study.corrupt, "corrupt")
+        one, other = inputs.words_of(lm, study.clean, "clean"), inputs.words_of(lm, study.corrupt, "corrupt")
         self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
         matched = () if study.match is None else study.match.pairs(lm, one, other, "match")
         clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
-        rest = (pair for pair in align(one.ids, other.ids, study.match is not None).pairs
+        rest = (pair for pair in inputs.align(one.ids, other.ids, study.match is not None).pairs
                 if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
         pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
         labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
@@ -232,27 +222,29 @@ class GradientStudy(Study):
     not_served = "it needs gradients, which only the Transformers engine has"
     candidates: ClassVar[type[Candidates]]
 
-    clean: Prompt
+    clean: inputs.Prompt
     """Prompt whose activations are patched in, as text or token ids."""
-    corrupt: Prompt
+    corrupt: inputs.Prompt
     """Prompt that is run with these activations."""
-    answer: Answer
+    answer: inputs.Answer
     """Expected answer of the clean prompt: one token, with its leading space."""
-    foil: Answer = None
+    foil: inputs.Answer = None
     """Answer of the corrupt prompt: one token."""
-    match: Matched = None
+    match: inputs.Matched = None
     """Match of tokens that belong together although the prompts differ in length there, instead of their alignment; as
     text, JSON with clean, corrupt and align."""
-    steps: Whole = 0
+    steps: inputs.Whole = 0
     """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
-    verify: Whole = 32
+    verify: inputs.Whole = 32
     """Cells with the largest estimates to patch exactly."""
-    sample: Whole = 32
+    sample: inputs.Whole = 32
     """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
-    seed: Whole = 0
+    seed: inputs.Whole = 0
     """Seed of the random draw."""
 
-    def _run(self, lm: LM, *, on: OnLM = None, batch: Positive = 256, show_progress: Progress = None) -> Proposal:
+    def _run(
+        self, lm: LM, *, on: inputs.OnLM = None, batch: inputs.Positive = 256, show_progress: inputs.Progress = None
+    ) -> Proposal:
         serving = on or lm
         ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
         if ours != theirs:

@@ -22,23 +22,9 @@ from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import TextSpan, every, parse_tokens
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
+from patchclamp.studies import inputs
 from patchclamp.studies.grid import Cells, GridCase, GridListener, GridPlan, PromptGrid
-from patchclamp.studies.inputs import (
-    Column,
-    MetricField,
-    Positions,
-    Positive,
-    Seeds,
-    Sites,
-    Std,
-    Subject,
-    align,
-    check_whole,
-    chosen_positions,
-    columns_of,
-    one_each,
-    rows_of,
-)
+from patchclamp.studies.inputs import Column
 from patchclamp.studies.sources import captured_runs
 from patchclamp.studies.study import recorded
 from patchclamp.studies.sweep_result import CausalTraceResult, Sweep
@@ -59,31 +45,31 @@ class CausalTrace(PromptGrid):
 
     command = "causal-trace"
 
-    subject: Subject
+    subject: inputs.Subject
     """Text in the prompt whose embeddings are noised, or a selection; one per prompt."""
-    sites: Sites = ("resid_post",)
+    sites: inputs.Sites = ("resid_post",)
     """Sites to restore: resid_post, attn_out, mlp_out."""
-    positions: Positions = None
+    positions: inputs.Positions = None
     """Columns of the grid; one per token by default."""
-    metric: MetricField = "prob"
+    metric: inputs.MetricField = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
-    window: Positive = 1
+    window: inputs.Positive = 1
     """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
-    std: Std = None
+    std: inputs.Std = None
     """Standard deviation of the noise; by default 3 times that of the embeddings of all subject tokens."""
-    seeds: Seeds = 10
+    seeds: inputs.Seeds = 10
     """Seeds of the noise: a count (0, 1, …), or a list."""
 
     def plan(self, lm: LM) -> GridPlan:
         prompts = self.read(lm, self.metric)
-        given, cases, subjects = one_each(self.subject, len(prompts), "subject"), [], []
+        given, cases, subjects = inputs.one_each(self.subject, len(prompts), "subject"), [], []
         for i, (words, graded) in enumerate(prompts):
             path = f"subject[{i}]" if len(prompts) > 1 else "subject"
-            subjects.append(chosen_positions(lm, words, _selection(given[i], path), path))
-            columns = columns_of(lm, words, range(len(words.ids)), self.positions, i, len(prompts),
+            subjects.append(inputs.chosen_positions(lm, words, _selection(given[i], path), path))
+            columns = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, i, len(prompts),
                                  lambda label, at, _: Column(label, at, at))  # fmt: skip
-            cases.append(GridCase(words, words, graded, align(words.ids, words.ids), tuple(columns)))
-        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+            cases.append(GridCase(words, words, graded, inputs.align(words.ids, words.ids), tuple(columns)))
+        rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
             raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
         seeds = _seeds(self.seeds)
@@ -132,8 +118,8 @@ def _selection(subject: Any, path: str) -> Any:
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if is_token_id(seeds):
-        return tuple(range(check_whole(seeds, "seeds", 1, MAX_SEEDS)))
-    numbers = tuple(check_whole(seed, "seeds") for seed in as_items(seeds, "seeds"))
+        return tuple(range(inputs.check_whole(seeds, "seeds", 1, MAX_SEEDS)))
+    numbers = tuple(inputs.check_whole(seed, "seeds") for seed in as_items(seeds, "seeds"))
     if not numbers or len(set(numbers)) < len(numbers):
         raise ProgramError(f"expected at least one seed, and none twice, got {seeds!r}", "seeds")
     return numbers

@@ -31,31 +31,8 @@ from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import (
-    Alignment,
-    Answers,
-    Column,
-    Layers,
-    Match,
-    MetricField,
-    OptionalCount,
-    Positive,
-    Progress,
-    Prompts,
-    ResumeFile,
-    Row,
-    Text,
-    Whole,
-    Words,
-    align,
-    columns_of,
-    listed,
-    one_each,
-    panels_of,
-    same_columns,
-    with_pairs,
-    words_of,
-)
+from patchclamp.studies import inputs
+from patchclamp.studies.inputs import Alignment, Column, Match, Row, Words
 from patchclamp.studies.metric import (
     Graded,
     Metric,
@@ -108,8 +85,9 @@ class Grid(Study):
         raise NotImplementedError
 
     def _run(
-        self, lm: LM, *, batch: Positive = 512, show_progress: Progress = None, listener: GridListener | None = None,
-        resume: ResumeFile = None, check: Callable[[Any], None] | None = None,
+        self, lm: LM, *, batch: inputs.Positive = 512, show_progress: inputs.Progress = None,
+        listener: GridListener | None = None, resume: inputs.ResumeFile = None,
+        check: Callable[[Any], None] | None = None,
     ) -> Sweep:  # fmt: skip
         plan = self.plan(lm)
         if check is not None:
@@ -127,30 +105,30 @@ class Grid(Study):
 class PairGrid(Grid):
     """The base of grids of a clean and a corrupt prompt."""
 
-    clean: Prompts
+    clean: inputs.Prompts
     """Prompt whose activations are patched in, as text or token ids; or a list of prompts, one per pair, whose mean is
     the grid."""
-    corrupt: Prompts
+    corrupt: inputs.Prompts
     """Prompt that is run with these activations; for several pairs, a list of the same length."""
-    answer: Answers
+    answer: inputs.Answers
     """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
     One for all pairs, or a list with one per pair."""
-    foil: Answers = None
+    foil: inputs.Answers = None
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
-    metric: MetricField = "logit_diff"
+    metric: inputs.MetricField = "logit_diff"
     """logit_diff, recovered, logprob or prob; in Python also a function or `Metric`."""
-    direction: Text = "denoising"
+    direction: inputs.Text = "denoising"
     """denoising, or noising: cells of the corrupt run into the clean one."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    seed: Whole = 0
+    seed: inputs.Whole = 0
     """Seed of the confidence interval and of the test over pairs."""
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
         if self.direction not in DIRECTIONS:
             raise unknown("direction", self.direction, DIRECTIONS, "direction")
-        cleans, corrupts = (list(of) if listed(of) else [of] for of in (self.clean, self.corrupt))
+        cleans, corrupts = (list(of) if inputs.listed(of) else [of] for of in (self.clean, self.corrupt))
         count = len(cleans)
         if count != len(corrupts) or not count:
             raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
@@ -158,12 +136,12 @@ class PairGrid(Grid):
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
             where = f"[{i}]" if count > 1 else ""
-            clean, corrupt = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
+            clean, corrupt = inputs.words_of(lm, one, f"clean{where}"), inputs.words_of(lm, other, f"corrupt{where}")
             try:
-                alignment = align(clean.ids, corrupt.ids, positions is not None)
+                alignment = inputs.align(clean.ids, corrupt.ids, positions is not None)
                 columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
                 pairs = (pair for of in columns for pair in zip(of.clean, of.corrupt, strict=True))
-                alignment = with_pairs(alignment, pairs)
+                alignment = inputs.with_pairs(alignment, pairs)
             except PatchclampError as error:
                 raise error.under(f"pair {i}") if where else error from None
             cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
@@ -171,7 +149,13 @@ class PairGrid(Grid):
 
 
 def _pair_columns(
-    lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
+    lm: LM,
+    clean: Words,
+    corrupt: Words,
+    alignment: Alignment,
+    positions: Any,
+    of: tuple[int, int],
+    direction: str,
 ) -> tuple[Column, ...]:
     """The columns of a pair, number `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
     denoising = direction == "denoising"
@@ -195,34 +179,34 @@ def _pair_columns(
         written, read = reversed(texts) if denoising else texts
         return Column(label or f"{written} ← {read}", *zip(*pairs, strict=True))
 
-    return tuple(columns_of(lm, words, sorted(partner), positions, *of, make, matched))
+    return tuple(inputs.columns_of(lm, words, sorted(partner), positions, *of, make, matched))
 
 
 class PromptGrid(Grid):
     """The base of grids of single prompts."""
 
-    prompt: Prompts
+    prompt: inputs.Prompts
     """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
-    answer: Answers
+    answer: inputs.Answers
     """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
     or a list with one per prompt."""
-    foil: Answers = None
+    foil: inputs.Answers = None
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    group: OptionalCount = None
+    group: inputs.OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
-    window: Positive = 1
+    window: inputs.Positive = 1
     """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """The prompts with their graded tokens."""
-        prompts = list(self.prompt) if listed(self.prompt) else [self.prompt]
+        prompts = list(self.prompt) if inputs.listed(self.prompt) else [self.prompt]
         if not prompts:
             raise ProgramError("expected at least one prompt, got none", "prompt")
         graded = graded_of(lm, self.answer, self.foil, metric, len(prompts))
         paths = [f"prompt[{i}]" if len(prompts) > 1 else "prompt" for i in range(len(prompts))]
-        words = [words_of(lm, *one) for one in zip(prompts, paths, strict=True)]
+        words = [inputs.words_of(lm, *one) for one in zip(prompts, paths, strict=True)]
         return list(zip(words, graded, strict=True))
 
 
@@ -233,7 +217,7 @@ def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) 
     for i, token in enumerate(metric.tokens if isinstance(metric, Metric) else ()):
         own[token] = one = single_token(lm, token, f"metric.tokens[{i}]")
         own[one] = one
-    each = zip(one_each(answer, count, "answer"), one_each(foil, count, "foil"), strict=True)
+    each = zip(inputs.one_each(answer, count, "answer"), inputs.one_each(foil, count, "foil"), strict=True)
     for i, (one, other) in enumerate(each):
         where = f"[{i}]" if count > 1 else ""
         tokens = answer_tokens(lm, one, f"answer{where}")
@@ -330,7 +314,7 @@ class GridPlan:
     open: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.columns: tuple[Column, ...] = same_columns([case.columns for case in self.cases])
+        self.columns: tuple[Column, ...] = inputs.same_columns([case.columns for case in self.cases])
         self.written: Side = "corrupt" if self.direction == "denoising" else "clean"
         self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
         self.draws, self.seeds = 1, self.seeds or (self.seed,)
@@ -365,7 +349,9 @@ class GridPlan:
         if self.source is None:
             return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
         prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
-        lengths = [len(words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)]
+        lengths = [
+            len(inputs.words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)
+        ]
         return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
 
     @functools.cached_property
@@ -855,7 +841,7 @@ class Zoom:
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         self.possible, self.keep = possible, min(keep, possible.size)
-        panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
+        panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in inputs.panels_of(rows)]
         across = list(range(columns))
         self.first: list[_Span] = self._whole(
             _Span(tuple(some), tuple(part)) for panel in panels for some in _cut(panel, COARSEST)

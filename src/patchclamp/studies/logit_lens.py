@@ -29,21 +29,7 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import (
-    ChosenTokens,
-    Labels,
-    Layers,
-    OptionalText,
-    Positions,
-    Positive,
-    Progress,
-    Prompt,
-    PythonOnly,
-    ResumeFile,
-    SiteField,
-    layers_of,
-    positions_of,
-)
+from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
@@ -198,36 +184,38 @@ class LogitLens(Study):
     command = "lens"
     positional = 1
 
-    prompt: Prompt
+    prompt: inputs.Prompt
     """Prompt, as text or token ids."""
-    tokens: ChosenTokens = ()
+    tokens: inputs.ChosenTokens = ()
     """Tokens, as text or id, to report rank and probability of at every cell; with `unembedding`, its labels."""
-    site: SiteField = "resid_post"
+    site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    positions: Positions = None
+    positions: inputs.Positions = None
     """Selection, or a list of positions; all by default."""
-    top: Positive = 5
+    top: inputs.Positive = 5
     """Likeliest tokens to keep per cell."""
-    translators: PythonOnly = None
+    translators: inputs.PythonOnly = None
     """Tuned lens by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b."""
-    unembedding: PythonOnly = None
+    unembedding: inputs.PythonOnly = None
     """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
-    labels: Labels = None
+    labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
-    readout: OptionalText = None
+    readout: inputs.OptionalText = None
     """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
     default the weights if they reproduce its logits."""
 
-    def _run(self, lm: LM, *, show_progress: Progress = None, resume: ResumeFile = None) -> LogitLensResult:
+    def _run(
+        self, lm: LM, *, show_progress: inputs.Progress = None, resume: inputs.ResumeFile = None
+    ) -> LogitLensResult:
         import torch
 
         at, prompt = checked_site(lm, self.site), self.prompt
-        chosen_layers = layers_of(lm, at.name, self.layers)
+        chosen_layers = inputs.layers_of(lm, at.name, self.layers)
         run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                      + [LAST @ whole_prompt])  # fmt: skip
-        columns = positions_of(run, self.positions)
+        columns = inputs.positions_of(run, self.positions)
         maps = _translators(self.translators, chosen_layers, lm.model.d_model)
         shape = None, lm.model.d_model
         own_VD = None if self.unembedding is None else _tensor(self.unembedding, shape, "unembedding")

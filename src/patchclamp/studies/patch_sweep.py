@@ -15,17 +15,8 @@ from collections.abc import Callable
 from patchclamp.errors import PatchclampError
 from patchclamp.language.values import as_mask
 from patchclamp.lm import LM
+from patchclamp.studies import inputs
 from patchclamp.studies.grid import GridPlan, PairGrid
-from patchclamp.studies.inputs import (
-    MaskField,
-    OptionalCount,
-    Positions,
-    Positive,
-    Sites,
-    SourceField,
-    as_float,
-    rows_of,
-)
 from patchclamp.studies.sources import Mixing, as_source, check_widths
 from patchclamp.studies.sweep_result import PatchSweepResult
 
@@ -42,32 +33,32 @@ class PatchSweep(PairGrid):
 
     command = "sweep"
 
-    sites: Sites = ("resid_pre",)
+    sites: inputs.Sites = ("resid_pre",)
     """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
-    positions: Positions = None
+    positions: inputs.Positions = None
     """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
     mapping gives them labels; its values may be lists with one selection per pair. A Match (as text, JSON with clean,
     corrupt and align) pairs parts of different lengths. All aligned positions by default."""
-    group: OptionalCount = None
+    group: inputs.OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
-    window: Positive = 1
+    window: inputs.Positive = 1
     """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
-    source: SourceField = None
+    source: inputs.SourceField = None
     """Values to write instead of the other prompt's: zeros, bank:NAME, `studies.MeanOf(prompts)` or
     `studies.Resampled(prompts)`."""
     alpha: float = 1.0
     """Weight of the new value in the mix with the old one."""
-    mask: MaskField = None
+    mask: inputs.MaskField = None
     """Columns [W] of a row that are patched, as in `pc.Replace`."""
-    zoom: OptionalCount = None
+    zoom: inputs.OptionalCount = None
     """Start with blocks of 8 layers × 8 positions and split this many of the best of each size; the grid then holds
     only the cells that were reached."""
 
     def plan(self, lm: LM) -> GridPlan:
         cases = self.cases(lm, self.positions)
-        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+        rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         try:
-            mixing = Mixing(as_float(self.alpha, "alpha"), None if self.mask is None else as_mask(self.mask))
+            mixing = Mixing(inputs.as_float(self.alpha, "alpha"), None if self.mask is None else as_mask(self.mask))
         except PatchclampError as error:
             raise error if error.path else error.under("mask") from None
         source = None if self.source is None else as_source(self.source)

@@ -19,18 +19,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.studies.inputs import (
-    ChosenTokens,
-    Flag,
-    Layers,
-    Position,
-    Positive,
-    Progress,
-    Prompt,
-    SiteField,
-    layers_of,
-    positions_of,
-)
+from patchclamp.studies import inputs
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import LOGITS
@@ -144,39 +133,41 @@ class Patchscope(Study):
 
     command = "patchscope"
 
-    source: Prompt
+    source: inputs.Prompt
     """Prompt whose activation is read."""
-    target: Prompt = IDENTITY
+    target: inputs.Prompt = IDENTITY
     """Prompt that it is patched into; by default one that asks for the token itself."""
-    source_position: Position = -1
+    source_position: inputs.Position = -1
     """Position, or selection, to read; as many positions as `target_position`."""
-    target_position: Position = -1
+    target_position: inputs.Position = -1
     """Position, or selection, to overwrite."""
-    site: SiteField = "resid_post"
+    site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, without layers."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers to read: all by default, a number, a list, or a range such as "0:12"."""
-    target_layers: Layers = None
+    target_layers: inputs.Layers = None
     """Layers to write, each combined with each layer read; by default only the layer that was read."""
-    normed: Flag = False
+    normed: inputs.Flag = False
     """Scale the activation to the norm of the row that it replaces."""
     max_tokens: int = 12
     """Tokens to generate."""
-    tokens: ChosenTokens = ()
+    tokens: inputs.ChosenTokens = ()
     """Tokens to report the probability of, as the first token."""
-    top: Positive = 5
+    top: inputs.Positive = 5
     """Likeliest first tokens to keep."""
 
-    def _run(self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None) -> PatchscopeResult:
+    def _run(self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None) -> PatchscopeResult:
         at = checked_site(lm, self.site)
-        taken = layers_of(lm, at.name, self.layers)
-        placed = [] if self.target_layers is None else layers_of(lm, at.name, self.target_layers, "target_layers")
+        taken = inputs.layers_of(lm, at.name, self.layers)
+        placed = (
+            [] if self.target_layers is None else inputs.layers_of(lm, at.name, self.target_layers, "target_layers")
+        )
         chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(self.tokens)]
         read = [Site(at.name, layer) @ whole_prompt for layer in sorted({*taken, *placed})]
         from_run = lm.run(self.source, max_tokens=1, capture=read)
         into_run = lm.run(self.target, max_tokens=self.max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
-        out = positions_of(from_run, self.source_position, "source_position")
-        into = positions_of(into_run, self.target_position, "target_position")
+        out = inputs.positions_of(from_run, self.source_position, "source_position")
+        into = inputs.positions_of(into_run, self.target_position, "target_position")
         if len(out) != len(into):
             raise TokensError(
                 f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",

@@ -30,19 +30,9 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.studies import inputs
 from patchclamp.studies.grid import MIN_RERUNS, GridCase, GridPlace, GridPlan, OpenWriter, PairGrid
-from patchclamp.studies.inputs import (
-    Column,
-    Frozen,
-    OptionalCount,
-    Position,
-    Receivers,
-    Row,
-    Senders,
-    listed,
-    rows_of,
-    words_of,
-)
+from patchclamp.studies.inputs import Column, Row
 from patchclamp.studies.sources import CellWriter, Mixing, captured_runs
 from patchclamp.studies.sweep_result import PathPatchResult
 
@@ -71,16 +61,16 @@ class PathPatch(PairGrid):
 
     command = "paths"
 
-    senders: Senders = ("z",)
+    senders: inputs.Senders = ("z",)
     """Senders: z, attn_out, neurons or mlp_out, or 'z[9, 3]'; the heads of all layers by default."""
-    receivers: Receivers = ("logits",)
+    receivers: inputs.Receivers = ("logits",)
     """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a nested list (joined by + on the command line)
     is patched together."""
-    group: OptionalCount = 1
+    group: inputs.OptionalCount = 1
     """Heads or neurons per sender."""
-    positions: Position = None
+    positions: inputs.Position = None
     """Selection at which senders are patched, or a list with one per pair; the whole prompt by default."""
-    freeze: Frozen = ("z", "mlp_out")
+    freeze: inputs.Frozen = ("z", "mlp_out")
     """Sites to freeze between sender and receiver: z, attn_out, mlp_out."""
 
     def plan(self, lm: LM) -> GridPlan:
@@ -227,10 +217,12 @@ def _check_mixers(lm: LM) -> None:
 
 def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
     """Check that both prompts of a pair have the same length, because freezing is position by position."""
-    several = listed(clean) and listed(corrupt)
+    several = inputs.listed(clean) and inputs.listed(corrupt)
     for i, pair in enumerate(zip(clean, corrupt, strict=False) if several else [(clean, corrupt)]):
         where = f"[{i}]" if several and len(clean) > 1 else ""
-        lengths = [len(words_of(lm, of, side + where).ids) for of, side in zip(pair, ("clean", "corrupt"), strict=True)]
+        lengths = [
+            len(inputs.words_of(lm, of, side + where).ids) for of, side in zip(pair, ("clean", "corrupt"), strict=True)
+        ]
         if lengths[0] != lengths[1]:
             raise ProgramError(
                 "a path is patched between two prompts of one length, and the clean prompt has "
@@ -238,7 +230,7 @@ def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
             )  # fmt: skip
 
 
-def _senders(lm: LM, senders: Any, layers: Any, group: OptionalCount) -> list[Row]:
+def _senders(lm: LM, senders: Any, layers: Any, group: inputs.OptionalCount) -> list[Row]:
     """The sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):
@@ -248,7 +240,7 @@ def _senders(lm: LM, senders: Any, layers: Any, group: OptionalCount) -> list[Ro
                 raise UnsupportedSite(f"{site} cannot be a sender; expected one of {', '.join((*ATTENTION, *MLP))}")
         except PatchclampError as error:
             raise error.under(f"senders[{i}]") from None
-        rows.update(dict.fromkeys(rows_of(lm, [site], layers, group if SITES[site.name].index else None)))
+        rows.update(dict.fromkeys(inputs.rows_of(lm, [site], layers, group if SITES[site.name].index else None)))
     return list(rows)
 
 
@@ -291,7 +283,7 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
     """The single column of senders' positions; for several pairs, it may hold a selection for each."""
     positions = as_plain(positions, "positions")
-    if isinstance(positions, (list, tuple)) and not listed(clean):
+    if isinstance(positions, (list, tuple)) and not inputs.listed(clean):
         raise ProgramError(
             f"senders are patched at one selection, such as prompt[2:5], and these are {len(positions)}; a list is of "
             "several pairs of prompts", "positions"

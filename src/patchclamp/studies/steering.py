@@ -48,30 +48,8 @@ from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import (
-    Answer,
-    Answers,
-    EncodedPrompt,
-    Flag,
-    Layers,
-    Positive,
-    Progress,
-    PromptFile,
-    PythonOnly,
-    ResumeFile,
-    Selected,
-    SiteField,
-    Strengths,
-    Text,
-    Whole,
-    as_float,
-    as_floats,
-    as_text,
-    ask,
-    content_hash,
-    layers_of,
-    numbers_of,
-)
+from patchclamp.studies import inputs
+from patchclamp.studies.inputs import EncodedPrompt
 from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Provenance,
@@ -344,7 +322,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """The named layers, all with a vector; by default the best one, or all if no best is known."""
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
-        chosen = numbers_of(layers, path)
+        chosen = inputs.numbers_of(layers, path)
         missing = [layer for layer in chosen if layer not in self.layers]
         if missing or not chosen:
             raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", path)
@@ -383,8 +361,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """
         if not isinstance(directions, Mapping):
             raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
-        model_hint = as_text(model_hint, "model_hint")
-        layers = tuple(sorted(numbers_of(list(directions), "directions")))
+        model_hint = inputs.as_text(model_hint, "model_hint")
+        layers = tuple(sorted(inputs.numbers_of(list(directions), "directions")))
         rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
         zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]
         if zero:
@@ -535,27 +513,27 @@ class Steering(Study):
     command = "steer"
     positional = 2
 
-    positive: PromptFile
+    positive: inputs.PromptFile
     """Prompts that show the behaviour: texts or token ids, or with `chat` texts or lists of messages."""
-    negative: PromptFile
+    negative: inputs.PromptFile
     """Prompts that do not show it; they form pairs with the positive ones if there are equally many."""
-    method: Text = "mean"
+    method: inputs.Text = "mean"
     """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
-    site: SiteField = "resid_post"
+    site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, where prompts are read and the vector is added."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
-    tokens: Selected = prompt[-1]
+    tokens: inputs.Selected = prompt[-1]
     """Tokens to read of each prompt; the mean of several."""
-    chat: Flag = False
+    chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
     held_out: float = 0.25
     """Share of the prompts held out to check layers; 0 for no check and no best layer."""
-    seed: Whole = 0
+    seed: inputs.Whole = 0
     """Seed that draws the held-out prompts."""
-    answer: Answer = None
+    answer: inputs.Answer = None
     """Continuation that shows the behaviour."""
-    foil: Answer = None
+    foil: inputs.Answer = None
     """Continuation that does not show it."""
 
     def check(self, curve: bool = False) -> None:
@@ -565,14 +543,17 @@ class Steering(Study):
             raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
 
     def _run(
-        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
-    ) -> SteeringVectors:
-        sides = ask(lm, self.positive, self.chat, "positive"), ask(lm, self.negative, self.chat, "negative")
-        check_method(self.method, len(sides[0]), len(sides[1]))
+        self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
+    ) -> SteeringVectors:  # fmt: skip
+        positive = inputs.ask(lm, self.positive, self.chat, "positive")
+        negative = inputs.ask(lm, self.negative, self.chat, "negative")
+        sides = positive, negative
+        check_method(self.method, len(positive), len(negative))
         check_behaviour(lm, self.answer, self.foil, self.held_out)
         named = _site(lm, self.site)
-        numbers = layers_of(lm, named.name, self.layers)
-        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, self.seed)
+        numbers = inputs.layers_of(lm, named.name, self.layers)
+        tests = _held_out(len(positive), len(negative), self.held_out, self.seed)
         captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
         behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
         question = {
@@ -584,9 +565,9 @@ class Steering(Study):
         }  # fmt: skip
         with keeping(lm, question, resume) as journal:
             with progress("reading", sum(map(len, sides)), show_progress) as advance:
-                rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
-            vectors, checks = _fit(self.method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
-            kept = [sides[1][i] for i in tests[1]]
+                rows_NLD, norms = _read(lm, journal, [*positive, *negative], captures, batch, advance)
+            vectors, checks = _fit(self.method, rows_NLD[: len(positive)], rows_NLD[len(positive) :], tests)
+            kept = [negative[i] for i in tests[1]]
             effects, fluency = np.full(len(numbers), np.nan), None
             best = max(range(len(numbers)), key=lambda i: (checks[i].accuracy, checks[i].separation, -i))
             if behaviour is not None:
@@ -596,7 +577,9 @@ class Steering(Study):
                 effects = scores[1:] - scores[0]
                 fluency = _fluency(lm, kept[:FLUENT_PROMPTS], [(), *adding], batch, show_progress, journal)
                 best = chosen_layer(numbers, effects, fluency, lm.model.layers)
-        sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
+        sets = [
+            PromptSet(len(side), len(test), inputs.content_hash(side)) for side, test in zip(sides, tests, strict=True)
+        ]
         return SteeringVectors(
             provenance=provenance(lm, (self.seed,)), method=self.method, site=named.name,
             tokens=str(parse_tokens(self.tokens)),
@@ -689,7 +672,7 @@ def _site(lm: LM, site: str | Site) -> Site:
 def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the held-out prompts of each class, the same for pairs. Unless the share is 0, each class has at least
     one held-out prompt and one that is not."""
-    if not 0 <= (share := as_float(share, "held_out")) < 1:
+    if not 0 <= (share := inputs.as_float(share, "held_out")) < 1:
         raise ProgramError(f"expected a share from 0 to below 1, got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
     if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
@@ -711,7 +694,12 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 def _read(
-    lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
+    lm: LM,
+    journal: Journal | None,
+    asked: list[EncodedPrompt],
+    captures: list[Capture],
+    batch: int,
+    advance: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
@@ -817,34 +805,35 @@ class StrengthCurve(Study):
     not_served = "its vectors are a Python object; run it with pc.LM of the server's URL"
     positional = 4
 
-    vectors: PythonOnly
+    vectors: inputs.PythonOnly
     """Steering vectors."""
-    prompts: PromptFile
+    prompts: inputs.PromptFile
     """Texts or token ids, or with `chat` texts or lists of messages."""
-    answer: Answers
+    answer: inputs.Answers
     """Continuation that shows the behaviour: text, a token id or a list of ids for all prompts, or a list of texts,
     one per prompt."""
-    foil: Answers = None
+    foil: inputs.Answers = None
     """Continuation that does not show it."""
-    scales: Strengths = SCALES
+    scales: inputs.Strengths = SCALES
     """Factors of the vectors, ascending; 0 is the unedited model."""
-    layers: Layers = None
+    layers: inputs.Layers = None
     """Layers to add the vectors at, as in `vectors.edits`."""
-    tokens: Selected = every
+    tokens: inputs.Selected = every
     """Tokens to add the vectors at, as in `vectors.edits`; `generated` means the continuation."""
-    chat: Flag = False
+    chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
 
     def _run(
-        self, lm: LM, *, batch: Positive = 256, show_progress: Progress = None, resume: ResumeFile = None
-    ) -> StrengthCurveResult:
+        self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
+    ) -> StrengthCurveResult:  # fmt: skip
         if not isinstance(self.vectors, SteeringVectors):
             raise ProgramError(
                 f"expected steering vectors, got {type(self.vectors).__name__} {self.vectors!r:.100}", "vectors"
             )
-        asked = ask(lm, self.prompts, self.chat)
+        asked = inputs.ask(lm, self.prompts, self.chat)
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
-        steps = as_floats(self.scales, "scales")
+        steps = inputs.as_floats(self.scales, "scales")
         if not steps or list(steps) != sorted(set(steps)):
             raise ProgramError(f"expected ascending, distinct numbers, got {steps}", "scales")
         edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else () for scale in steps]
@@ -871,7 +860,7 @@ def steered_texts(
     lm: LM, vectors: SteeringVectors, prompt: Any, scales: Sequence[float], chat: bool = False, max_tokens: int = 24
 ) -> dict[float, str]:
     """A prompt's greedy continuation under the vectors times each scale."""
-    [asked] = ask(lm, [prompt], chat)
+    [asked] = inputs.ask(lm, [prompt], chat)
     edits = [list(vectors.edits(scale)) if scale else [] for scale in scales]
     runs = lm.run([asked.prompt] * len(edits), max_tokens=max_tokens, edits=edits)
     return {scale: run.text for scale, run in zip(scales, runs, strict=True)}
