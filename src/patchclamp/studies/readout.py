@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -130,21 +130,6 @@ PROOF_TOKENS = 8  # most tokens of the prompt that verifies a readout
 MAX_FLOATS = 1 << 25  # logits computed at a time
 
 
-class Readout(Protocol):
-    """Maps rows of the stream to logits. way: source of its numbers · about: the same in words, for results"""
-
-    way: Way
-    about: str
-
-    def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The logits [n, V] of rows of the stream, a few rows at a time, in order."""
-        ...
-
-    def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The final norm applied to rows of the stream, [N, D]."""
-        ...
-
-
 class Unembedding(msgspec.Struct, frozen=True, eq=False):
     """The last step of a model: norm, matrix and bias, then the scale and the cap of the logits.
 
@@ -204,7 +189,10 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
 
 
 class FromWeights:
-    """A readout from the model's weights, verified on the live model, in fp32."""
+    """A readout from the model's weights, verified on the live model, in fp32.
+
+    way: source of its numbers · about: the same in words, for results
+    """
 
     way: Way = "weights"
 
@@ -213,16 +201,18 @@ class FromWeights:
         self.about = "the model's norm and unembedding, proved on the live model"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The logits [n, V] of rows of the stream, a few rows at a time, in order."""
         count = max(MAX_FLOATS // len(self.unembedding.matrix_VD), 1)
         for rows in rows_ND.split(count):
             yield self.unembedding(rows)
 
     def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The final norm applied to rows of the stream, [N, D]."""
         return self.unembedding.norm(rows_ND)
 
 
 class FromEngine:
-    """A readout by the engine: each row replaces the last stream of a run of one token."""
+    """A readout by the engine: each row replaces the last stream of a run of one token. Methods as of `FromWeights`."""
 
     way: Way = "engine"
 
@@ -253,7 +243,10 @@ class FromEngine:
                 run.close()
 
 
-def readout_of(lm: LM, way: str | None, ids: list[int]) -> FromWeights | FromEngine:
+Readout = FromWeights | FromEngine
+
+
+def readout_of(lm: LM, way: str | None, ids: list[int]) -> Readout:
     """The requested readout; None picks the weights if they reproduce the model's logits, otherwise the engine.
 
     Raises: `UnknownName` for another way, `ModelError` or `EngineError` if the requested weights cannot be used.
