@@ -105,7 +105,8 @@ class _PathPlan(GridPlan):
             raise ProgramError("no receiver is downstream of any sender", "receivers")
 
     def _possible(self, row: Row, p: int) -> bool:
-        return _behind(self.lm, row, self.receivers[p])
+        sites = self.receivers[p].sites  # those that are not downstream keep their unpatched values
+        return not sites or any(_behind(self.lm, row, site) for site in sites)
 
     def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
         senders = list(dict.fromkeys(place.at[0] for place in places))
@@ -188,13 +189,8 @@ class _PathWriter(CellWriter):
         return edits
 
 
-def _behind(lm: LM, row: Row, receiver: PathReceiver) -> bool:
-    """True if a receiver reads what a sender wrote: one of its sites is in a later layer, or downstream in the same
-    layer. Its other sites keep their unpatched values."""
-    return not receiver.sites or any(_site_behind(lm, row, site) for site in receiver.sites)
-
-
-def _site_behind(lm: LM, row: Row, site: Site) -> bool:
+def _behind(lm: LM, row: Row, site: Site) -> bool:
+    """True if a receiver's site reads what a sender wrote: it is in a later layer, or downstream in the same layer."""
     assert row.layer is not None
     assert isinstance(site.layers, int)
     if site.layers != row.layer:
