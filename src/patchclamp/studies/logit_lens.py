@@ -295,7 +295,8 @@ def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen:
     measured = []
     for dtype, values in zip(MEASURED.values(), zip(*cells, strict=True), strict=True):
         array = np.stack([np.asarray(value, dtype) for value in values])
-        measured.append(array.reshape(-1, layers, *array.shape[1:]).swapaxes(0, 1))
+        by_position = array.reshape(len(cells) // layers, layers, *array.shape[1:])
+        measured.append(by_position.swapaxes(0, 1))
     return measured
 
 
