@@ -13,7 +13,7 @@ import contextlib
 import re
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,16 +93,6 @@ class NoteChannel:
         return [note for note in decoded if note.by != self.by]
 
 
-def pack_entry(name: str, entry: Vector | Means | Program) -> bytes:
-    """Serialises a vector, means or a program."""
-    return entry.to_json().encode() if isinstance(entry, Program) else to_bytes(name, entry)
-
-
-def unpack_entry(kind: str, data: bytes) -> Vector | Means | Program:
-    """Restores an entry from `pack_entry`."""
-    return Program.from_json(data) if kind == "program" else from_bytes(data)
-
-
 def pack_run(run: Run, request: Request) -> bytes:
     """Serialises a finished run with its request."""
     assert request.bound is not None
@@ -119,16 +109,8 @@ def unpack_run(data: bytes, lm: LM) -> Run:
     """Restores a run on this process's `lm`. Dropping it frees no captures."""
     note = msgspec.msgpack.decode(data, type=RunNote)
     vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
-    request = Request(
-        note.key,
-        note.prompt_token_ids,
-        note.max_tokens,
-        note.bound,
-        vectors,
-        text=note.text,
-        chat=note.chat,
-        images=note.images,
-    )
+    request = Request(note.key, note.prompt_token_ids, note.max_tokens, note.bound, vectors, text=note.text,
+                      chat=note.chat, images=note.images)  # fmt: skip
     answer = Answer(note.token_ids, note.answer, None, {}, note.finish_reason, note.cached_tokens)
     return Run(lm, request, Program.from_json(note.program), answer, is_kept_elsewhere=True)
 
@@ -144,25 +126,15 @@ class _KeptRun(msgspec.Struct):
     is_elsewhere: bool = False  # another API process frees it
 
 
-class Owned(Mapping[str, Any]):
+class Owned(dict[str, Any]):
     """The names that an owner's programs can use: its bank and its runs."""
 
-    bank: NamedBank
-
     def __init__(self, bank: NamedBank, runs: Mapping[str, Run]) -> None:
-        self.bank, self._runs = bank, runs
+        super().__init__({**bank, **runs})
+        self._bank, self._runs = bank, runs
 
-    def __getitem__(self, name: str) -> Any:
-        return self._runs[name] if name in self._runs else self.bank[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._runs or name in self.bank
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({*self._runs, *self.bank})
-
-    def __len__(self) -> int:
-        return len({*self._runs, *self.bank})
+    def __missing__(self, name: str) -> Any:
+        return self._bank[name]  # raises `MissingSource`
 
     def source(self, key: str) -> Run:
         """The run with that key or name. Raises `MissingSource`."""
@@ -170,6 +142,24 @@ class Owned(Mapping[str, Any]):
             if key in (name, run.key):
                 return run
         raise MissingSource(f"there is no run {key}; there are: {', '.join(self._runs) or 'none'}")
+
+
+class _Owner:
+    """One owner's objects. `version` counts the changes of its bank; running requests may capture `expected_bytes`."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, _KeptRun] = {}
+        self.bank = NamedBank()
+        self.sizes: dict[str, int] = {}  # of the bank's entries, in bytes
+        self.version = self.expected_bytes = 0
+
+    def set(self, name: str, entry: Vector | Means | Program, size: int) -> None:
+        self.bank[name], self.sizes[name] = entry, size
+        self.version += 1
+
+    def delete(self, name: str) -> None:
+        del self.bank[name], self.sizes[name]
+        self.version += 1
 
 
 class KeptObjects:
@@ -183,27 +173,20 @@ class KeptObjects:
     ) -> None:  # fmt: skip
         self._channel = channel if channel is not None and channel.is_shared else None
         self.limits, self._clock = limits or ServeLimits(), clock
-        self._runs: dict[str, dict[str, _KeptRun]] = {}
-        self._banks: dict[str, NamedBank] = {}
-        self._named_bytes: dict[str, dict[str, int]] = {}  # by owner and name
-        self._versions: Counter[str] = Counter()  # by owner: the number of changes of its bank
-        self._expected: Counter[str] = Counter()  # by owner: bytes that running requests may capture
+        self._owners: defaultdict[str, _Owner] = defaultdict(_Owner)
         self._gone: dict[tuple[str, str], str] = {}  # the reasons why runs were dropped
-
-    def bank(self, owner: str) -> NamedBank:
-        return self._banks.setdefault(owner, NamedBank())
 
     def bank_version(self, owner: str) -> int:
         """A number that changes whenever an owner's bank does."""
-        return self._versions[owner]
+        return self._owners[owner].version
 
     def entries(self, owner: str, kind: str) -> dict[str, Any]:
         """An owner's vectors (and means), or its programs, by name."""
-        return {name: entry for name, entry in self.bank(owner).items() if kind_of(entry) == kind}
+        return {name: entry for name, entry in self._owners[owner].bank.items() if kind_of(entry) == kind}
 
     def named_bytes(self, owner: str) -> int:
         """The size of an owner's bank in bytes."""
-        return sum(self._named_bytes.get(owner, {}).values())
+        return sum(self._owners[owner].sizes.values())
 
     def entry(self, owner: str, kind: str, name: str) -> Any:
         """The vector (or means) or program of a name. Raises `MissingSource`."""
@@ -217,52 +200,51 @@ class KeptObjects:
         """Stores a vector, means or a program under a name, replacing one of the same kind. Raises `NameTaken` for a
         name of another kind, and `CapacityError` if the owner's bank is full."""
         self.check_free(owner, name, kind)
-        sizes = self._named_bytes.setdefault(owner, {})
-        others = sum(size for key, size in sizes.items() if key != name)
-        size = bytes_of(entry)
-        self.limits.check_room("bank_names", len(sizes.keys() - {name}), 1, "names in the bank")
-        self.limits.check_room("named_bytes", others, size, "bytes of the bank")
-        self.bank(owner)[name], sizes[name] = entry, size
-        self._versions[owner] += 1
-        self._say(owner, name, kind, lambda: pack_entry(name, entry))
+        size, others = bytes_of(entry), [each for key, each in self._owners[owner].sizes.items() if key != name]
+        self.limits.check_room("bank_names", len(others), 1, "names in the bank")
+        self.limits.check_room("named_bytes", sum(others), size, "bytes of the bank")
+        self._owners[owner].set(name, entry, size)
+        if isinstance(entry, Program):
+            self._say(owner, name, kind, lambda: entry.to_json().encode())
+        else:
+            self._say(owner, name, kind, lambda: to_bytes(name, entry))
 
     def delete(self, owner: str, kind: str, name: str) -> None:
         """Deletes a vector (or means) or a program. Raises `MissingSource`."""
         self.entry(owner, kind, name)
-        del self.bank(owner)[name], self._named_bytes[owner][name]
-        self._versions[owner] += 1
+        self._owners[owner].delete(name)
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
         """Raises `NameTaken` if an owner's run, vector or program of another kind has the name."""
-        bank = self.bank(owner)
-        has = "run" if name in self._runs.get(owner, {}) else None if name not in bank else kind_of(bank[name])
-        if has not in (None, kind):
+        mine = self._owners[owner]
+        has = "run" if name in mine.runs else kind_of(mine.bank[name]) if name in mine.bank else kind
+        if has != kind:
             raise NameTaken(f"{name!r} is a {has} here: delete that first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
         """A snapshot of the names that an owner's programs may use, safe to read on any thread."""
-        self.drop_old()
-        return Owned(self.bank(owner).copy(), {name: kept.run for name, kept in self._runs.get(owner, {}).items()})
+        return Owned(self._owners[owner].bank.copy(), self.runs(owner))
 
     @contextlib.contextmanager
     def room_for(self, owner: str, captured_bytes: int) -> Iterator[None]:
         """Reserves memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
-        used = self._expected[owner] + sum(kept.captured_bytes for kept in self._runs.get(owner, {}).values())
+        mine = self._owners[owner]
+        used = mine.expected_bytes + sum(kept.captured_bytes for kept in mine.runs.values())
         what = "bytes that a run of so many max_tokens may capture"
         self.limits.check_room("run_bytes", used, captured_bytes, what, "capture")
-        self._expected[owner] += captured_bytes
+        mine.expected_bytes += captured_bytes
         try:
             yield
         finally:
-            self._expected[owner] -= captured_bytes
+            mine.expected_bytes -= captured_bytes
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
         """Stores a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
         the owner's runs leave no room, and `NameTaken`."""
         self.drop_old()
         self.check_free(owner, name, "run")
-        runs = self._runs.setdefault(owner, {})
+        runs = self._owners[owner].runs
         others = [kept.captured_bytes for key, kept in runs.items() if key != name]
         self.limits.check_room("kept_runs", len(others), 1, "runs", "run")
         self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes that run {name} captured", "run")
@@ -276,7 +258,7 @@ class KeptObjects:
     def run(self, owner: str, name: str) -> Run:
         """The run of a name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
         self.drop_old()
-        kept = self._runs.get(owner, {}).get(name)
+        kept = self._owners[owner].runs.get(name)
         if kept is not None:
             kept.touched_s = self._clock()
             if kept.is_elsewhere:
@@ -288,7 +270,7 @@ class KeptObjects:
 
     def runs(self, owner: str) -> dict[str, Run]:
         self.drop_old()
-        return {name: kept.run for name, kept in self._runs.get(owner, {}).items()}
+        return {name: kept.run for name, kept in self._owners[owner].runs.items()}
 
     def drop(self, owner: str, name: str) -> None:
         """Deletes a run and frees its captures."""
@@ -297,15 +279,15 @@ class KeptObjects:
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
         """Frees a run that is not to be kept, unless another run has taken its name."""
-        kept = self._runs.get(owner, {}).get(name)
+        kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures went along with its answer, and nobody asked to keep it")
 
     def drop_old(self) -> None:
         """Frees runs that were not read for `run_ttl_s` seconds."""
         oldest = self._clock() - self.limits.run_ttl_s
-        for owner, runs in self._runs.items():
-            for name in [name for name, kept in runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
+        for owner, mine in self._owners.items():
+            for name in [name for name, kept in mine.runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
                 self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
 
     def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
@@ -317,39 +299,31 @@ class KeptObjects:
         self._say(owner, name, "gone", why.encode)
 
     def _forget(self, owner: str, name: str, why: str) -> None:
-        self._runs[owner].pop(name).run.close()
-        self._remember(owner, name, why)
-
-    def _remember(self, owner: str, name: str, why: str) -> None:
-        """Stores the reason why a run was dropped."""
+        """Closes a run, unless it is unknown to this process, and stores the reason why it was dropped."""
+        if (kept := self._owners[owner].runs.pop(name, None)) is not None:
+            kept.run.close()
         self._gone[owner, name] = why
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
     def hear(self, note: Note, lm: LM) -> None:
         """Applies a note of another process."""
-        owner, name = note.owner, note.name
-        runs, bank = self._runs.setdefault(owner, {}), self.bank(owner)
+        owner, name, mine = note.owner, note.name, self._owners[note.owner]
         if note.kind == "touched":
-            if name in runs:
-                runs[name].touched_s = self._clock()
+            if name in mine.runs:
+                mine.runs[name].touched_s = self._clock()
             return
-        if name in runs:
+        if name in mine.runs or (note.kind == "gone" and name not in mine.bank):
             self._forget(owner, name, note.data.decode() if note.kind == "gone" else "another run took its name")
         if note.kind == "run":
             run = unpack_run(note.data, lm)
-            runs[name] = _KeptRun(run, run.captured_bytes, self._clock(), is_elsewhere=True)
+            mine.runs[name] = _KeptRun(run, run.captured_bytes, self._clock(), is_elsewhere=True)
             self._gone.pop((owner, name), None)
-        elif note.kind == "gone" and name in bank:
-            del bank[name], self._named_bytes[owner][name]
-            self._versions[owner] += 1
-        elif note.kind == "gone":  # the name of a run, which may be unknown to this process
-            self._remember(owner, name, note.data.decode())
-        else:
-            entry = unpack_entry(note.kind, note.data)
-            bank[name] = entry
-            self._named_bytes.setdefault(owner, {})[name] = bytes_of(entry)
-            self._versions[owner] += 1
+        elif note.kind != "gone":
+            entry = Program.from_json(note.data) if note.kind == "program" else from_bytes(note.data)
+            mine.set(name, entry, bytes_of(entry))
+        elif name in mine.bank:
+            mine.delete(name)
 
 
 def check_program(program: Program, name: str, sites: SiteMap, owned: Owned) -> None:
