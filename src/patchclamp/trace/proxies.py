@@ -484,9 +484,9 @@ class Activation(InPlace):
 
     def is_unwritten_since(self, read: Entry) -> bool:
         """True if a read is of this same tensor, and nothing was written there since."""
-        recording, spot = self._recording, self._spot
-        same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
-        return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
+        here = self._recording, self._spot.site, self._spot.tokens
+        same = here == (read.recording, read.spot.site, read.spot.tokens)
+        return same and not self._recording.is_written_since(read)
 
     def _scale(self, factor: Number) -> None:
         """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""

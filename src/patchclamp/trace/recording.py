@@ -306,11 +306,10 @@ def may_be_within(write: Entry, read: Entry) -> bool:
     recording = read.recording
     if write.recording is not recording or recording.prompt is None:
         return False
-    if any(not e.is_read and e.points & read.points for e in recording.entries[read.number + 1 :]):
+    if recording.is_written_since(read):
         return False
     try:
-        op = msgspec.structs.replace(write.op, value=same_run(write, read))
-        recording.check(op)
+        recording.check(msgspec.structs.replace(write.op, value=same_run(write, read)))
     except PatchclampError:
         return False
     return len(recording.positions(read)) <= MAX_STORED
@@ -399,10 +398,14 @@ class Recording:
                 "many at once"
             )
         same = [other for other in self.entries if other.is_read and other.spot == spot]
-        if same and not any(not e.is_read and e.points & entry.points for e in self.entries[same[-1].number :]):
+        if same and not self.is_written_since(same[-1]):
             return same[-1]
         self.entries.append(entry)
         return entry
+
+    def is_written_since(self, read: Entry) -> bool:
+        """True if a later write acts at a point of the read."""
+        return any(not e.is_read and e.points & read.points for e in self.entries[read.number :])
 
     def check(self, op: SiteOp) -> None:
         """Checks one op by binding it to the prompt. Errors name its site, because it has no path yet."""

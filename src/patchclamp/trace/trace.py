@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -214,43 +214,38 @@ class Trace(NonTensor):
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        execution = self._end(kind is not None)
-        call = None if execution is None else execution.next_call()
-        while execution is not None and call is not None:
-            call = execution.next_call(self._called(call))
+        for call in self._end(kind is not None):
+            self._call(call)
 
     async def __aenter__(self) -> Trace:
         return self.__enter__()
 
     async def __aexit__(self, kind: Any, *_: Any) -> None:
-        execution = self._end(kind is not None)
-        call = None if execution is None else execution.next_call()
-        while execution is not None and call is not None:
+        for call in self._end(kind is not None):
             try:
-                answer = await self._lm.arun(**call)
+                self._execution.answer = await self._lm.arun(**call)
             except PatchclampError as error:
-                answer = error
-            call = execution.next_call(answer)
+                self._execution.answer = error
 
-    def _called(self, call: RunArguments) -> list[Run] | PatchclampError:
+    def _call(self, call: RunArguments) -> None:
         try:
-            return self._lm.run(**call)
+            self._execution.answer = self._lm.run(**call)
         except PatchclampError as error:
-            return error
+            self._execution.answer = error
 
-    def _end(self, left: bool) -> Execution | None:
-        """Closes the recordings and returns the execution to run now, if any."""
+    def _end(self, left: bool) -> Iterable[RunArguments]:
+        """Closes the recordings and returns the calls to make now, if any."""
         recordings = [invoke._recording for invoke in self._invokes]
         self._state = "left" if left else "ended"
         for recording in recordings:
             if left or recording.state != "left":  # keep "left": the caller caught its error
                 recording.state = "waiting" if self._streamed and not left else self._state
         if left:
-            return None
+            return ()
         if not recordings:
             raise ProgramError("this trace has no prompt: lm.trace(prompt), or `with t.invoke(prompt) as a` inside it")
         self._execution = Execution(recordings, self._edits, self._options)
-        return None if self._streamed else self._execution
+        return () if self._streamed else self._execution.calls
 
     # -- streams
 
@@ -289,21 +284,21 @@ class Trace(NonTensor):
         self._state = "streamed"
         self._set_state("streaming")
         execution = self._execution
-        call = execution.next_call()
-        while call is not None and not execution.is_last_call():
-            call = execution.next_call(self._called(call))
-        assert call is not None  # the prompt's own run
+        call = next(execution.calls)
+        while not execution.is_last_call:
+            self._call(call)
+            call = next(execution.calls)
         try:
             self._stream = self._lm.stream(**{k: v[0] if isinstance(v, list) else v for k, v in call.items()})
             yield self._stream
         except PatchclampError as error:
-            execution.next_call(error)
+            execution.finish(error)
         except BaseException:
             with contextlib.suppress(PatchclampError):
-                execution.next_call(EngineError("the stream was left before its end"))
+                execution.finish(EngineError("the stream was left before its end"))
             raise
         else:
-            execution.next_call([self._stream.run])
+            execution.finish([self._stream.run])
         finally:
             self._stream = None
             self._set_state("ended")
@@ -390,11 +385,13 @@ RunArguments = dict[str, Any]  # of one `lm.run` of a list of prompts
 class Execution:
     """The execution of one trace: runs its recordings batch by batch, and fills in the saved values.
 
-    The caller makes the calls that `next_call` returns, with `lm.run`, `await lm.arun(...)` or a stream. An error of
-    one prompt fails that prompt and those that read it; the others keep their values, and the first error is raised at
-    the end. `edits` come before the trace's own ops in every program; `options` are arguments of `lm.run` for the
-    prompts' own runs.
+    The caller makes each of `calls`, with `lm.run`, `await lm.arun(...)` or a stream, and stores its runs or error in
+    `answer`. After the last one, the values are filled in. An error of one prompt fails that prompt and those that read
+    it; the others keep their values, and the first error is raised at the end. `edits` come before the trace's own ops
+    in every program; `options` are arguments of `lm.run` for the prompts' own runs.
     """
+
+    answer: list[Run] | PatchclampError
 
     def __init__(self, recordings: list[Recording], edits: list[Op], options: RunArguments) -> None:
         self._edits, self._options, self._recordings = edits, options, recordings
@@ -402,39 +399,31 @@ class Execution:
             for saved in recording.saved if recording.state == "left" else ():
                 saved.failure = recording.failure
         self._schedule = Schedule(runnable(recordings), bool(edits))
-        self._left = 0  # batches left, including the current one
+        self.is_last_call: bool = False  # True if the current call belongs to the last batch
         self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
-        self._calls = self._make_calls()
+        self.calls: Iterator[RunArguments] = self._calls()
 
-    def next_call(self, answer: list[Run] | PatchclampError | None = None) -> RunArguments | None:
-        """Takes the runs or the error of the last call, and returns the arguments of the next one; None after the last.
-        Then the values are filled in, and the trace's first error is raised."""
-        try:
-            return self._calls.throw(answer) if isinstance(answer, PatchclampError) else self._calls.send(answer)
-        except StopIteration:
-            return None
+    def finish(self, answer: list[Run] | PatchclampError) -> None:
+        """Ends the last call. Raises the trace's first error."""
+        self.answer = answer
+        next(self.calls, None)
 
-    def _make_calls(self) -> Generator[RunArguments, Any, None]:
+    def _calls(self) -> Iterator[RunArguments]:
         batches = self._schedule.batches()
-        for self._left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
-            while batch := [run for run in batch if run.recording.failure is None]:
-                programs = [self._program(run) for run in batch]
-                ready = [i for i, run in enumerate(batch) if run.recording.failure is None]
-                batch, programs = [batch[i] for i in ready], [programs[i] for i in ready]
-                if not batch:
+        for number, batch in enumerate(batches, 1):
+            self.is_last_call = number == len(batches)
+            while batch := self._ready(batch):
+                yield self._call(batch, [self._program(run) for run in batch])
+                if not isinstance(self.answer, PatchclampError):
+                    self._take(batch, self.answer)
                     break
-                try:
-                    runs = yield self._call(batch, programs)
-                except PatchclampError as error:
-                    self._blame(batch, error)
-                    continue
-                self._take(batch, runs)
-                break
+                self._blame(batch, self.answer)
         self._finish()
 
-    def is_last_call(self) -> bool:
-        """True if the current call belongs to the last batch."""
-        return self._left == 1
+    def _ready(self, batch: list[Planned]) -> list[Planned]:
+        """The runs of a batch that can still run."""
+        ready = runnable(self._recordings)
+        return [run for run in batch if run.recording in ready]
 
     def value_so_far(self, saved: Saved, run: Run) -> Any:
         """The current value of a saved expression in an unfinished run of the last batch."""
@@ -447,18 +436,13 @@ class Execution:
     # -- calls
 
     def _program(self, run: Planned) -> list[Op]:
-        """The ops of a run. Marks the run as failed if a prompt that it reads has failed."""
         ops: list[Op] = list(self._edits)
         for entry in run.entries:
             if entry.source is None:
                 ops.append(entry.op)
-            elif entry.within:
-                ops.append(msgspec.structs.replace(entry.op, value=same_run(entry, entry.source)))
-            elif entry.source.recording.failure is not None:
-                run.recording.failure = run.recording.failure or entry.source.recording.failure
-                break
             else:
-                ops.append(msgspec.structs.replace(entry.op, value=self._value(entry, entry.source)))
+                value = same_run(entry, entry.source) if entry.within else self._value(entry, entry.source)
+                ops.append(msgspec.structs.replace(entry.op, value=value))
         return ops
 
     def _value(self, write: Entry, read: Entry) -> From | Vector:
