@@ -44,50 +44,41 @@ def said_bytes(request: Request) -> int:
     return int(length[:20]) if length.isdecimal() and length.isascii() else 0
 
 
-class BoundedRoute(APIRoute):
-    """A patchclamp route whose body FastAPI reads, up to a limit."""
-
-    limit, mark = "json_bytes", b""
+class OpenAIRoute(APIRoute):
+    """One of vLLM's routes, whose body FastAPI reads. The limit on a program's values excludes the prompt and vLLM's
+    other fields."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
             limits: ServeLimits = request.app.state.patchclamp.limits
-            limits.check(self.limit, said_bytes(request), "bytes of the body", "body")
-            return await handle(Request(request.scope, _counted(request, limits, self.limit, self.mark)))
+            limits.check("openai_body_bytes", said_bytes(request), "bytes of the body", "body")
+            receive = _counted(request, limits, "openai_body_bytes", b"patchclamp")
+            return await handle(Request(request.scope, receive))
 
         return bounded
 
 
-class OpenAIRoute(BoundedRoute):
-    """One of vLLM's routes. The limit on a program's values excludes the prompt and vLLM's other fields."""
-
-    limit, mark = "openai_body_bytes", b"patchclamp"
-
-
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
-    """Wraps a request's `receive` to check limits before the body is parsed. Values are counted if `mark` is in the
+    """Wraps a request's `receive` to check limits before the body is parsed. Values are counted once `mark` is in the
     body. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
-    received, values, marked, tail, parts = 0, 0, not mark, b"", list[bytes]()
+    body, values, is_marked = bytearray(), 0, False
 
     async def receive() -> Any:
-        nonlocal received, values, marked, tail
+        nonlocal body, values, is_marked
         message = await request.receive()
-        part = message.get("body", b"")
-        received, values, marked = received + len(part), values + part.count(b","), marked or mark in tail + part
-        tail = (tail + part)[-len(mark) :]
-        if mark:
-            parts.append(part)
+        part, begin = message.get("body", b""), max(len(body) - len(mark), 0)
+        body += part
+        values += part.count(b",")
+        is_marked = is_marked or body.find(mark, begin) >= 0
         try:
-            limits.check(limit, received, "bytes of the body", "body")
-            if marked and mark:
-                limits.check("program_bytes", received, "bytes of a body with a program", "body")
+            limits.check(limit, len(body), "bytes of the body", "body")
+            if is_marked:
+                limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
                 limits.check("program_body_values", values, "values of a body with a program", "body")
                 if not message.get("more_body", False):
-                    await check_values(b"".join(parts), limits)
-            elif marked:
-                limits.check("json_values", values, "values of the body", "body")
+                    await check_values(bytes(body), limits)
         except TooLarge as error:
             raise HTTPException(error.status, str(error)) from None
         return message

@@ -81,12 +81,12 @@ class File(NamedTuple):
             captured = iter(await fetch(wanted) if wanted else [])
             for window in batch:
                 some = list(itertools.islice(captured, len(window.wanted)))
-                rows = await asyncio.to_thread(_rows, window, some)
+                rows = (await asyncio.to_thread(_rows, window, some)).data
                 if before:
                     yield before
                     before = b""
-                for part in sent(rows):
-                    yield part
+                for begin in range(0, len(rows), SENT_BYTES):
+                    yield rows[begin : begin + SENT_BYTES]
         if before:
             yield before
 
@@ -124,12 +124,6 @@ def bytes_of(rows: Any) -> np.ndarray:
     import torch
 
     return torch.as_tensor(rows).contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def sent(rows: Any) -> Iterator[memoryview]:
-    """The bytes of an array or a tensor, in pieces of `SENT_BYTES`."""
-    data = bytes_of(rows).data
-    return (data[begin : begin + SENT_BYTES] for begin in range(0, len(data), SENT_BYTES))
 
 
 def data_event(data: Any) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
@@ -30,7 +28,6 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
-    RunError,
     as_patchclamp_error,
     pack,
 )
@@ -40,9 +37,9 @@ from patchclamp.plan.cells import cells_of
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
-from patchclamp.serve.program_call import check_records
+from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
-from patchclamp.serve.server_state import Front, log
+from patchclamp.serve.server_state import Front, Work, log
 from patchclamp.version import __version__
 
 router: APIRouter = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
@@ -300,55 +297,34 @@ class _Running:
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
 
 
-class _Grading:
-    """The jobs of one HTTP call, which are graded on a thread. They count as under way until it ends."""
+class _Grading(Work):
+    """The jobs of one HTTP call, which are graded on a thread."""
+
+    event = "grade"
 
     def __init__(self, front: Front, owner: str, jobs: list[GradeJob]) -> None:
-        self._front, self._owner, self._jobs = front, owner, jobs
-        self._loop, self._began_s = asyncio.get_running_loop(), time.perf_counter()
-        self._events: asyncio.Queue[wire.Event | None] = asyncio.Queue()
-        self._stopped = False
-        threading.Thread(target=self._run, name="patchclamp grade", daemon=True).start()
-        front.under_way[owner] += 1
-
-    def stop(self) -> None:
-        self._stopped = True
+        self._jobs = jobs
+        super().__init__(front, owner)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yields frames of events until every program is graded, or one of the error."""
-        while (event := await self._events.get()) is not None:
+        while (event := await self.events.get()) is not None:
+            if isinstance(event, PatchclampError):
+                self.front.failed(event, self.owner)
+                event = wire.Failed(0, pack(event))
             yield wire.frame([event])
 
-    def _run(self) -> None:
-        try:
-            for i, grades in enumerate(self._front.lm.graded(self._jobs, self._tell)):
-                columns = [grades.baseline.tobytes(), b"", b"", b""]
-                self._put(wire.GradedPart(i, np.array([-1]).tobytes(), columns))
-        except Exception as failure:
-            error = as_patchclamp_error(failure)
-            self._put(wire.Failed(0, pack(error)))
-            if not self._stopped:
-                self._front.failed(error, self._owner)
-        finally:
-            self._on_loop(self._end)
+    def work(self) -> None:
+        for i, grades in enumerate(self.front.lm.graded(self._jobs, self._tell)):
+            columns = [grades.baseline.tobytes(), b"", b"", b""]
+            self.put(wire.GradedPart(i, np.array([-1]).tobytes(), columns))
+
+    def facts(self) -> dict[str, Any]:
+        return {"programs": sum(job.count for job in self._jobs)}
 
     def _tell(self, i: int, grades: Grades, programs: np.ndarray) -> None:
-        if self._stopped:
-            raise RunError("the client disconnected")
-        self._put(wire.GradedPart.of(i, programs, grades))
-
-    def _end(self) -> None:
-        self._front.under_way[self._owner] -= 1
-        self._events.put_nowait(None)
-        log("grade", self._owner, programs=sum(job.count for job in self._jobs),
-            took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
-
-    def _put(self, event: wire.Event) -> None:
-        self._on_loop(self._events.put_nowait, event)
-
-    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(call, *args)
+        self.raise_if_stopped()
+        self.put(wire.GradedPart.of(i, programs, grades))
 
 
 class _PartQueue:
@@ -481,7 +457,8 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
-        check_records(carried.bound, front.kept.limits)
+        # a step executes the records at its positions one by one, and every request of the batch waits for them
+        front.limits.check("program_records", record_count(carried.bound.ops), RECORDS)
     except PatchclampError as error:
         raise error.under(asked.run) from None
     return carried

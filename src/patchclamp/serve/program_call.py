@@ -34,7 +34,7 @@ from patchclamp.language import Capture, Program, SiteOp, Use
 from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
-from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
+from patchclamp.plan.bound import of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_count
 from patchclamp.run import Run
@@ -62,17 +62,22 @@ class Variant(msgspec.Struct, frozen=True):
         return type(error)(f"{error.message} (the first {edits} edits are the model's, {self.asked})", error.path)
 
 
-async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> Variant | None:
-    """The variant that a request's `model` names; None for a model of vLLM or an unknown base model. Raises
-    `MissingSource` if the owner has no such program. `models`: vLLM's `OpenAIServingModels`."""
+async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
+    """The base model and the program's name in `MODEL:NAME`; None for a model of vLLM or an unknown base model.
+    `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
         return None
     known = {card.id for card in (await models.show_available_models()).data}
     model, _, name = asked.rpartition(":")
-    if asked in known or model not in known:
+    return (model, name) if asked not in known and model in known else None
+
+
+async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> Variant | None:
+    """The variant that a request's `model` names, if any. Raises `MissingSource` if the owner has no such program."""
+    if (words := await split_variant(asked, models)) is None:
         return None
     try:
-        return Variant(asked, model, name, kept.entry(owner, "program", name))
+        return Variant(asked, *words, kept.entry(owner, "program", words[1]))
     except MissingSource as error:
         raise MissingSource(f"the model {asked!r} does not exist: {error.message}", "model") from None
 
@@ -150,7 +155,10 @@ class ProgramCall:
             raise error.under("vllm_xargs") from None
         edits = () if variant is None else variant.program.edits
         self.program: Program = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
-        check_size(self.program, kept.limits)
+        every = [op for _, op in self.program.ops]
+        captures = sum(isinstance(op, Capture) for op in every)
+        kept.limits.check("program_ops", len(every), "ops of the program", "edits")
+        kept.limits.check("program_captures", captures, "captures of the program", "capture")
         if self.name is not None:
             kept.check_free(owner, self.name, "run")
         self.owner, self.variant, self.on_own_route, self._limits = owner, variant, on_own_route, kept.limits
@@ -281,19 +289,6 @@ def in_request(error: PatchclampError) -> PatchclampError:
 
 
 current: ContextVar[ProgramCall | None] = ContextVar("patchclamp call", default=None)
-
-
-def check_size(program: Program, limits: ServeLimits) -> None:
-    """Raises `TooLarge` for a program with more ops or captures than a request may have."""
-    limits.check("program_ops", len(program.edits) + len(program.capture), "ops of the program", "edits")
-    captures = sum(isinstance(op, Capture) for _, op in program.ops)
-    limits.check("program_captures", captures, "captures of the program", "capture")
-
-
-def check_records(bound: BoundProgram, limits: ServeLimits) -> None:
-    """Raises `TooLarge` for a bound program with more records than a request may have: a step executes the records at
-    its positions one after the other, and every request of the batch waits for them."""
-    limits.check("program_records", record_count(bound.ops), RECORDS)
 
 
 class Records:

@@ -6,13 +6,10 @@ Grids (sweeps, ablations, traces, paths) send their cells as they finish. A stud
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
-import math
-import threading
+import functools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -21,40 +18,30 @@ from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import StreamingResponse
 
 from patchclamp import studies
-from patchclamp.errors import (
-    MissingSource,
-    PatchclampError,
-    ProgramError,
-    RunError,
-    UnsupportedStudy,
-    as_patchclamp_error,
-    near,
-    pack,
-    unpack,
-)
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, UnsupportedStudy, near
 from patchclamp.lm import LM
-from patchclamp.serve.bodies import BoundedRoute, read_body
+from patchclamp.serve.bodies import read_body
 from patchclamp.serve.capture_files import StoppedResponse, data_event
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
-from patchclamp.serve.server_state import Front, log
+from patchclamp.serve.server_state import Front, Work
 from patchclamp.studies.grid import GridPlan
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import Spread
-from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
-from patchclamp.studies.sweep_result import Cell, Sweep
+from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, json_of
+from patchclamp.studies.sweep_result import Cell, Pair, Sweep
 
 BATCH = 64  # runs that are read together: a study ends within two batches after its client disconnects
 MAX_ITEMS = 64  # sites, senders or receivers
+PROMPTS = {"prompt", "prompts", "clean", "corrupt", "positive", "negative", "source", "target"}
 MAX_TOP = 100  # tokens per cell
 PART_BYTES = 96 << 10  # of a result per event, which keeps its line below 256 KiB
 EVERY_S = 0.2  # between two progress events
 KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
 
 router: APIRouter = APIRouter(
-    prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
-    dependencies=[Depends(hear)],
-)  # fmt: skip
+    prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, dependencies=[Depends(hear)]
+)
 
 
 # -- requests
@@ -107,15 +94,11 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
             raise ProgramError(f"expected at most {MAX_ITEMS}, got {count}", name)
         if name == "top" and isinstance(value, (int, float)) and value > MAX_TOP:
             raise ProgramError(f"expected at most {MAX_TOP}, got {value}", name)
-    prompts = sum(_count(asked.get(name)) for name, field in known.items() if _is_prompts(field))
+    prompts = sum(_count(asked.get(name)) for name in known if name in PROMPTS)
     source = asked.get("source")
     prompts += _count(source.get("prompts")) if isinstance(source, dict) else 0
     front.limits.check("sweep_prompts", prompts, "prompts of the study, with those of its source", "prompt")
     return kind(**asked), resume
-
-
-def _is_prompts(field: StudyField) -> bool:
-    return field.name in ("prompt", "prompts", "clean", "corrupt", "positive", "negative", "source", "target")
 
 
 def _leaves(value: Any) -> int:
@@ -207,85 +190,71 @@ async def study(
     return StoppedResponse(running.stop, events(), "text/event-stream")
 
 
-class RunningStudy(Reporter):
-    """Runs a study on its own thread and queues its events: (name, data), an error, and None at the end. It counts as
-    under way until its thread ends."""
+class RunningStudy(Work, Reporter):
+    """Runs a study on a thread. Its events are pairs of a name and data."""
+
+    event = "sweep"
 
     def __init__(self, front: Front, owner: str, asked: Study, resume: str | None) -> None:
-        self._limits, self._lm, self._asked = front.limits, owners_lm(front, owner), asked
-        self._front, self._owner, self._resume, self._began_s = front, owner, resume, time.perf_counter()
+        self._lm, self._asked, self._resume = owners_lm(front, owner), asked, resume
         self._journal = None if resume is None else front.journals.start(owner, resume)
-        self._loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
-        self._stopped = threading.Event()
-        self._places: dict[str, dict[Any, int]] = {}
+        self._places: dict[str | int | Column, int] = {}  # of a grid's sites, layers and columns on their axes
         self._total, self._done, self._sent_s = 0, 0, 0.0
         self.told: int = 0  # cells
-        threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
-        front.under_way[owner] += 1
+        super().__init__(front, owner)
 
-    def stop(self) -> None:
-        """Ends the study after its client disconnected."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        try:
-            result = self._asked.run(self._lm, **self._how())
-            if isinstance(result, Sweep):
-                if result.low is not None:
-                    self._put(("spread", self._spread(result)))
-                self._put(("summary", _summary(result)))
-            for event in _parts(result):
-                self._put(("result", event))
-        except Exception as error:
-            self._put(unpack(pack(as_patchclamp_error(error))))  # drops the traceback, whose frames reference the runs
-        self._on_loop(self._ended)
-
-    def _ended(self) -> None:
-        self.events.put_nowait(None)
-        self._front.under_way[self._owner] -= 1
-        if self._resume is not None:
-            self._front.journals.end(self._owner, self._resume)
-        log("sweep", self._owner, cells=self.told, took_s=round(time.perf_counter() - self._began_s, 6))
-
-    def _how(self) -> dict[str, Any]:
+    def work(self) -> None:
         options: dict[str, Any] = {"batch": BATCH, "show_progress": self, "listener": self, "resume": self._journal,
-                                   "check": lambda plan: check_sweep(self._limits, plan)}  # fmt: skip
-        return {name: value for name, value in options.items() if name in self._asked.options()}
+                                   "check": functools.partial(check_sweep, self.front.limits)}  # fmt: skip
+        how = {name: value for name, value in options.items() if name in self._asked.options()}
+        result = self._asked.run(self._lm, **how)
+        if isinstance(result, Sweep):
+            if result.low is not None:
+                self.put(("spread", self._spread(result)))
+            self.put(("summary", _summary(result)))
+        data = result.to_bytes()
+        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        for i, part in enumerate(parts):
+            self.put(("result", {"type": type(result).__name__, "part": i, "parts": len(parts),
+                                 "safetensors": base64.b64encode(part).decode()}))  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        return {"cells": self.told}
+
+    def ended(self) -> None:
+        super().ended()
+        if self._resume is not None:
+            self.front.journals.end(self.owner, self._resume)
 
     # -- reports of the study
 
-    def _raise_if_stopped(self) -> None:
-        if self._stopped.is_set():
-            raise RunError("the client of this study disconnected")
-
     def begin(self, what: str, total: int) -> None:
-        self._limits.check("sweep_cells", total, "runs of the study", "sites")
+        self.front.limits.check("sweep_cells", total, "runs of the study", "sites")
         self._total, self._done = total, 0
 
-    def start(self, sweep: Sweep, cells: int) -> None:
-        """Send the axes of a grid, whose cells follow."""
-        self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
-                        "columns": _numbered(sweep.columns)}  # fmt: skip
-        self._put(("start", _start(sweep, cells)))
-
     def advance(self, done: int) -> None:
-        self._raise_if_stopped()
+        self.raise_if_stopped()
         self._done += done
         if "listener" not in self._asked.options() and time.monotonic() - self._sent_s > EVERY_S:
             self._sent_s = time.monotonic()
-            self._put(("progress", {"done": self._done, "of": self._total}))
+            self.put(("progress", {"done": self._done, "of": self._total}))
+
+    def start(self, sweep: Sweep, cells: int) -> None:
+        """Send the axes of a grid, whose cells follow."""
+        self._places = {of: i for axis in (sweep.sites, sweep.layers, sweep.columns) for i, of in enumerate(axis)}
+        axes = {"sites": sweep.sites, "layers": sweep.layers, "metric": sweep.metric, "direction": sweep.direction,
+                "source": sweep.source, "pairs": [_side_by_side(pair) for pair in sweep.pairs]}  # fmt: skip
+        self.put(("start", {"cells": cells, **axes, **_side_by_side(sweep)}))
 
     def cells(self, cells: list[Cell]) -> None:
-        self._raise_if_stopped()
-        told = [[*self._place(cell), cell.value] for cell in cells]
-        self.told += len(told)
-        self._put(("cells", {"cells": told}))
+        self.raise_if_stopped()
+        self.told += len(cells)
+        self.put(("cells", {"cells": [[*self._place(cell), cell.value] for cell in cells]}))
 
     def _place(self, cell: Cell) -> list[int]:
         """The indices of a cell's site, layer and column in the grid."""
-        places = self._places
-        return [places["sites"][cell.panel], places["layers"].get(cell.layer, 0), places["columns"][cell.column]]
+        layer = 0 if cell.layer is None else self._places[cell.layer]
+        return [self._places[cell.panel], layer, self._places[cell.column]]
 
     def _spread(self, sweep: Sweep) -> dict[str, Any]:
         """The indices of every cell with its fields of `Spread`, and its value in each pair of prompts."""
@@ -299,13 +268,6 @@ class RunningStudy(Reporter):
         each = sweep.each[:, run].T.tolist()
         return {"cells": [[*place, *of] for place, *of in zip(cells, *numbers, strict=True)], "each": each}
 
-    def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
-        self._on_loop(self.events.put_nowait, event)
-
-    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(call, *args)
-
 
 def check_sweep(limits: Any, plan: GridPlan) -> None:
     """Raises `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
@@ -318,36 +280,10 @@ def check_sweep(limits: Any, plan: GridPlan) -> None:
 # -- events
 
 
-def _parts(result: StudyResult) -> list[dict[str, Any]]:
-    """The events of a result, in parts whose lines are short enough for every client."""
-    data = result.to_bytes()
-    cut = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
-    kind = type(result).__name__
-    return [{"type": kind, "part": i, "parts": len(cut), "safetensors": base64.b64encode(part).decode()}
-            for i, part in enumerate(cut)]  # fmt: skip
-
-
-def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
-    return {value: i for i, value in enumerate(values)}
-
-
-def _start(sweep: Sweep, cells: int) -> dict[str, Any]:
-    return {
-        "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": _columns(sweep.columns),
-        "metric": sweep.metric, "clean": sweep.clean, "corrupt": sweep.corrupt, "answer": sweep.answer,
-        "foil": sweep.foil, "clean_tokens": sweep.clean_tokens, "corrupt_tokens": sweep.corrupt_tokens,
-        "skipped": sweep.skipped, "direction": sweep.direction, "source": sweep.source,
-        "pairs": [
-            {"clean": pair.clean, "corrupt": pair.corrupt, "answer": pair.answer, "foil": pair.foil,
-             "clean_tokens": pair.clean_tokens, "corrupt_tokens": pair.corrupt_tokens, "skipped": pair.skipped,
-             "columns": _columns(pair.columns)}
-            for pair in sweep.pairs
-        ],
-    }  # fmt: skip
-
-
-def _columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    return [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in columns]
+def _side_by_side(of: Sweep | Pair) -> dict[str, Any]:
+    """The metric, the graded tokens and the columns of both sides of a pair, or of the first one of a sweep."""
+    names = ("clean", "corrupt", "answer", "foil", "clean_tokens", "corrupt_tokens", "skipped", "columns")
+    return {name: getattr(of, name) for name in names}
 
 
 def _summary(sweep: Sweep) -> dict[str, Any]:
@@ -359,13 +295,5 @@ def _summary(sweep: Sweep) -> dict[str, Any]:
 
 
 def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\n{data_event(_finite(data))}"
-
-
-def _finite(value: Any) -> Any:
-    """Replaces non-finite numbers with null, as JSON requires."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = msgspec.json.decode(json_of(data))  # numbers that are not finite become null
+    return f"event: {name}\n{data_event(plain)}"

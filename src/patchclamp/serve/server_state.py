@@ -16,14 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.server import ServeLimits, metrics_of, serving
 from patchclamp.engines.wire import LEASE_S
-from patchclamp.errors import NoKey, PatchclampError
+from patchclamp.errors import NoKey, PatchclampError, RunError, as_patchclamp_error, pack, unpack
 from patchclamp.language import Program
 from patchclamp.lm import LM
 from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
@@ -228,6 +228,60 @@ class Front:
         log("proved", OPEN, took_s=round(time.monotonic() - began, 2), sites=len(sites.names),
             withdrawn=list(sites.withdrawn))  # fmt: skip
         self.engine.metrics = self._metrics  # set last: the proofs are not counted as requests
+
+
+class Work:
+    """Work for a request on a thread of its own, for a response that sends the results as they arrive. It counts as
+    under way until its thread ends. `stop` makes the next report raise `RunError`.
+
+    event: the name of its line in the log · events: the results or an error, and None at the end
+    """
+
+    event: ClassVar[str]
+    events: asyncio.Queue[Any]
+
+    def __init__(self, front: Front, owner: str) -> None:
+        self.front, self.owner, self._is_stopped = front, owner, False
+        self.events, self._loop, self._began_s = asyncio.Queue(), asyncio.get_running_loop(), time.perf_counter()
+        threading.Thread(target=self._run, name=f"patchclamp {self.event}", daemon=True).start()
+        front.under_way[owner] += 1
+
+    def work(self) -> None:
+        """Does the work on the thread, and reports results with `put`."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of its line in the log."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Ends the work after its client disconnected."""
+        self._is_stopped = True
+
+    def raise_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise RunError("the client disconnected")
+
+    def put(self, result: Any) -> None:
+        """Sends a result; called on the thread."""
+        self._on_loop(self.events.put_nowait, result)
+
+    def ended(self) -> None:
+        """Runs on the event loop's thread at the end."""
+        self.events.put_nowait(None)
+        self.front.under_way[self.owner] -= 1
+        log(self.event, self.owner, **self.facts(), took_s=round(time.perf_counter() - self._began_s, 6))
+
+    def _run(self) -> None:
+        try:
+            self.work()
+        except Exception as error:
+            self.put(unpack(pack(as_patchclamp_error(error))))  # drops the traceback, whose frames reference the runs
+        self._on_loop(self.ended)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(call, *args)
 
 
 def front_of(client: Any) -> Front:
