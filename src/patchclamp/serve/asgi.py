@@ -21,7 +21,7 @@ from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.errors import EngineError, MissingSource, NoKey, PatchclampError
 from patchclamp.serve import engine, openai, routes, schema, served_studies
 from patchclamp.serve.openai import PATHS
-from patchclamp.serve.program_call import in_request
+from patchclamp.serve.program_call import in_request, split_variant
 from patchclamp.serve.schema import error_object
 from patchclamp.serve.server_state import OPEN, Front, front_of, owner_of
 
@@ -110,13 +110,10 @@ class NoVariants:
             asked = msgspec.json.decode(body, type=_RequestBody).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             asked = None  # the route reports the error
-        if isinstance(asked, str) and ":" in asked:
-            models = scope["app"].state.openai_serving_models
-            known = {card.id for card in (await models.show_available_models()).data}
-            if asked not in known and asked.rpartition(":")[0] in known:
-                error = MissingSource(f"{path} does not run programs; ask {' or '.join(PATHS)} for {asked}", "model")
-                response = await answer_error(Request(scope), error)
-                return await response(scope, receive, send)
+        if await split_variant(asked, scope["app"].state.openai_serving_models) is not None:
+            error = MissingSource(f"{path} does not run programs; ask {' or '.join(PATHS)} for {asked}", "model")
+            response = await answer_error(Request(scope), error)
+            return await response(scope, receive, send)
 
         async def again() -> Any:
             return messages.pop(0) if messages else await receive()

@@ -101,9 +101,10 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     front, owner = caller(raw_request)
     check_words(xargs)
     is_fuzzed = any(map(is_ours, xargs))
-    if has_object or ":" in (request.model or "") or is_fuzzed:
+    may_be_variant = ":" in (request.model or "")
+    if has_object or may_be_variant or is_fuzzed:
         await front.hear()
-    if ":" in (request.model or ""):
+    if may_be_variant:
         variant = await variant_of(request.model, raw_request.app.state.openai_serving_models, front.kept, owner)
     if not has_object and variant is None and not is_fuzzed:
         return None

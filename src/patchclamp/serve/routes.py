@@ -23,22 +23,7 @@ from patchclamp.serve import schema
 from patchclamp.serve.bodies import is_json, read_body
 from patchclamp.serve.capture_files import answer, captured_names, file_of
 from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
-from patchclamp.serve.schema import (
-    ERRORS,
-    FILE,
-    REFS,
-    Deleted,
-    ProgramBody,
-    ProgramCard,
-    ProgramList,
-    RunCard,
-    RunList,
-    ServedModel,
-    SiteCard,
-    SiteList,
-    VectorCard,
-    VectorList,
-)
+from patchclamp.serve.schema import ERRORS, FILE, Deleted
 from patchclamp.serve.server_state import Front, owner_of
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.version import __version__
@@ -79,16 +64,16 @@ def caller(request: Request) -> tuple[Front, str]:
 
 
 @router.get("/runs")
-async def list_runs(request: Request) -> RunList:
+async def list_runs(request: Request) -> schema.RunList:
     """Lists the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
     front, owner = caller(request)
     if not front.has_keys:
         raise Unlisted("this server has no API keys, so that a run is found by its name alone")
-    return RunList(runs=[_describe(name, run) for name, run in front.kept.runs(owner).items()])
+    return schema.RunList(runs=[_describe(name, run) for name, run in front.kept.runs(owner).items()])
 
 
 @router.get("/runs/{run}")
-async def read_run(run: Name, request: Request) -> RunCard:
+async def read_run(run: Name, request: Request) -> schema.RunCard:
     """Returns a run's tokens and text, and the names of its captures."""
     front, owner = caller(request)
     return _describe(run, front.kept.run(owner, run))
@@ -117,8 +102,8 @@ async def delete_run(run: Name, request: Request) -> Deleted:
     return Deleted(deleted=run)
 
 
-def _describe(name: str, run: Run) -> RunCard:
-    return RunCard(
+def _describe(name: str, run: Run) -> schema.RunCard:
+    return schema.RunCard(
         run=name, prompt_token_ids=run.prompt_token_ids, token_ids=run.token_ids, text=run.text,
         captures=captured_names(run), captured_bytes=run.captured_bytes, fingerprint=run.program.fingerprint,
     )  # fmt: skip
@@ -128,11 +113,11 @@ model_router: APIRouter = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"]
 
 
 @model_router.get("")
-async def read_model(request: Request) -> ServedModel:
+async def read_model(request: Request) -> schema.ServedModel:
     """Returns the model, the versions, and the limits of one caller."""
     front, _ = caller(request)
     model, limits = front.engine.model, front.limits
-    return ServedModel(
+    return schema.ServedModel(
         patchclamp=__version__, vllm=model.version, model=model.name, family=model.family, layers=model.layers,
         d_model=model.d_model, d_vocab=model.d_vocab, dtype=model.dtype, max_model_len=model.max_model_len,
         limits={name: getattr(limits, name) for name in limits.__struct_fields__},
@@ -140,7 +125,7 @@ async def read_model(request: Request) -> ServedModel:
 
 
 @model_router.get("/sites")
-async def list_sites(request: Request) -> SiteList:
+async def list_sites(request: Request) -> schema.SiteList:
     """Lists every site: its shape and meaning, and its layers in this model or the reason why it is missing."""
     front, _ = caller(request)
     cards = []
@@ -150,8 +135,8 @@ async def list_sites(request: Request) -> SiteList:
             layers = [ref.layer for ref in front.engine.sites.resolve(Site(name)) if ref.layer is not None]
         except PatchclampError as error:
             why_not = error.message
-        cards.append(SiteCard(name=name, shape=spec.shape, meaning=spec.meaning, layers=layers, why_not=why_not))
-    return SiteList(sites=cards)
+        cards.append(schema.SiteCard(name=name, shape=spec.shape, meaning=spec.meaning, layers=layers, why_not=why_not))
+    return schema.SiteList(sites=cards)
 
 
 NUMBERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "number"}}
@@ -176,7 +161,7 @@ PROGRAM_BODY: dict[str, Any] = {
         "required": True,
         "content": {
             "application/json": {
-                "schema": {"$ref": REFS.format(model=ProgramBody.__name__)},
+                "schema": {"$ref": schema.REFS.format(model=schema.ProgramBody.__name__)},
                 "examples": {"program": {"summary": "Two edits", "value": schema.PROGRAM}},
             }
         },
@@ -185,7 +170,7 @@ PROGRAM_BODY: dict[str, Any] = {
 
 
 @router.put("/vectors/{name}", openapi_extra=VECTOR_BODY)
-async def put_vector(name: VectorName, request: Request) -> VectorCard:
+async def put_vector(name: VectorName, request: Request) -> schema.VectorCard:
     """Stores a vector [D] or [n, D], or means, under a name for the ops of this API key.
 
     The body is a safetensors file with one tensor or, as application/json, a list of numbers or of such lists. For
@@ -203,11 +188,13 @@ async def put_vector(name: VectorName, request: Request) -> VectorCard:
 
 
 @router.get("/vectors")
-async def list_vectors(request: Request) -> VectorList:
+async def list_vectors(request: Request) -> schema.VectorList:
     """Lists the vectors of this API key, with their shapes and sizes."""
     front, owner = caller(request)
     cards = [_vector_card(name, entry) for name, entry in front.kept.entries(owner, "vector").items()]
-    return VectorList(vectors=cards, named_bytes=front.kept.named_bytes(owner), limit_bytes=front.limits.named_bytes)
+    return schema.VectorList(
+        vectors=cards, named_bytes=front.kept.named_bytes(owner), limit_bytes=front.limits.named_bytes
+    )
 
 
 @router.get("/vectors/{name}", response_class=Response, responses=FILE)
@@ -227,7 +214,7 @@ async def delete_vector(name: VectorName, request: Request) -> Deleted:
 
 
 @router.put("/programs/{name}", openapi_extra=PROGRAM_BODY)
-async def put_program(name: ProgramName, request: Request) -> ProgramCard:
+async def put_program(name: ProgramName, request: Request) -> schema.ProgramCard:
     """Stores the edits of a program under a name. The model `MODEL:NAME` and the op `use` apply them."""
     front, owner = caller(request)
     check_name(name, "name")
@@ -239,11 +226,11 @@ async def put_program(name: ProgramName, request: Request) -> ProgramCard:
 
 
 @router.get("/programs")
-async def list_programs(request: Request) -> ProgramList:
+async def list_programs(request: Request) -> schema.ProgramList:
     """Lists the programs of this API key."""
     front, owner = caller(request)
     programs = front.kept.entries(owner, "program")
-    return ProgramList(programs=[_program_card(front, name, program) for name, program in programs.items()])
+    return schema.ProgramList(programs=[_program_card(front, name, program) for name, program in programs.items()])
 
 
 @router.get("/programs/{name}")
@@ -270,15 +257,15 @@ def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program
     return program
 
 
-def _vector_card(name: str, entry: Vector | Means) -> VectorCard:
+def _vector_card(name: str, entry: Vector | Means) -> schema.VectorCard:
     if isinstance(entry, Vector):
-        return VectorCard(name=name, shape=list(entry.shape), bytes=bytes_of(entry), sites=None)
+        return schema.VectorCard(name=name, shape=list(entry.shape), bytes=bytes_of(entry), sites=None)
     width = next(iter(entry.rows.values())).shape[-1]
-    return VectorCard(name=name, shape=[len(entry.rows), width], bytes=bytes_of(entry), sites=list(entry.rows))
+    return schema.VectorCard(name=name, shape=[len(entry.rows), width], bytes=bytes_of(entry), sites=list(entry.rows))
 
 
-def _program_card(front: Front, name: str, program: Program) -> ProgramCard:
-    return ProgramCard(
+def _program_card(front: Front, name: str, program: Program) -> schema.ProgramCard:
+    return schema.ProgramCard(
         name=name, edits=len(program.edits), bytes=bytes_of(program), fingerprint=program.fingerprint,
         model=f"{front.model_name}:{name}",
     )  # fmt: skip

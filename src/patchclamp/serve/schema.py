@@ -264,9 +264,8 @@ def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
     fields: dict[str, Any] = {"type": (Literal[name], ...)}
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
-        fields[field.name] = _written(field.type), default if isinstance(default, (int, float, str)) else str(default)
-        if field.required or default is None:
-            fields[field.name] = _written(field.type), default
+        is_json = default in (..., None) or isinstance(default, (int, float, str))
+        fields[field.name] = _written(field.type), default if is_json else str(default)
     return create_model(f"{op.__name__}Op", __base__=Closed, __doc__=inspect.getdoc(op), **fields)
 
 
