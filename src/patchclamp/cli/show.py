@@ -115,8 +115,7 @@ def show_question(console: Console, heatmap: Heatmap) -> None:
 def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
     """Print the baselines, the noise floor, and a table of the `top` best cells."""
     console.print()
-    anchors = [anchor for anchor in (heatmap.baseline, heatmap.goal) if anchor is not None]
-    for anchor in sorted(anchors, key=lambda anchor: anchor.side):
+    for anchor in sorted(heatmap.anchors, key=lambda anchor: anchor.side):
         value = style.number(anchor.value)
         console.print(Text.assemble(f"{anchor.name + ' run':12}", (value, f"bold {_COLOURS[anchor.side]}")))
     console.print(Text(heatmap.noise))
@@ -131,13 +130,12 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
     to_goal = [] if goal is None else [f"way to {goal.name}"]
     table = _table("best cells", "token", "positions", heatmap.metric, over, *spread, *to_goal)
     for spot in heatmap.ranked(top):
-        column = heatmap.columns[spot.column]
-        place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
+        place, label = heatmap.cell_name(spot)
         details = dict(heatmap.panels[spot.panel].details)
         of_cell = [style.number(details[name][spot.row, spot.column]) for name in spread]
         share = [] if goal is None else [style.percent(heatmap.share(spot.value))]
         table.add_row(
-            Text(place), Text(style.visible(label)), column.positions, style.number(spot.value),
+            Text(place), Text(style.visible(label)), heatmap.columns[spot.column].positions, style.number(spot.value),
             style.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
     console.print(table)

@@ -209,6 +209,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,
                                         vertical_spacing=90 / (330 * len(titles) + 60))  # fmt: skip
         for row, chart in enumerate(self.charts, 1):
+            at, legend = {"row": row, "col": 1}, "legend" if row == 1 else f"legend{row}"
             for i, line in enumerate(chart.lines):
                 x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
                 if line.low is not None:
@@ -216,27 +217,27 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                     figure.add_trace(graphs.Scatter(
                         x=band_x, y=band_y, fill="toself", fillcolor=colour, opacity=0.16, line={"width": 0},
                         mode="lines", hoverinfo="skip", showlegend=False,
-                    ), row=row, col=1)  # fmt: skip
+                    ), **at)  # fmt: skip
                 hover = [style.html_text(f"{line.label} at {tick(float(value))}: {line.text(n)}")
                          for n, value in enumerate(line.x)]  # fmt: skip
                 figure.add_trace(graphs.Scatter(
                     x=x, y=line.y, mode="lines+markers", name=style.html_text(line.label), line={"color": colour},
-                    legend=f"legend{'' if row == 1 else row}", customdata=hover,
+                    legend=legend, customdata=hover,
                     hovertemplate="%{customdata}<extra></extra>",
-                ), row=row, col=1)  # fmt: skip
+                ), **at)  # fmt: skip
             if chart.level is not None:
                 ends = [self.place(x) for x in (self.numbers[0], self.numbers[-1])]
                 figure.add_trace(graphs.Scatter(
                     x=ends, y=[chart.level] * 2, mode="lines", line={"color": MUTED, "dash": "dash", "width": 1},
-                    name=style.html_text(chart.level_label), legend=f"legend{'' if row == 1 else row}",
+                    name=style.html_text(chart.level_label), legend=legend,
                     hoverinfo="skip",
-                ), row=row, col=1)  # fmt: skip
+                ), **at)  # fmt: skip
             low, high = chart.span
             span = [math.log10(low), math.log10(high)] if chart.y_log else [low, high]
             figure.update_yaxes(type="log" if chart.y_log else "linear", range=span, gridcolor=RULE,
-                                title_text=style.html_text(chart.y_label), row=row, col=1)  # fmt: skip
+                                title_text=style.html_text(chart.y_label), **at)  # fmt: skip
             top = figure.get_subplot(row, 1).yaxis.domain[1]
-            figure.update_layout({f"legend{'' if row == 1 else row}": {"y": top, "yanchor": "top"}})
+            figure.update_layout({legend: {"y": top, "yanchor": "top"}})
         ticks = self.ticks()
         figure.update_xaxes(tickvals=[place for place, _ in ticks], ticktext=[text for _, text in ticks],
                             zeroline=False, title_text=style.html_text(self.x_label), showgrid=False)  # fmt: skip

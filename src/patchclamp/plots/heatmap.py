@@ -15,19 +15,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.plots import style
-from patchclamp.plots.style import (
-    CLEAN,
-    CORRUPT,
-    FAINT,
-    LABEL,
-    MUTED,
-    number,
-    percent,
-    quoted,
-    shorten,
-    signed,
-    visible,
-)
+from patchclamp.plots.style import LABEL, number, percent, quoted, shorten, signed, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,17 +185,21 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return ColourRange(centre, half if to_goal else largest or half or 1.0, self.towards, to_goal, blue_above)
 
     @property
+    def anchors(self) -> list[Anchor]:
+        """The baseline and, if there is one, the goal."""
+        return [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
+
+    @property
     def intervals(self) -> list[Interval]:
         """The effects of the best cells with their 95 % intervals, best first; empty if the study has none."""
         found = []
         for spot in self.ranked(BEST):
-            panel = self.panels[spot.panel]
-            of = {name: float(values[spot.row, spot.column]) for name, values in panel.details}
+            of = {name: float(values[spot.row, spot.column]) for name, values in self.panels[spot.panel].details}
             if EFFECT_FROM not in of:
                 return []
-            row, label = panel.cell_name(spot.row, self.columns[spot.column])
+            place, label = self.cell_name(spot)
             p = of.get(P_FAMILY)
-            name = f"{row} @ {shorten(visible(label), LONGEST_LABEL)}" + ("" if p is None else f", p {number(p)}")
+            name = f"{place} @ {shorten(visible(label), LONGEST_LABEL)}" + ("" if p is None else f", p {number(p)}")
             found.append(Interval(name, self.effect(spot.value), of[EFFECT_FROM], of[EFFECT_TO]))
         return found
 
@@ -257,9 +249,13 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             return sorted(spots, key=lambda spot: -abs(self.effect(spot.value)))[:count]
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
+    def cell_name(self, spot: HeatmapCell) -> tuple[str, str]:
+        """The place of a cell and its label."""
+        return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
+
     def describe(self, spot: HeatmapCell, limit: int = 60) -> str:
         """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, with a label of at most `limit` characters."""
-        row, label = self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
+        row, label = self.cell_name(spot)
         part, goal = self.share(spot.value), self.goal
         effect = signed(self.effect(spot.value)) if part is None or goal is None else (
             f"{percent(part)} of the way to {goal.name}")  # fmt: skip
@@ -335,13 +331,13 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             for (row, column), value in np.ndenumerate(panel.values):
                 if not np.isnan(value):
                     strong = abs(value - scale.centre) > 0.62 * scale.half
-                    colour = FAINT if faint[row, column] else "white" if strong else style.INK
+                    colour = style.FAINT if faint[row, column] else "white" if strong else style.INK
                     text = f"{value:.{decimals}f}".replace("-", "−")
                     axes.text(column, row, text, ha="center", va="center", fontsize=LABEL - 0.5, color=colour)
         else:
             y, x = np.nonzero(faint)
             size = min(max(10 * min(width, height), 0.8), 2.2)
-            axes.plot(x, y, linestyle="none", marker="o", markersize=size, color=FAINT, markeredgewidth=0)
+            axes.plot(x, y, linestyle="none", marker="o", markersize=size, color=style.FAINT, markeredgewidth=0)
 
     def _draw_intervals(self, axes: Axes, intervals: list[Interval]) -> None:
         style.bare(axes, self.intervals_title, f"effect on {self.metric}", "")
@@ -361,16 +357,18 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         shades = ScalarMappable(Normalize(scale.low, scale.high), style.colour_map(self.scale.colours, "none"))
         bar = figure.colorbar(shades, ax=list(grid.flat), location="top", shrink=0.5, aspect=32, anchor=(0.0, 0.0))
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-        ticks = {anchor.value: anchor for anchor in (self.goal, self.baseline) if anchor is not None}
+        ticks = {anchor.value: anchor for anchor in reversed(self.anchors)}
         shown = [value for value in ticks if scale.low - 1e-9 <= value <= scale.high + 1e-9]
         apart = len(shown) < 2 or abs(shown[0] - shown[1]) > 0.45 * scale.half
         shown = shown if apart else [self.baseline.value]
         bar.set_ticks(shown, labels=[f"{ticks[value].name} {number(value)}" for value in shown])
         for label, value in zip(bar.ax.get_xticklabels(), shown, strict=True):
-            label.set(color=CLEAN if ticks[value].side == "clean" else CORRUPT, weight="bold", fontsize=LABEL)
+            label.set(
+                color=style.CLEAN if ticks[value].side == "clean" else style.CORRUPT, weight="bold", fontsize=LABEL
+            )
         ends = sorted({end for end in (scale.low, scale.high) if all(abs(end - v) > 0.3 * scale.half for v in shown)})
-        bar.set_ticks(ends, labels=[number(end) for end in ends], minor=True, fontsize=LABEL - 1, color=MUTED)
-        bar.set_label(self.metric, fontsize=LABEL, color=MUTED)
+        bar.set_ticks(ends, labels=[number(end) for end in ends], minor=True, fontsize=LABEL - 1, color=style.MUTED)
+        bar.set_label(self.metric, fontsize=LABEL, color=style.MUTED)
 
     # -- plotly
 
@@ -400,22 +398,14 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
                 figure.add_trace(graphs.Heatmap(z=panel.coarse, coloraxis="coloraxis", opacity=style.PALE,
                                                 hoverinfo="skip"), **at)  # fmt: skip
             hover = [[self._hover(panel, r, c) for c in range(len(labels))] for r in range(len(panel.rows))]
-            figure.add_trace(graphs.Heatmap(
-                z=panel.values, coloraxis="coloraxis", xgap=1, ygap=1, customdata=np.array(hover, object),
-                hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
-            ), **at)  # fmt: skip
-            y, x = np.nonzero(self.faint(panel.values))
-            figure.add_trace(graphs.Scatter(x=x, y=y, mode="markers", marker={"size": 3, "color": FAINT},
-                                            hoverinfo="skip", showlegend=False), **at)  # fmt: skip
-            figure.update_xaxes(
-                tickvals=list(range(len(labels))), ticktext=labels, title_text=self.axis,
-                range=(-0.5, len(labels) - 0.5), tickangle=-45 if len(labels) > 4 else 0, **at,
-            )  # fmt: skip
             rows = [] if panel.rows[0] is None else [str(layer) for layer in panel.rows]
-            figure.update_yaxes(
-                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5),
-                title_text="layer" if rows else None, **at,
-            )  # fmt: skip
+            style.add_cells(figure, panel.values, hover, (labels, rows), (self.axis, "layer" if rows else None), at,
+                            coloraxis="coloraxis")  # fmt: skip
+            y, x = np.nonzero(self.faint(panel.values))
+            figure.add_trace(graphs.Scatter(x=x, y=y, mode="markers", marker={"size": 3, "color": style.FAINT},
+                                            hoverinfo="skip", showlegend=False), **at)  # fmt: skip
+            figure.update_xaxes(range=(-0.5, len(labels) - 0.5), tickangle=-45 if len(labels) > 4 else 0, **at)
+            figure.update_yaxes(range=(-0.5, len(panel.rows) - 0.5), **at)
             if best and best[0].panel == i:
                 figure.add_shape(**style.frame(best[0].row, best[0].column, i + 1))
         if intervals:
@@ -430,13 +420,12 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             figure.add_shape(type="rect", xref="x domain", yref="y domain", x0=0, x1=1, y0=0, y1=1, fillcolor="white",
                              line_width=0, layer="below", **at)  # fmt: skip
             figure.update_xaxes(title_text=f"effect on {self.metric}", zeroline=True, **at)
-        anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
         figure.update_layout(
             coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
                        "colorbar": {"title": {"text": self.metric, "side": "right"}, "y": 1, "yanchor": "top",
                                     "lenmode": "pixels", "len": min(height - 60, 420),
-                                    "tickvals": [anchor.value for anchor in anchors],
-                                    "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in anchors]}},
+                                    "tickvals": [anchor.value for anchor in self.anchors],
+                                    "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in self.anchors]}},
         )  # fmt: skip
         return style.lay_out(figure, height)
 
@@ -467,14 +456,13 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             prompts += (f"<p>{paired} of {both[0]} clean and {paired} of {both[1]} corrupt positions are paired. "
                         "Coloured tokens differ; dashed ones have no partner and are not patched.</p>")  # fmt: skip
         yield "Prompts", prompts
-        anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
-        runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in anchors]
+        runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in self.anchors]
         about = escape(f"{self.explained} A cell is {self.cell}. {self.note}")
         yield "Metric", f"<p>{about}</p>" + style.table(
             [(self.metric, self.formula), *runs, ("noise floor", self.noise)], ("", ""))  # fmt: skip
         rows = []
         for spot in self.ranked(BEST):
-            place, label = self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
+            place, label = self.cell_name(spot)
             rows.append((place, visible(label), self.columns[spot.column].positions, number(spot.value),
                          signed(self.effect(spot.value)), percent(self.share(spot.value))))  # fmt: skip
         goal = "share" if self.goal is None else f"share of the way to {self.goal.name}"

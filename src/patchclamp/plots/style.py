@@ -12,7 +12,7 @@ import io
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -373,6 +373,17 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
 def html_text(text: str) -> str:
     """Text for a plotly label or hover, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")
+
+
+def add_cells(figure: Interactive, values: Any, hover: list[list[str]], labels: Sequence[Sequence[str]],
+              names: Sequence[str | None], at: dict[str, Any], **how: Any) -> None:  # fmt: skip
+    """Add a panel of cells with a hover text each. `labels`: of the columns and of the rows; `names`: of both axes."""
+    figure.add_trace(need("plotly.graph_objects").Heatmap(
+        z=values, xgap=1, ygap=1, customdata=hover, hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
+        **how,
+    ), **at)  # fmt: skip
+    for update, texts, name in zip((figure.update_xaxes, figure.update_yaxes), labels, names, strict=True):
+        update(tickvals=list(range(len(texts))), ticktext=texts, title_text=name, **at)
 
 
 def lay_out(figure: Interactive, height: int) -> Interactive:

@@ -130,7 +130,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def figure(self) -> Interactive:
         """The panels with the notes of every cell on hover."""
-        graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
+        subplots = style.need("plotly.subplots")
         lines = self.lines
         across = max(map(len, lines))
         rows = [max(len(line[0].rows), 2) for line in lines]
@@ -145,19 +145,15 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             at = {"row": row, "col": column}
             shades, axis = panel.shades, f"coloraxis{'' if i == 1 else i}"
             texts = [[style.html_text(shorten(t, panel.longest_text)) for t in row] for row in panel.texts or ()]
-            figure.add_trace(graphs.Heatmap(
-                z=panel.values, coloraxis=axis, xgap=1, ygap=1, text=texts or None,
-                texttemplate="%{text}" if texts and len(panel.columns) <= 40 else None, hoverongaps=False,
-                customdata=[[_note(panel, r, c) for c in range(len(panel.columns))] for r in range(len(panel.rows))],
-                hovertemplate="%{customdata}<extra></extra>",
-            ), **at)  # fmt: skip
+            hover = [[_note(panel, r, c) for c in range(len(panel.columns))] for r in range(len(panel.rows))]
+            labels = [[style.html_text(shorten(name, LONGEST_LABEL)) for name in panel.columns],
+                      [style.html_text(name) for name in panel.rows]]  # fmt: skip
+            style.add_cells(
+                figure, panel.values, hover, labels, (panel.column_name, panel.row_name), at, coloraxis=axis,
+                text=texts or None, texttemplate="%{text}" if texts and len(panel.columns) <= 40 else None,
+            )  # fmt: skip
             for cell in panel.outlined:
                 figure.add_shape(**style.frame(*cell, i))
-            names = [style.html_text(shorten(column, LONGEST_LABEL)) for column in panel.columns]
-            figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, title_text=panel.column_name,
-                                **at)  # fmt: skip
-            figure.update_yaxes(tickvals=list(range(len(panel.rows))), title_text=panel.row_name,
-                                ticktext=[style.html_text(name) for name in panel.rows], **at)  # fmt: skip
             part = figure.get_subplot(row, column)
             low, high = part.yaxis.domain
             figure.update_layout({axis: {
