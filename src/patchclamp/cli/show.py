@@ -66,18 +66,7 @@ PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "
 FOLDED = frozenset({
     "likeliest tokens", "continuation", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
 })  # fmt: skip
-LEFT = FOLDED | {
-    "layer parts",
-    "best cells",
-    "positions",
-    "site",
-    "shape",
-    "layout",
-    "mark",
-    "finding",
-    "seam",
-    "status",
-}
+LEFT = FOLDED | {"layer parts", "best cells", "positions", "site", "shape", "layout", "mark", "finding"}
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
@@ -159,9 +148,8 @@ def _at(line: Curve, x: float) -> str:
 def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     """Print the answers to the first prompt, by strength, for the first seed."""
     console.print()
-    console.print(
-        Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
-    )
+    prompt = style.shorten(style.plain(sweep.prompts[0]), 90)
+    console.print(Text.assemble("the first prompt: ", (prompt, "bold")), soft_wrap=True)
     table = _table("strength", "continuation", header=False)
     table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
     for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
@@ -258,9 +246,8 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     if not failed:
         console.print(Text(f"all {len(proofs)} sites hold", style="green"))
     if any(proof.tried < (proof.layers or 1) for proof in proofs):
-        console.print(
-            Text("an edit was tried in the first, middle and last layer of each; --full tries all", style="dim")
-        )
+        tried = "an edit was tried in the first, middle and last layer of each; --full tries all"
+        console.print(Text(tried, style="dim"))
 
 
 def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
@@ -361,6 +348,5 @@ def findings(console: Console, report: Report) -> None:
 
 def findings_json(console: Console, report: Report) -> None:
     """Print a JSON object: the verdict, and every finding in order."""
-    rows = [msgspec.to_builtins(finding) for finding in report.findings]
-    answer = {"ok": not report.problems, "findings": rows}
+    answer = {"ok": not report.problems, "findings": msgspec.to_builtins(report.findings)}
     console.print_json(data=answer, highlight=False)

@@ -399,8 +399,10 @@ class Execution:
             for saved in recording.saved if recording.state == "left" else ():
                 saved.failure = recording.failure
         self._schedule = Schedule(runnable(recordings), bool(edits))
+        self._batches = self._schedule.batches()
+        self._last = {run.recording: run for batch in self._batches for run in batch if run.is_last}
         self.is_last_call: bool = False  # True if the current call belongs to the last batch
-        self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
+        self._runs: dict[Planned, Run] = {}
         self.calls: Iterator[RunArguments] = self._calls()
 
     def finish(self, answer: list[Run] | PatchclampError) -> None:
@@ -409,9 +411,8 @@ class Execution:
         next(self.calls, None)
 
     def _calls(self) -> Iterator[RunArguments]:
-        batches = self._schedule.batches()
-        for number, batch in enumerate(batches, 1):
-            self.is_last_call = number == len(batches)
+        for number, batch in enumerate(self._batches, 1):
+            self.is_last_call = number == len(self._batches)
             while batch := self._ready(batch):
                 yield self._call(batch, [self._program(run) for run in batch])
                 if not isinstance(self.answer, PatchclampError):
@@ -427,11 +428,8 @@ class Execution:
 
     def value_so_far(self, saved: Saved, run: Run) -> Any:
         """The current value of a saved expression in an unfinished run of the last batch."""
-        planned = next(run for batch in self._schedule.batches() for run in batch if run.is_last)
-        reads = [term.read for term in saved.expression.terms]
-        return value_of(
-            saved.expression, {read: rows_of(read, run, self._path(planned, read)) for read in reads}
-        ).clone()
+        rows = {term.read: self._rows(term.read, run) for term in saved.expression.terms}
+        return value_of(saved.expression, rows).clone()
 
     # -- calls
 
@@ -448,7 +446,7 @@ class Execution:
     def _value(self, write: Entry, read: Entry) -> From | Vector:
         """The value of a write from the run that has its read: a `From`, or the numbers themselves where `From` would
         take another read of the place or another part of the row."""
-        planned, source = next(pair for pair in self._runs.values() if self._schedule.gives(pair[0], read, write))
+        planned, source = next(pair for pair in self._runs.items() if self._schedule.gives(pair[0], read, write))
         columns = {ref.columns for ref in (*read.refs, *write.refs)}
         if len(columns) == 1 and not is_shared(planned, read):
             return From(source, read.op.at, read.op.tokens)
@@ -475,7 +473,7 @@ class Execution:
 
     def _take(self, batch: list[Planned], runs: list[Run]) -> None:
         for planned, run in zip(batch, runs, strict=True):
-            self._runs[id(planned)] = planned, run
+            self._runs[planned] = run
             if planned.is_last:
                 planned.recording.run = run
             if run.error is not None:
@@ -521,7 +519,7 @@ class Execution:
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         errors += [error for rec in self._recordings for saved in rec.saved if (error := self._fill(saved))]
         errors += [error for rec in self._recordings if (error := self._fill_caches(rec))]
-        for planned, run in self._runs.values():
+        for planned, run in self._runs.items():
             if not planned.is_last:
                 run.close()
         self._runs.clear()
@@ -535,16 +533,16 @@ class Execution:
             saved.failure = failure
             return None
         try:
-            rows = {term.read: self._rows(term.read) for term in saved.expression.terms}
+            rows = {term.read: self._rows(term.read, term.read.recording.run) for term in saved.expression.terms}
             saved.fill(value_of(saved.expression, rows))
         except PatchclampError as error:
             saved.failure = at_line(error, saved.line)
             return saved.failure
         return None
 
-    def _rows(self, read: Entry) -> Any:
-        planned, run = next((p, r) for p, r in self._runs.values() if p.is_last and p.recording is read.recording)
-        return rows_of(read, run, self._path(planned, read))
+    def _rows(self, read: Entry, run: Run | None) -> Any:
+        assert run is not None
+        return rows_of(read, run, self._path(self._last[read.recording], read))
 
     def _fill_caches(self, recording: Recording) -> PatchclampError | None:
         for cache in recording.caches:
