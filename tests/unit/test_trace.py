@@ -158,6 +158,7 @@ class TestReading:
             counts = len(t.layers[1:3]), len(t.resid_post), len(t.generated), len(t.prompt)
             every, all_mlp = t.all().layers[1].output.save(), t.mlp_out[2].save()
             embed, z = t.embed.save(), t.z[2, 0].save()
+            assert repr(t.layers).startswith("<the 3 layers")
         assert counts == (2, 3, 3, T)
         assert torch.equal(some[1], all_mlp)
         assert all(map(torch.equal, some, mlps))

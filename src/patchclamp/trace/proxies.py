@@ -213,6 +213,15 @@ class NonTensor:
             "t.generated.layers[5].output += v or t.all().layers[5].output += v"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a protocol of Python's, such as copying
+            raise AttributeError(name)
+        return self._attribute(name)
+
+    def _attribute(self, name: str) -> Any:
+        """The attribute of a name. Raises `ProgramError` if there is none."""
+        raise AttributeError(name)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ProgramError(
@@ -729,20 +738,17 @@ class TokenGroup(NonTensor):
         """The layers: `t.layers[5].output`, `.input`, `.mid`, `.attn.output`, `.attn.z[3]`, `.mlp.neurons[10:20]`."""
         return LayerList(self)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        site, batched = (name, False) if name in SITES else (BATCHED.get(name), True)
-        if site is None:
+    def _attribute(self, name: str) -> Any:
+        if name not in SITES and name not in BATCHED:
             known = (each for each in dir(self) if not each.startswith("_"))
             raise hint(name, OF_A_TRACE) or elsewhere(name) or unknown("name in a trace", name, known)
+        site, batched = BATCHED.get(name, name), name in BATCHED
         return SiteByLayer(self, site, batched) if SITES[site].layered else self._activation(Site(site), batched)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SITES and name not in BATCHED:
             raise ProgramError(f"{name!r} cannot be set in a trace; sites can, as in t.layers[5].output[-1] = value")
-        batched = name not in SITES
-        self._activation(Site(BATCHED[name] if batched else name), batched).change("=", value)
+        self._activation(Site(BATCHED.get(name, name)), name in BATCHED).change("=", value)
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise ProgramError(f"{self} are tokens of many tensors: choose of one, as in .layers[5].output[{written(key)}]")
@@ -812,7 +818,7 @@ class LayerList(ByLayer):
         self._group = group
 
     def __repr__(self) -> str:
-        return f"<the {self._group.recording.lm.sites.layers} layers at {self._group}>"
+        return f"<the {len(self)} layers at {self._group}>"
 
     def __getitem__(self, layer: Any) -> Module:
         return Module(self._group, as_layers(layer), "")
@@ -822,9 +828,7 @@ class LayerList(ByLayer):
     def __setitem__(self, layer: Any, value: Any) -> None:
         raise ProgramError(f"a layer is a module: write what it returns, t.layers[{layer}].output = value")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _attribute(self, name: str) -> Any:
         raise ProgramError(f"name the layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
 
 
@@ -835,9 +839,7 @@ class Module(ByLayer):
         vars(self).update(_group=group, _layer=layer, _module=module)
         group._recording.lm.sites.resolve(Site("resid_post", layer))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _attribute(self, name: str) -> Any:
         if not self._module and name in SUBMODULES:
             return Module(self._group, self._layer, SUBMODULES[name])
         return self._group._activation(Site(self._site(name), self._layer))
@@ -896,9 +898,7 @@ class SiteByLayer(ByLayer):
         """The layers that have this site."""
         return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _attribute(self, name: str) -> Any:
         raise ProgramError(f"{self._site} is one tensor a layer: name the layer, {self._site}[5].{name}")
 
     def __repr__(self) -> str:

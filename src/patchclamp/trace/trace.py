@@ -179,9 +179,7 @@ class Trace(NonTensor):
         """The invokes, in order."""
         return list(self._invokes)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _attribute(self, name: str) -> Any:
         if self._only is None:
             raise ProgramError(f"this trace has no prompt of its own: use an invoke's, a.{name}, or lm.trace(prompt)")
         return getattr(self._only, name)
