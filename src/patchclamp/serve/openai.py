@@ -6,7 +6,6 @@ Requests with neither are passed to vLLM's functions unchanged, and so are their
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import json
@@ -147,8 +146,7 @@ async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Re
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
     """The unedited answer, or None if the client disconnected."""
-    plain = request.model_copy(update={"vllm_xargs": None})
-    response = await contextvars.copy_context().run(lambda: stock(request=plain, raw_request=raw_request))
+    response = await stock(request=request.model_copy(update={"vllm_xargs": None}), raw_request=raw_request)
     return None if response is None else json.loads(bytes(response.body))
 
 

@@ -264,7 +264,10 @@ class ProgramCall:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
         if self.tokens:
             answer["tokens"] = run.token_strings
-            answer["acted"] = {path: _ranges(positions) for path, positions in run.acted.items()}
+            answer["acted"] = {
+                path: [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
+                for path, positions in run.acted.items()
+            }
         if run.has_captures:
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
@@ -275,11 +278,6 @@ class ProgramCall:
             answer["captures"] = file
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or file is None else None
         return answer
-
-
-def _ranges(positions: list[int]) -> list[tuple[int, int]]:
-    """Ascending positions as half-open ranges."""
-    return [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
 
 
 def in_request(error: PatchclampError) -> PatchclampError:
