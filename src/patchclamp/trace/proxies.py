@@ -1077,12 +1077,17 @@ class Cache(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._filled())
 
-    def fill(self, run: Run, captured: Mapping[str, Any]) -> None:
+    @property
+    def recordings(self) -> list[Recording]:
+        return [self.recording]
+
+    def fill(self, run: Run | None) -> None:
         """Stores a run's captures of the sites, without the positions that only other captures added."""
+        assert run is not None
         wanted, rows = run.select(self.tokens), {}
-        for name, tensor in captured.items():
+        for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():
             chosen = np.flatnonzero(np.isin(run.positions(name), wanted))
-            tensor = torch.as_tensor(tensor)
+            tensor = torch.as_tensor(captured)
             rows[name] = (tensor if len(chosen) == len(tensor) else tensor[torch.as_tensor(chosen)]).clone()
         self._rows = rows
 

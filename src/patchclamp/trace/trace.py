@@ -255,7 +255,7 @@ class Trace(NonTensor):
         run = self._stream.so_far
         if isinstance(value, Cache):
             cache = Cache(value.sites, value.tokens, value.line, value.recording)
-            cache.fill(run, self._lm.fetch([run], cache.sites, copy=False)[0])
+            cache.fill(run)
             return cache
         if not isinstance(value, Pending):
             raise ProgramError(f"expected a value of .save() or t.cache(...), got {type(value).__name__}")
@@ -515,8 +515,9 @@ class Execution:
     def _finish(self) -> None:
         """Fills in every value it can, then raises the first error."""
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
-        errors += [error for rec in self._recordings for saved in rec.saved if (error := self._fill(saved))]
-        errors += [error for rec in self._recordings if (error := self._fill_caches(rec))]
+        saved = [*(each for rec in self._recordings for each in rec.saved),
+                 *(cache for rec in self._recordings for cache in rec.caches)]  # fmt: skip
+        errors += [error for each in saved if (error := self._fill(each))]
         for planned, run in self._runs.items():
             if not planned.is_last:
                 run.close()
@@ -524,35 +525,24 @@ class Execution:
         if errors:
             raise errors[0]
 
-    def _fill(self, saved: Saved) -> PatchclampError | None:
-        """Fills in a saved tensor. Returns its error, if any, unless its recording has already failed."""
-        failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
-        if failure is not None:
-            saved.failure = failure
+    def _fill(self, saved: Saved | Cache) -> PatchclampError | None:
+        """Fills in a saved value. Returns its error, if any, unless its recording has already failed."""
+        saved.failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
+        if saved.failure is not None:
             return None
         try:
-            rows = {term.read: self._rows(term.read, term.read.recording.run) for term in saved.expression.terms}
-            saved.fill(value_of(saved.expression, rows))
+            if isinstance(saved, Cache):
+                saved.fill(saved.recording.run)
+            else:
+                rows = {term.read: self._rows(term.read, term.read.recording.run) for term in saved.expression.terms}
+                saved.fill(value_of(saved.expression, rows))
         except PatchclampError as error:
             saved.failure = at_line(error, saved.line)
-            return saved.failure
-        return None
+        return saved.failure
 
     def _rows(self, read: Entry, run: Run | None) -> Any:
         assert run is not None
         return rows_of(read, run, self._path(self._last[read.recording], read))
-
-    def _fill_caches(self, recording: Recording) -> PatchclampError | None:
-        for cache in recording.caches:
-            cache.failure = recording.failure
-            if recording.failure is not None or recording.run is None:
-                continue
-            try:
-                cache.fill(recording.run, recording.lm.fetch([recording.run], cache.sites, copy=False)[0])
-            except PatchclampError as error:
-                cache.failure = at_line(error, cache.line)
-                return cache.failure
-        return None
 
 
 def _sampling(run: Planned) -> dict[str, Any]:
