@@ -17,6 +17,7 @@ refused.
 from __future__ import annotations
 
 import functools
+import graphlib
 import linecache
 import os.path
 import sys
@@ -289,6 +290,12 @@ class Entry:
             raise ProgramError(f"{self.spot} is of another trace: save it there, and write the saved tensor here")
         self.wanted |= captured
 
+    def before(self) -> list[Entry]:
+        """The entries that must have run: the source of a write unless one run does both, and a read's upstream."""
+        if self.is_read:
+            return [entry for entry in self.recording.entries if entry.is_upstream_of(self)]
+        return [] if self.source is None or self.within else [self.source]
+
     def is_upstream_of(self, read: Entry) -> bool:
         """True if this write can change the value of a read of the same recording."""
         if self.is_read or self.recording is not read.recording:
@@ -499,9 +506,6 @@ def _no_source(key: str) -> Any:
     raise UnsupportedSite(f"run {key} is read by the program")
 
 
-UNDER_WAY = -1
-
-
 class Planned(NamedTuple):
     """One run of a recording.
 
@@ -524,8 +528,19 @@ class Schedule:
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
+        before = {entry: entry.before() for recording in self.recordings for entry in recording.entries}
         self._levels: dict[Entry, int] = {}
-        self._last = {rec: max((self._level(e) for e in rec.entries if not e.is_read), default=0)
+        try:
+            for entry in graphlib.TopologicalSorter(before).static_order():
+                level = max((self._levels[other] for other in before[entry]), default=0)
+                self._levels[entry] = level + (not entry.is_read and bool(before[entry]))
+        except graphlib.CycleError as error:
+            entry = min(error.args[1], key=lambda entry: entry.number)
+            raise at_line(
+                ProgramError(f"{entry.spot} depends on itself by way of other writes: no order of runs exists"),
+                entry.line,
+            ) from None
+        self._last = {rec: max((self._levels[e] for e in rec.entries if not e.is_read), default=0)
                       for rec in self.recordings}  # fmt: skip
 
     def batches(self) -> list[list[Planned]]:
@@ -540,22 +555,6 @@ class Schedule:
         from_last = self._levels[write] > self._last[read.recording]
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
-    def _level(self, entry: Entry) -> int:
-        level = self._levels.get(entry)
-        if level == UNDER_WAY:
-            raise at_line(
-                ProgramError(f"{entry.spot} depends on itself by way of other writes: no order of runs exists"),
-                entry.line,
-            )
-        if level is None:
-            self._levels[entry] = UNDER_WAY
-            if entry.is_read:
-                level = max((self._level(write) for write in _upstream(entry)), default=0)
-            else:
-                level = 0 if entry.source is None or entry.within else self._level(entry.source) + 1
-            self._levels[entry] = level
-        return level
-
     def _early_runs(self) -> list[Planned]:
         """Extra runs that capture sources of writes for prompts whose own run comes too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
@@ -567,7 +566,7 @@ class Schedule:
         return [self._early_run(recording, level, reads) for (recording, level), reads in early.items()]
 
     def _early_run(self, recording: Recording, level: int, reads: list[Entry]) -> Planned:
-        writes = {write for read in reads for write in _upstream(read)}
+        writes = {write for read in reads for write in read.before()}
         in_prompt = {write for write in writes if (recording.positions(write) < recording.length).any()}
         alone = not self._has_edits and all(map(_fits_the_prompt, in_prompt))
         max_tokens = 1 if alone else recording.max_tokens
@@ -578,10 +577,6 @@ class Schedule:
         level = self._last[recording]
         entries = [e for e in recording.entries if not e.is_read or e.wanted]
         return Planned(recording, level, tuple(entries), recording.max_tokens, True)
-
-
-def _upstream(read: Entry) -> list[Entry]:
-    return [entry for entry in read.recording.entries if entry.is_upstream_of(read)]
 
 
 def _fits_the_prompt(write: Entry) -> bool:
