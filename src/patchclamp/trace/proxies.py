@@ -39,13 +39,6 @@ READS = ("clone", "detach", "cpu", "float")  # tensor methods that return the va
 KNOWN = ("save", "shape", *READS)
 
 
-class Term(NamedTuple):
-    """A read times a number, or times one number per column."""
-
-    read: Entry
-    factor: Number
-
-
 class Arithmetic:
     """Base of the values of a trace: `+` and `-`, `*` and `/` by numbers, and clear errors for everything else."""
 
@@ -239,35 +232,31 @@ for _name in (*_REFUSED, *(f"__{name}__" for name in _NO_TENSORS.split())):
 
 
 class Expression(Arithmetic):
-    """Σ factor · read + constant."""
+    """Σ factor · read + constant. A factor is a number, or one number per column."""
 
-    terms: tuple[Term, ...]
+    terms: dict[Entry, Number]
     constant: Number
 
-    def __init__(self, terms: tuple[Term, ...] = (), constant: Number = 0.0) -> None:
-        self.terms, self.constant = terms, constant
+    def __init__(self, terms: dict[Entry, Number] | None = None, constant: Number = 0.0) -> None:
+        self.terms, self.constant = terms or {}, constant
 
     def expression(self) -> Expression:
         return self
 
     @property
-    def is_one_read(self) -> bool:
-        """True if it is a single read, unscaled and with nothing added."""
-        factors = [self.constant, *(term.factor for term in self.terms)]
-        return not any(map(np.ndim, factors)) and factors == [0.0, 1.0]
+    def one_read(self) -> Entry | None:
+        """The read, if it is a single one, unscaled and with nothing added."""
+        factors = [self.constant, *self.terms.values()]
+        return next(iter(self.terms)) if not any(map(np.ndim, factors)) and factors == [0.0, 1.0] else None
 
     def plus(self, other: Expression, sign: float) -> Expression:
-        terms = list(self.terms)
-        for read, factor in other.terms:
-            same = [i for i, term in enumerate(terms) if term.read is read]
-            if same:
-                terms[same[0]] = Term(read, _combined(operator.add, terms[same[0]].factor, sign * factor))
-            else:
-                terms.append(Term(read, sign * factor))
-        return Expression(tuple(terms), _combined(operator.add, self.constant, sign * other.constant))
+        terms = dict(self.terms)
+        for read, factor in other.terms.items():
+            terms[read] = _combined(operator.add, terms[read], sign * factor) if read in terms else sign * factor
+        return Expression(terms, _combined(operator.add, self.constant, sign * other.constant))
 
     def times(self, factor: Number) -> Expression:
-        terms = tuple(Term(read, _combined(operator.mul, f, factor)) for read, f in self.terms)
+        terms = {read: _combined(operator.mul, own, factor) for read, own in self.terms.items()}
         return Expression(terms, _combined(operator.mul, self.constant, factor))
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -283,7 +272,7 @@ class Expression(Arithmetic):
         refuse_attribute(name, KNOWN)
 
     def __repr__(self) -> str:
-        words = [f"{factor if np.ndim(factor) == 0 else '…'} · {read.spot}" for read, factor in self.terms]
+        words = [f"{factor if np.ndim(factor) == 0 else '…'} · {read.spot}" for read, factor in self.terms.items()]
         return f"<value of a trace: {' + '.join(words) or 'numbers'}>"
 
 
@@ -383,13 +372,13 @@ class Activation(InPlace):
         raise ProgramError(f"{self._spot} has no {name!r} to be set: it is written as a whole, or [...] = value")
 
     def expression(self) -> Expression:
-        return Expression((Term(self._recording.read(self._spot), 1.0),))
+        return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
         """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
         in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
         line."""
-        return Draft(self, self.expression(), [], self._spot)
+        return Draft(self, self._recording.read(self._spot), [], self._spot)
 
     def detach(self) -> Activation:
         return self  # as in torch, a write to the detached tensor is a write here
@@ -422,10 +411,10 @@ class Activation(InPlace):
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
         """Applies `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
         if isinstance(value, Arithmetic):
-            expression = value.expression()
-            if not expression.is_one_read:
+            read = value.expression().one_read
+            if read is None:
                 refuse("a value that is computed, blended in,")
-            self._record(Replace, source=expression.terms[0].read, alpha=alpha, mask=mask)
+            self._record(Replace, source=read, alpha=alpha, mask=mask)
         else:
             vector = self._vector(as_number(value, "as a value:"))
             self._record(Replace, vector, alpha=alpha, mask=mask)
@@ -463,31 +452,31 @@ class Activation(InPlace):
             self._write(expression, own)
 
     def _write(self, expression: Expression, own: Number | None) -> None:
-        others: list[Term] = []
-        for term in expression.terms:
-            if self.is_unwritten_since(term.read):
-                own = term.factor if own is None else own + term.factor
-            elif np.ndim(term.factor):
+        others: dict[Entry, float] = {}
+        for read, factor in expression.terms.items():
+            if self.is_unwritten_since(read):
+                own = factor if own is None else own + factor
+            elif np.ndim(factor):
                 refuse("a read of another place times a vector")
             else:
-                others.append(Term(term.read, float(term.factor)))
+                others[read] = float(factor)
         constant = expression.constant
         has_constant = bool(np.ndim(constant) or constant)
         if own is not None:
             if np.ndim(own) or own != 1.0 or not (others or has_constant):
                 self._scale(own)  # recording a write without effect still checks it
         elif others:
-            first = others.pop(0)
-            self._record(Replace, source=first.read)
-            if first.factor != 1.0:
-                self._scale(first.factor)
+            first = next(iter(others))
+            self._record(Replace, source=first)
+            if (factor := others.pop(first)) != 1.0:
+                self._scale(factor)
         elif has_constant:
             self._record(Replace, self._vector(constant))
             return
         else:
             self._record(Zero)
-        for term in others:
-            self._record(Add, source=term.read, scale=term.factor)
+        for read, factor in others.items():
+            self._record(Add, source=read, scale=factor)
         if has_constant:
             self._record(Add, self._vector(constant))
 
@@ -574,7 +563,7 @@ class Draft(InPlace):
     """A copy of an activation, or a part of a copy, as in `draft[-1] += v`. Writing into it changes only the copy,
     until it is written back. Its rows are indexed from 0. A copy and its parts share their `changes`."""
 
-    def __init__(self, of: Activation, read: Expression, changes: list[Change], spot: Spot) -> None:
+    def __init__(self, of: Activation, read: Entry, changes: list[Change], spot: Spot) -> None:
         self._of, self._read, self._changes, self._spot = of, read, changes, spot
 
     @property
@@ -590,8 +579,8 @@ class Draft(InPlace):
         if self.is_changed:
             raise ProgramError("a clone that was changed in place can be written into the model, and no more")
         if self._is_whole:
-            return self._read
-        if self._changes or not self._of.is_unwritten_since(self._read.terms[0].read):
+            return Expression({self._read: 1.0})
+        if self._changes or not self._of.is_unwritten_since(self._read):
             raise ProgramError("the model or the clone was changed since: index first, and clone then")
         return Activation(self._of._recording, self._spot).expression()
 
@@ -623,8 +612,8 @@ class Draft(InPlace):
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
         recording = self._of._recording
         recording.check_open()
-        for term in value.terms if isinstance(value, Expression) else ():
-            recording.check_width(self._spot, term.read)
+        for read in value.terms if isinstance(value, Expression) else ():
+            recording.check_width(self._spot, read)
         checked = Expression(constant=value.constant) if isinstance(value, Expression) else value
         Activation(recording.rehearsal(), self._spot).change(sign, checked)
         self._changes.append(Change(self._spot, sign, value))
@@ -670,8 +659,8 @@ class Draft(InPlace):
     def write_into(self, target: Activation) -> None:
         """Writes a changed copy: the changed parts, and the rest as it was when cloned."""
         with all_or_nothing(target._recording):
-            if not target.is_unwritten_since(self._read.terms[0].read):
-                target.write(self._read)
+            if not target.is_unwritten_since(self._read):
+                target.write(Expression({self._read: 1.0}))
             for part, sign, value in self._changes:
                 Activation(target._recording, self._onto(target, part)).change(sign, value)
 
@@ -971,11 +960,11 @@ class Saved:
         self.expression, self.line = expression, line
         self.failure: PatchclampError | None = None
         self.tensor: Pending = Pending.new(self)
-        self.name: str = " + ".join(str(term.read.spot) for term in expression.terms) or "numbers"
+        self.name: str = " + ".join(str(read.spot) for read in expression.terms) or "numbers"
 
     @property
     def recordings(self) -> list[Recording]:
-        return [term.read.recording for term in self.expression.terms]
+        return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
         """Raises if the value failed, will never be available, or needs a further step of the caller."""
@@ -1016,19 +1005,20 @@ def save(expression: Expression) -> Pending:
     if not expression.terms:
         raise ProgramError("only numbers are saved here, and nothing of the model")
     saved = Saved(expression, callers_line())
-    for term in expression.terms:
-        term.read.want(expression.terms[0].read.recording)
-    expression.terms[0].read.recording.saved.append(saved)
+    recording = saved.recordings[0]
+    for read in expression.terms:
+        read.want(recording)
+    recording.saved.append(saved)
     return saved.tensor
 
 
 def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torch.Tensor:
     """Evaluates an expression on the rows of its reads."""
-    if expression.is_one_read:
-        return rows[expression.terms[0].read]
+    if (only := expression.one_read) is not None:
+        return rows[only]
     total: Any = torch.as_tensor(expression.constant)
     try:
-        for read, factor in expression.terms:
+        for read, factor in expression.terms.items():
             total = total + rows[read] * torch.as_tensor(factor)
     except RuntimeError as error:
         raise ShapeError(f"expected numbers in the shape of what is read: {error}") from None

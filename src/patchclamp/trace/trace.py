@@ -426,7 +426,7 @@ class Execution:
 
     def value_so_far(self, saved: Saved, run: Run) -> Any:
         """The current value of a saved expression in an unfinished run of the last batch."""
-        rows = {term.read: self._rows(term.read, run) for term in saved.expression.terms}
+        rows = {read: self._rows(read, run) for read in saved.expression.terms}
         return value_of(saved.expression, rows).clone()
 
     # -- calls
@@ -534,7 +534,7 @@ class Execution:
             if isinstance(saved, Cache):
                 saved.fill(saved.recording.run)
             else:
-                rows = {term.read: self._rows(term.read, term.read.recording.run) for term in saved.expression.terms}
+                rows = {read: self._rows(read, read.recording.run) for read in saved.expression.terms}
                 saved.fill(value_of(saved.expression, rows))
         except PatchclampError as error:
             saved.failure = at_line(error, saved.line)
