@@ -386,7 +386,17 @@ class Activation(InPlace):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape. Raises `ProgramError` while the number of tokens is not known."""
-        return shape_of(self._recording, self._spot)
+        recording, spot = self._recording, self._spot
+        entry = recording.read(spot)
+        recording.check_prompt()
+        if recording.has_generated(entry) and not spot.single:
+            raise ProgramError(f"how many tokens {spot} has is known once they are generated")
+        width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
+        row = [width]
+        if parts is not None:
+            row = [parts[1]] if isinstance(spot.site.index, int) else [width // parts[1], parts[1]]
+            row = row[:-1] if parts[1] == 1 else row
+        return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
 
     # -- written
 
@@ -537,20 +547,6 @@ def all_or_nothing(recording: Recording) -> Iterator[None]:
         raise
 
 
-def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
-    """The shape of a read. Raises `ProgramError` while its number of tokens is not known."""
-    entry = recording.read(spot)
-    recording.check_prompt()
-    if recording.has_generated(entry) and not spot.single:
-        raise ProgramError(f"how many tokens {spot} has is known once they are generated")
-    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
-    row = [width]
-    if parts is not None:
-        row = [parts[1]] if isinstance(spot.site.index, int) else [width // parts[1], parts[1]]
-        row = row[:-1] if parts[1] == 1 else row
-    return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
-
-
 class Change(NamedTuple):
     """One in-place change of a copy: the changed part, the operator and the value."""
 
@@ -592,7 +588,7 @@ class Draft(InPlace):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return shape_of(self._of._recording, self._spot)
+        return Activation(self._of._recording, self._spot).shape
 
     def __getitem__(self, key: Any) -> Draft:
         """Selects tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
