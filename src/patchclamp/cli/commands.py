@@ -3,6 +3,7 @@ the parsing of options."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -113,21 +114,20 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
-        option = flag_of(field)
-        if text is None or text == []:
+        assert field.arg.parse is not None  # or it would not be an option
+        parse = functools.partial(under, flag_of(field), field.arg.parse)
+        if text is None or text == [] or (name == "source" and given["source"]):
             continue
-        if name == "source" and given["source"]:
-            continue
-        if field.arg.parse is None or isinstance(text, (bool, int, float)):
+        if isinstance(text, (int, float)):
             fields[name] = text
         elif name == "mask":
             fields[name] = read_mask(text)
         elif field.arg.many:
-            several = [under(option, field.arg.parse, one) for one in text]
+            several = [parse(one) for one in text]
             one_of = field.arg.read is None and name not in ("tokens", "seeds", "at")
             fields[name] = several[0] if one_of and len(several) == 1 and not isinstance(several[0], dict) else several
         else:
-            fields[name] = under(option, field.arg.parse, text)
+            fields[name] = parse(text)
     if given["source"]:
         of = {name: given["source"][name] for name in ("mean_tokens", "mean_by_position", "draws")}
         source = read_source(given["fields"]["source"], fields.get("seed", 0), **of)
