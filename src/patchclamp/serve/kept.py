@@ -13,8 +13,8 @@ import contextlib
 import re
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -126,22 +126,19 @@ class _KeptRun(msgspec.Struct):
     is_elsewhere: bool = False  # another API process frees it
 
 
-class Owned(dict[str, Any]):
-    """The names that an owner's programs can use: its bank and its runs."""
+class Owned(ChainMap[str, Any]):
+    """The names that an owner's programs can use: its runs and its bank."""
 
-    def __init__(self, bank: NamedBank, runs: Mapping[str, Run]) -> None:
-        super().__init__({**bank, **runs})
-        self._bank, self._runs = bank, runs
-
-    def __missing__(self, name: str) -> Any:
-        return self._bank[name]  # raises `MissingSource`
+    def __init__(self, bank: NamedBank, runs: dict[str, Run]) -> None:
+        super().__init__(runs, bank)
 
     def source(self, key: str) -> Run:
         """The run with that key or name. Raises `MissingSource`."""
-        for name, run in self._runs.items():
+        runs = self.maps[0]
+        for name, run in runs.items():
             if key in (name, run.key):
                 return run
-        raise MissingSource(f"there is no run {key}; there are: {', '.join(self._runs) or 'none'}")
+        raise MissingSource(f"there is no run {key}; there are: {', '.join(runs) or 'none'}")
 
 
 class _Owner:
