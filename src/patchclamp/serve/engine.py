@@ -39,7 +39,7 @@ from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
 from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
-from patchclamp.serve.server_state import Front, Work, log
+from patchclamp.serve.server_state import ClientWork, Front, log
 from patchclamp.version import __version__
 
 router: APIRouter = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
@@ -297,7 +297,7 @@ class _Running:
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
 
 
-class _Grading(Work):
+class _Grading(ClientWork):
     """The jobs of one HTTP call, which are graded on a thread."""
 
     event = "grade"

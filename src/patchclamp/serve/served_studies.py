@@ -24,7 +24,7 @@ from patchclamp.serve.bodies import read_body
 from patchclamp.serve.capture_files import StoppedResponse, data_event
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
-from patchclamp.serve.server_state import Front, Work
+from patchclamp.serve.server_state import ClientWork, Front
 from patchclamp.studies.grid import GridPlan
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import Spread
@@ -190,7 +190,7 @@ async def study(
     return StoppedResponse(running.stop, events(), "text/event-stream")
 
 
-class RunningStudy(Work, Reporter):
+class RunningStudy(ClientWork, Reporter):
     """Runs a study on a thread. Its events are pairs of a name and data."""
 
     event = "sweep"

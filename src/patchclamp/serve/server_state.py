@@ -230,7 +230,7 @@ class Front:
         self.engine.metrics = self._metrics  # set last: the proofs are not counted as requests
 
 
-class Work:
+class ClientWork:
     """Work for a request on a thread of its own, for a response that sends the results as they arrive. It counts as
     under way until its thread ends. `stop` makes the next report raise `RunError`.
 
