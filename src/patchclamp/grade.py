@@ -39,6 +39,8 @@ Item = TypeVar("Item")
 
 def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], ...]:
     """The token ids of each score: a text, an id, or a list of ids. `bare`: encodes a text without special tokens."""
+    if isinstance(score, (set, frozenset)):
+        raise TokensError(f"expected answers in order, got a set {score!r:.100}", "score")
     items = [score] if isinstance(score, str) or is_token_id(score) else as_items(score, "score")
     found: list[tuple[int, ...]] = []
     for i, item in enumerate(items):
@@ -82,6 +84,8 @@ def bound_job(
     bound: list[BoundProgram | None] = []
     for i, each in enumerate(programs):
         program = read_program(each, f"programs[{i}]")
+        if program.capture:
+            raise ProgramError("programs to grade do not capture: give the sites as capture=", f"programs[{i}].capture")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
         except PatchclampError as error:

@@ -382,7 +382,7 @@ class LM:
                 run([job], [table], lambda *_: None)
                 grades = table.grades("")
                 found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
-            off = max(off, float(np.abs(found[0] - found[1]).max()))
+            off = float(np.maximum(off, np.abs(found[0] - found[1]).max()))  # NaN if any is
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
         return "" if off <= most else f"log-probabilities in a batch were {off:.1e} off those of requests"
 

@@ -16,6 +16,7 @@ import patchclamp as pc
 from patchclamp.engines.vllm import frontend
 from patchclamp.engines.vllm.bulk import LATER, BatchResult
 from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat.runner import BatchModel
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
@@ -136,6 +137,16 @@ def test_a_score_of_several_tokens_is_their_sum(lm):
     each = [lm.run([*ids, *answer[:i]], max_tokens=1, edits=edits, score=[token]).scores[token]
             for i, token in enumerate(answer)]  # fmt: skip
     assert grades.logprobs[0, 0] == pytest.approx(sum(each), abs=1e-4)
+
+
+def test_batches_of_numbers_that_are_none_are_not_used(lm, monkeypatch):
+    """The proof that compares batches with requests must not pass with NaN."""
+    monkeypatch.setattr(lm.engine, "batch_difference", None)
+    logprobs = BatchModel.logprobs
+    monkeypatch.setattr(BatchModel, "logprobs", lambda *args: logprobs(*args) * float("nan"))
+    assert "nan" in lm.grade(PROMPT, [[]], score=[5]).route_reason
+    monkeypatch.undo()
+    assert np.isfinite(lm.grade(PROMPT, [[]], score=[5]).logprobs).all()
 
 
 def test_edits_after_the_prompt(lm, monkeypatch):
@@ -476,6 +487,8 @@ def test_wrong_arguments(lm):
         ({"score": ["x y z", 10**9]}, TokensError, "score[1]"), ({"top": -1}, ProgramError, "top"),
         ({"kl": "yes"}, ProgramError, "kl"), ({"programs": "abc"}, ProgramError, "programs"),
         ({"programs": [[5]]}, ProgramError, "programs[0]"), ({"score": [[]]}, TokensError, "score[0]"),
+        ({"score": {5, 6}}, TokensError, "score"),
+        ({"programs": [pc.Program.of((), [pc.embed])]}, ProgramError, "programs[0].capture"),
         ({"programs": [pc.Zero(pc.mlp_out[99])]}, pc.UnsupportedSite, "programs[0].edits[0].at"),
     ):  # fmt: skip
         with pytest.raises(kind) as caught:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,6 +192,27 @@ def test_grading_stops_with_its_client(lm):
     settled(lm)
     becomes(lambda: "leases" in lm.engine.status() and not lm.engine.status()["leases"], 60)
     assert np.isnan(tables[0].logprobs).any()
+
+
+def test_jobs_of_one_name_are_graded_apart(lm):
+    """The name of a job is its client's to give, so two that run at once may have the same."""
+    prompt = lm.tokens("one two three four five six seven eight nine ten")
+    programs = [[[pc.Scale(1 + (i + 1) / 300, at=site[3], tokens=pc.every[i % 8])] for i in range(300)]
+                for site in (pc.resid_post, pc.mlp_out)]  # fmt: skip
+    jobs = [lm.grade_job(prompt, of, [[((), 5)]]) for of in programs]
+    for job in jobs:
+        job.name = jobs[0].name
+    tables = [GradeTable(job) for job in jobs]
+    threads = [threading.Thread(target=lambda pair=pair: collections.deque(lm.engine.grade(*pair), 0))
+               for pair in zip(([job] for job in jobs), ([table] for table in tables), strict=True)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for table, of in zip(tables, programs, strict=True):
+        np.testing.assert_allclose(table.logprobs[1:], lm.grade(prompt, of, score=[5]).logprobs, atol=1e-5)
+    settled(lm)
+    becomes(lambda: not any(lm.engine.status()[name] for name in ("leases", "programs", "records")), 60)
 
 
 @pytest.mark.parametrize(

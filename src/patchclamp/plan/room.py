@@ -209,7 +209,7 @@ class Room:
     ) -> tuple[Placement, list[int], int] | None:
         """Place cells that read keys of `sizes`, with slots and records between the given least and most. Returns the
         placement, the slots and the number of records; None without room. Raises `CapacityError` as `place` does."""
-        count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest * 3 // 4)
+        count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest // 2)
         placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
         if placement is None:
             return None

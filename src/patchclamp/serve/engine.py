@@ -315,7 +315,7 @@ class _Grading(ClientWork):
             yield wire.frame([event])
 
     def work(self) -> None:
-        for i, grades in enumerate(self.front.lm.graded(self._jobs, self._tell)):
+        for i, grades in enumerate(self.front.lm.graded(self._jobs, self._tell, route="bulk")):
             columns = [grades.baseline.tobytes(), b"", b"", b""]
             self.put(wire.GradedPart(i, np.array([-1]).tobytes(), columns))
 
@@ -324,7 +324,8 @@ class _Grading(ClientWork):
 
     def _tell(self, i: int, grades: Grades, programs: np.ndarray) -> None:
         self.raise_if_stopped()
-        self.put(wire.GradedPart.of(i, programs, grades))
+        if len(programs):
+            self.put(wire.GradedPart.of(i, programs, grades))
 
 
 class _PartQueue:

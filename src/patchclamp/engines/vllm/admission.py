@@ -249,7 +249,8 @@ class Admission:
         """Lease resources to the cells of a job: blocks of the cache, slots and records (the least and the most of
         each), and rows of keys with their sizes. Returns the encoded `Lease`, or None without room."""
         assert self.pool is not None
-        count = min(blocks[1], self.pool.free * 3 // 4)
+        assert name not in self._leases
+        count = min(blocks[1], self.pool.free // 2)  # requests need the rest
         if count < blocks[0]:
             return None
         given = {key: (rows, width) for key, (rows, width) in sizes.items()}  # lists, as they arrive

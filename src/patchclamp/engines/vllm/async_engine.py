@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import queue
+import secrets
 import threading
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from patchclamp.engines.vllm.frontend import (
     confirm,
     join_captured,
     merged,
+    next_call,
     no_room,
     results_of,
     with_rows,
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from patchclamp.engines.vllm.server import Metrics
 
-FETCHES = 4  # concurrent fetches of captures
+FETCHES, GRADINGS = 4, 4  # concurrent fetches of captures, and gradings that prepare a batch
 LEASE_S, RETRY_S = 600.0, 0.05  # the longest wait for a lease, and the time between two requests
 NOTHING = contextlib.nullcontext()
 
@@ -66,6 +68,8 @@ class AsyncEngine(VllmFrontEnd):
         self.metrics: Metrics | None = None
         # a separate pool: all threads of the loop's own pool may be waiting for these fetches
         self._fetching = ThreadPoolExecutor(FETCHES, "patchclamp fetch")
+        self._preparing = ThreadPoolExecutor(GRADINGS, "patchclamp batch")
+        self._batch = asyncio.Lock()  # one grading at a time runs a batch and leaves time to requests
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
 
     # -- from any thread
@@ -97,11 +101,12 @@ class AsyncEngine(VllmFrontEnd):
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         calls = self._grading(jobs, tables, lambda number, programs: found.put((number, programs)))
-        task = asyncio.run_coroutine_threadsafe(self._grade(jobs[0].name, calls), self._loop)
+        beat = functools.partial(found.put, (0, np.zeros(0, np.int64)))
+        task = asyncio.run_coroutine_threadsafe(self._grade(calls, beat), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
             while isinstance(news := arrived(found), tuple):
-                if self.metrics is not None:
+                if self.metrics is not None and len(news[1]):
                     self.metrics.graded(len(news[1]))
                 yield news
         finally:
@@ -111,12 +116,24 @@ class AsyncEngine(VllmFrontEnd):
         except Exception as error:
             raise as_patchclamp_error(error) from error
 
-    async def _grade(self, name: str, calls: Grading) -> None:
-        """Carry out the calls of a grading. The core steps its requests between two batches."""
+    async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
+        """Carry out the calls of a grading. The core steps its requests between two batches. `beat` is called while it
+        waits for room, so that a caller that has left is noticed."""
+        name = secrets.token_hex(8)  # clients may give two jobs one name
         tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
+
+        async def after(result: Any) -> tuple[str, tuple[Any, ...]]:
+            return await self._loop.run_in_executor(self._preparing, next_call, calls, result)
+
         try:
-            verb, args = next(calls)
-            while True:
+            verb, args = await after(None)
+            while verb:
+                if verb == "run":
+                    async with self._batch:
+                        verb, args = await after(await self.ask("bulk", verb, name, *args, only=0))
+                        if verb == "wait":
+                            verb, args = await after(await asyncio.sleep(*args))
+                    continue
                 if verb == "wait":
                     result = await asyncio.sleep(*args)
                 elif verb == "end":
@@ -128,13 +145,12 @@ class AsyncEngine(VllmFrontEnd):
                         tries -= 1
                         if not tries:
                             raise no_room(args)
+                        beat()
                         await asyncio.sleep(RETRY_S)
                         continue
                 else:
                     result = await self.ask("bulk", verb, name, *args, only=0)
-                verb, args = calls.send(result)
-        except StopIteration:
-            pass
+                verb, args = await after(result)
         finally:
             await asyncio.shield(self._end_grading(name))
 

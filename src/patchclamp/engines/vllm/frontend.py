@@ -208,8 +208,9 @@ class VllmFrontEnd(Engine):
         records = max((group.records.shape[1] for group in cells.groups), default=1)
         prompts = sum(facts.blocks_of(len(job.prompt)) for job in jobs)
         of_cell = max(sum(facts.blocks_of(len(job.prompt) + len(suffix)) for suffix in job.suffixes) for job in jobs)
-        slots = 2 * min(facts.sequences, max(cells.count, 1))  # for two batches
-        own = min(of_cell * slots, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
+        most = min(facts.sequences, cells.count + len(jobs))  # of a batch
+        slots = 2 * most  # for two batches
+        own = min(of_cell * most, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
         needs = (prompts + of_cell, prompts + max(own, of_cell))
         sizes = self._sizes_of(cells, jobs, vectors)
         leased = yield "lease", (needs, (2, slots), (2 * records, slots * records), sizes)
@@ -284,6 +285,14 @@ class VllmFrontEnd(Engine):
     def _carried(self, request: Request) -> bytes | None:
         """Encode a request's program."""
         return None if request.bound is None else carry(request, self.sites)
+
+
+def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
+    """Send the result of a call to a grading. Returns the next one; an empty name at the end."""
+    try:
+        return calls.send(result)
+    except StopIteration:
+        return "", ()
 
 
 def no_room(lease: tuple[Any, ...]) -> CapacityError:

@@ -154,7 +154,7 @@ class Streams:
                     whole[row_R] = value
 
         if pieces.usable is not None:
-            compute(observe=keep)
+            compute(**({"observe": keep} if pieces.usable else {}))
             return
         whole = compute()
         try:
