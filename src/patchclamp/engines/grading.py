@@ -137,10 +137,10 @@ class GradeTable:
 
     def __init__(self, job: GradeJob) -> None:
         rows = job.count + 1
-        self.logprobs = np.full((rows, len(job.terms)), np.nan, np.float32)
-        self.kl = np.full(rows, np.nan, np.float32) if job.kl else None
-        self.top_ids = np.full((rows, job.top), -1, np.int64)
-        self.top_logprobs = np.full((rows, job.top), np.nan, np.float32)
+        self.logprobs: np.ndarray = np.full((rows, len(job.terms)), np.nan, np.float32)
+        self.kl: np.ndarray | None = np.full(rows, np.nan, np.float32) if job.kl else None
+        self.top_ids: np.ndarray = np.full((rows, job.top), -1, np.int64)
+        self.top_logprobs: np.ndarray = np.full((rows, job.top), np.nan, np.float32)
         self.errors: dict[int, PatchclampError] = {}
         self.from_cut: int = 0
         self.done: np.ndarray = np.zeros(rows, bool)

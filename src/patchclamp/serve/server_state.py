@@ -239,6 +239,8 @@ class ClientWork:
 
     event: ClassVar[str]
     events: asyncio.Queue[Any]
+    front: Front
+    owner: str
 
     def __init__(self, front: Front, owner: str) -> None:
         self.front, self.owner, self._is_stopped = front, owner, False

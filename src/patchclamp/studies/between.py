@@ -151,7 +151,8 @@ class Candidates:
         metric = "logprob" if self.foil is None else "logit_diff"
         self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
         one, other = inputs.words_of(lm, study.clean, "clean"), inputs.words_of(lm, study.corrupt, "corrupt")
-        self.ids, self.tokens = [list(of.ids) for of in (one, other)], [of.tokens for of in (one, other)]
+        self.ids: list[list[int]] = [list(of.ids) for of in (one, other)]
+        self.tokens: list[tuple[str, ...]] = [of.tokens for of in (one, other)]
         matched = () if study.match is None else study.match.pairs(lm, one, other, "match")
         clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
         rest = (pair for pair in inputs.align(one.ids, other.ids, study.match is not None).pairs

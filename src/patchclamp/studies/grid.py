@@ -317,7 +317,8 @@ class GridPlan:
         self.columns: tuple[Column, ...] = inputs.same_columns([case.columns for case in self.cases])
         self.written: Side = "corrupt" if self.direction == "denoising" else "clean"
         self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
-        self.draws, self.seeds = 1, self.seeds or (self.seed,)
+        self.draws: int = 1
+        self.seeds = self.seeds or (self.seed,)
         if isinstance(self.source, Resampled):
             self.draws, self.seeds = self.source.draws, (*self.seeds, self.source.seed)
 
@@ -694,7 +695,8 @@ class Cells:
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
-        self._lm, self._batch, self.journal, self._advance = lm, batch, journal, advance
+        self._lm, self._batch, self._advance = lm, batch, advance
+        self.journal: Journal | None = journal
         self._routes: set[str] = set()  # of the cells computed here
         self._runs, self._cut = 0, 0  # requests of cells, and those of them that began at a cut
 
@@ -840,7 +842,8 @@ class Zoom:
     """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
-        self.possible, self.keep = possible, min(keep, possible.size)
+        self.possible: np.ndarray = possible
+        self.keep: int = min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in inputs.panels_of(rows)]
         across = list(range(columns))
         self.first: list[_Span] = self._whole(

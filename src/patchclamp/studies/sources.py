@@ -195,7 +195,10 @@ class CellWriter:
     def __init__(
         self, mixing: Mixing, value: Value | None, scales: tuple[float, float] = (0.0, 0.0), run: Run | None = None
     ) -> None:
-        self.mixing, self._value, self.scales, self.run = mixing, value, scales, run
+        self.mixing: Mixing = mixing
+        self.scales: tuple[float, float] = scales
+        self.run: Run | None = run
+        self._value = value
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
