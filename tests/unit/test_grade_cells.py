@@ -223,16 +223,16 @@ def test_a_lease_takes_slots_of_its_own():
     room = Room(4, 100, 1000, cells=6)
     placement, slots, records = room.lease((2, 50), (10, 60), {"v:one": (2, 5)})
     assert slots == [5, 6, 7, 8, 9, 10]
-    assert records == 60
+    assert records == 50  # half of the largest free part
     assert placement.load == ("v:one",)
-    assert room.counts() == {"programs": 1, "records": 60, "pinned": 1}
+    assert room.counts() == {"programs": 1, "records": 50, "pinned": 1}
     assert room.lease((2, 2), (10, 20), {}) is None  # no slot is left
     assert [room.place(5, {}).slot for _ in range(3)] == [2, 3, 4]  # those of programs are
     room.end_lease(placement, slots)
     assert room.counts()["pinned"] == 0
     placement, slots, records = room.lease((2, 3), (10, 1000), {})
     assert slots == [5, 6, 7]
-    assert records == 45  # three quarters of the largest free part, the first 60
+    assert records == 25  # half of the first 50
 
 
 def test_a_lease_leaves_evictions_to_programs():
