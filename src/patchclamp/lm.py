@@ -437,7 +437,7 @@ class LM:
                 reasons = [refusal or str(error) for refusal in reasons]
             left = [i for i, of in enumerate(reasons) if of or not tables[i].done[1:].all()]
             run(functools.partial(by_requests, self.engine), left, batch)
-        return [table.grades("requests" if refusal else "bulk", refusal or ", ".join({*job.refused.values()}))
+        return [table.grades("requests" if refusal else "bulk", refusal or ", ".join(sorted({*job.refused.values()})))
                 for table, job, refusal in zip(tables, jobs, reasons, strict=True)]  # fmt: skip
 
     def _job_refusal(self, job: GradeJob) -> str:
