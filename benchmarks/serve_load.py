@@ -42,7 +42,9 @@ BARS = {"no program": (1.02, 1.05, 1.02, 1.05), "every second": (1.05, 1.15, 1.0
 TINY: dict[str, Any] = dict(layers=28, hidden_size=64, intermediate_size=128, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32, vocab_size=2000)  # fmt: skip
 SIZES = [*range(1, 9), *range(16, 129, 8), 160, 192, 256]  # fewer than vLLM's own, so that servers start sooner
+ROWS = 8192  # of a step; a server's own default
 STARTS_WITHIN_S = 400
+PARTS = ("load", "beside", "sweep")
 BESIDE = {"cells": 50_000, "median_itl_ms": 1.5}  # of the sweep beside a load; largest ratio of the median
 FORKS = multiprocessing.get_context(
     "forkserver"
@@ -261,20 +263,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and generated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("load", "beside", "sweep"), help="one part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     import torch
 
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
-    weights = args.only != "load"
+    weights = args.only != ["load"]
     model, width = (
         model_of(args.shape, folder, weights),
         {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape],
     )
-    options, variables = ["--max-model-len=2048"], dict[str, str]()
-    options += [] if args.only == "sweep" else ["--no-enable-prefix-caching"]
+    options, variables = ["--max-model-len=2048", f"--max-num-batched-tokens={ROWS}"], dict[str, str]()
+    options += [] if args.only == ["sweep"] else ["--no-enable-prefix-caching"]
     if torch.cuda.is_available():
         # two servers that start at once cannot measure what memory is free
         options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
@@ -284,24 +286,24 @@ def main() -> None:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # "A busy CPU" in docs/vllm.md
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
-    names = ("stock", "ours") if args.only in (None, "load") else ("ours",)
+    names = ("stock", "ours") if "load" in args.only else ("ours",)
     sides = {name: Server(model, name == "ours", options, variables, folder / f"{name}.log") for name in names}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report: dict[str, Any] = {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
                               "command": " ".join(sys.argv)}  # fmt: skip
-    file = args.out / f"serve_{args.only or 'load'}-{args.shape}-{report['when']}.json"
+    file = args.out / f"serve_{'_'.join(args.only)}-{args.shape}-{report['when']}.json"
     try:
         for server in sides.values():
             server.wait()
         print(f"{len(sides)} servers answer after {time.monotonic() - BEGAN:.0f} s", flush=True)
         sides["ours"].put_vector(width)
-        if args.only in (None, "load"):
+        if "load" in args.only:
             measure(sides, folder, args, report)
             file.write_text(json.dumps(report, indent=1))
             sides["stock"].close()
-        if args.only in (None, "beside"):
+        if "beside" in args.only:
             measure_beside(sides["ours"], folder, args, report)
-        if args.only in (None, "sweep"):
+        if "sweep" in args.only:
             report["sweep"] = compare_sweeps(sides["ours"], model, args)
     finally:
         file.write_text(json.dumps(report, indent=1))
@@ -347,9 +349,11 @@ def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
     if torch.cuda.is_available():  # the same, so that what the server compiled is found again
         own = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 12 << 30,
                "compilation_config": {"cudagraph_capture_sizes": SIZES}}  # fmt: skip
-    if args.only != "sweep":
+    if args.only != ["sweep"]:
         own["enable_prefix_caching"] = False
-    with pc.LM(model, engine="vllm", max_model_len=2048, numerics="stock", prove=False, **own) as lm:
+    with pc.LM(
+        model, engine="vllm", max_model_len=2048, max_num_batched_tokens=ROWS, numerics="stock", prove=False, **own
+    ) as lm:
         local_s = sweep_s(lm, args.rounds, sites)
     print(f"sweep: {http_s:.2f} s over HTTP, {local_s:.2f} s here, ratio {http_s / local_s:.2f} (1.3)", flush=True)
     return {"http_s": http_s, "local_s": local_s, "ratio": http_s / local_s, "sites": len(sites)}

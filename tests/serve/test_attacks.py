@@ -24,6 +24,7 @@ from patchclamp.engines.base import Carried
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
+from patchclamp.plan.cells import cells_of
 from tests.attacks.requests import ENGINE, FILES, NUMBERS, OBJECTS
 from tests.soak.blocking import LONG, refusal
 
@@ -226,14 +227,17 @@ def test_a_bound_program_of_no_binder_is_refused(http, fields):
     assert b"error" not in answered.content
 
 
-def graded(owner: str, sizes: dict | None = None, program: dict[str, Any] | None = None, **fields) -> bytes:
-    """A job of one program that is not quite of our client's making. `program`: fields of its op."""
+def graded(
+    owner: str, sizes: dict | None = None, program: dict[str, Any] | None = None, **fields: Any
+) -> bytes:  # fmt: skip
+    """A job of one program, twice, that is not quite of our client's making. `program`: fields of its op."""
     key, run = vector_key(pc.Vector.of(VECTOR)), f"{owner}-attack-job"
     op = BoundOp("edits[0]", Linear(1.0, 1.0), (1,), (key,), (PositionRange(0, 3),), True)
     op = msgspec.structs.replace(op, **(program or {}))
-    carried = Carried(BoundProgram(run, 3, (op,)), {key: (1, 576)} if sizes is None else sizes)
+    records = cells_of([BoundProgram(run, 3, (op,))] * 2)
+    records.keys += [key for key in sizes or {} if key not in records.keys]
     job = {"name": run, "prompt": [1, 2, 3], "suffixes": [[]], "terms": [[(0, 0, 5)]], "kl": False, "top": 0,
-           "programs": [(msgspec.msgpack.encode(carried), [key])] * 2}  # fmt: skip
+           "cells": records.to_bytes(), "rows": {key: rows for key, (rows, _) in (sizes or {}).items()}}  # fmt: skip
     return msgspec.msgpack.encode({"jobs": [job | fields], "vectors": save({key: VECTOR[None]})})
 
 
@@ -255,12 +259,14 @@ OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
     {"terms": [[(1, 0, 5)]]}, {"terms": [[(0, 1, 5)]]}, {"terms": [[(-1, 0, 5)]]}, {"terms": [[(0, 0, 10**9)]]},
     {"suffixes": [[-1]]}, {"suffixes": []}, {"suffixes": [[5] * 10**4]}, {"prompt": []}, {"prompt": [-5]},
     {"top": 10**6}, {"top": -1}, {"name": "other-attack-job"}, {"name": "x"}, {"prompt": [1, 2]},
-    {"sizes": {OF_VECTOR: (9, 576)}}, {"sizes": {OF_VECTOR: (9, 576)}, "program": {"ranges": (PositionRange(0, 3, 4, 1),)}},
-    {"terms": [[]]}, {"terms": [[(0, 0, 5)]] * (1 << 23)}, {"sizes": {OF_VECTOR: (1, 0)}}, {"sizes": {OF_VECTOR: (-1, 576)}},
-    {"sizes": {OF_VECTOR: (1, 576), "r:OWN:1": (10**9, 576)}}, {"sizes": {OF_VECTOR: (1, 576), "r:OWN:1": (1, 49152)}},
-    {"sizes": {OF_VECTOR: (1, 576), "r:OWN:01": (1, 576)}}, {"sizes": {OF_VECTOR: (1, 576), "r:OWN:99999": (1, 576)}},
-    {"sizes": {}}, {"program": {"points": (10**6,)}}, {"program": {"ranges": (PositionRange(-4, 3),)}},
-    {"sizes": {OF_VECTOR: (1, 576), "r:other-attack-job:1": (1, 576)}},
+    {"program": {"ranges": (PositionRange(0, 3, 4, 1),)}}, {"program": {"ranges": (PositionRange(0, 1 << 30),)}},
+    {"terms": [[]]}, {"terms": [[(0, 0, 5)]] * (1 << 23)}, {"sizes": {"r:OWN:1": (10**9, 576)}},
+    {"sizes": {"r:OWN:01": (1, 576)}}, {"sizes": {"r:OWN:99999": (1, 576)}}, {"sizes": {"r:OWN:-1": (1, 576)}},
+    {"sizes": {"v:" + 64 * "0": (1, 576)}}, {"sizes": {"o:0:1": (1, 576)}}, {"sizes": {"": (1, 576)}},
+    {"program": {"points": (10**6,)}}, {"program": {"ranges": (PositionRange(-4, 3),)}}, {"cells": b""},
+    {"cells": b"\x93"}, {"cells": msgspec.msgpack.encode((-5, [], []))},
+    {"cells": msgspec.msgpack.encode((10**9, [], []))}, {"cells": msgspec.msgpack.encode((1, [[((9,), b"")] * 5], []))},
+    {"sizes": {"r:other-attack-job:1": (1, 576)}},
     {"program": {"values": ("r:other-attack-job:1",)}, "sizes": {"r:other-attack-job:1": (1, 576)}},
 ], ids=lambda changed: str(changed)[:80])  # fmt: skip
 def test_a_forged_job_is_refused(http, changed):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange
-from patchclamp.plan.cuts import MIN_SHARED, Cut, CutRequest, Work, cut_of, cuts_of, first_layers, group, split
+from patchclamp.plan.cells import cells_of
+from patchclamp.plan.cuts import MIN_SHARED, Cut, CutRequest, Work, cuts_of, first_layers, group, split
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import GPT2
 
@@ -14,6 +15,10 @@ LAYERS, LENGTH, SIZE = 6, 12, 8
 SITES = SiteMap(GPT2, Sizes(LAYERS, 16, 32, 2, 2, 8, 32))
 FIRST = first_layers(SITES)
 WORK = Work(LAYERS, LENGTH, 4)
+
+
+def cuts_of_programs(programs: list[BoundProgram | None]) -> np.ndarray:
+    return cuts_of(cells_of(programs), np.full(len(programs), LENGTH), FIRST, LAYERS)
 
 
 @st.composite
@@ -42,14 +47,17 @@ def touched(program: BoundProgram) -> list[tuple[int, int]]:
     ]
 
 
+def plain_cut(program: BoundProgram) -> tuple[int, int]:
+    places = touched(program)
+    return (min((layer for layer, _ in places), default=LAYERS),
+            min((position for _, position in places), default=LENGTH - 1))  # fmt: skip
+
+
 @given(programs())
 def test_a_cut_is_the_highest_that_leaves_nothing_out(program):
     if program is None:
         return
-    places = touched(program)
-    cut = cut_of(program, FIRST, LAYERS)
-    assert cut == (min((layer for layer, _ in places), default=LAYERS),
-                   min((position for _, position in places), default=LENGTH - 1))  # fmt: skip
+    assert cuts_of_programs([program]).tolist() == [list(plain_cut(program))]
 
 
 def test_what_is_outside_the_layers_is_before_or_after_all_of_them():
@@ -102,8 +110,7 @@ def test_a_sweep_is_cut_both_ways():
 
 @pytest.mark.parametrize("pass_rows", [0, 1000])
 def test_where_a_pass_costs_much_there_are_few(pass_rows):
-    cuts = cuts_of([request.bound for request in sweep()], FIRST, LAYERS)
-    assert cuts is not None
+    cuts = cuts_of_programs([request.bound for request in sweep()])
     parts = split(cuts, Work(LAYERS, LENGTH, pass_rows), 32)
     assert len(parts) > 30 if pass_rows == 0 else len(parts) <= 5
 
@@ -122,14 +129,12 @@ def test_few_runs_and_those_that_change_everything_are_computed_whole():
 
 def test_a_request_without_a_program_goes_the_way_of_the_one_before_it():
     cells = [request.bound for request in sweep()]
-    cuts = cuts_of([None, cells[30], None, None, cells[50], None], FIRST, LAYERS)
-    assert cuts is not None
-    a, b = cut_of(cells[30], FIRST, LAYERS), cut_of(cells[50], FIRST, LAYERS)
+    cuts = cuts_of_programs([None, cells[30], None, None, cells[50], None])
+    a, b = plain_cut(cells[30]), plain_cut(cells[50])
     assert np.array_equal(cuts, [a, a, a, a, b, b])
 
 
 def test_requests_of_one_call_that_fit_into_one_pass_stay_together():
     few = [request.bound for request in sweep()][: LENGTH * 2]
-    cuts = cuts_of(few, FIRST, LAYERS)
-    assert cuts is not None
+    cuts = cuts_of_programs(few)
     assert split(cuts, Work(LAYERS, LENGTH, 0), len(few)) == [(list(range(len(few))), Cut(0, 0))]

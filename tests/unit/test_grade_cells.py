@@ -24,7 +24,7 @@ from patchclamp.plan.bound import (
     run_key,
 )
 from patchclamp.plan.cells import CellRecords, PatchedPart, Placed, cells_of, joined, patched_cells, place
-from patchclamp.plan.cuts import cut_of, cuts_of_cells, first_layers
+from patchclamp.plan.cuts import cuts_of, first_layers
 from patchclamp.plan.room import Room
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.runtime import Limits, shard_op
@@ -128,16 +128,14 @@ def test_shards(rank):
     assert acted == (12, 10)[rank]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_cuts(seed):
-    programs = random_programs(seed)
-    cells, layers = cells_of(programs), first_layers(SITES)
-    cuts = cuts_of_cells(cells, np.full(len(programs), LENGTH), layers, SITES.layers)
-    before = None
-    for program, cut in zip(programs, cuts.tolist(), strict=True):
-        if program is not None:
-            before = list(cut_of(program, layers, SITES.layers))
-        assert cut == (before or [SITES.layers, LENGTH - 1])  # without a program, that of the one before
+@pytest.mark.parametrize("lengths", [(5, 9), (12, 12)])
+def test_cuts_of_cells_of_several_prompts(lengths):
+    """A cell without a program gets the cut of one of its own prompt, if their prompts differ in length."""
+    program = BoundProgram("run", lengths[1], (BoundOp("", Linear(2.0, 0.0), (WIDE[2],), (), (PositionRange(2, 3),)),))
+    layers = first_layers(SITES)
+    cuts = cuts_of(cells_of([None, program, None]), np.array([lengths[0], *[lengths[1]] * 2]), layers, SITES.layers)
+    own = [layers[WIDE[2]], 2]
+    assert cuts.tolist() == [own if lengths[0] == lengths[1] else [SITES.layers, lengths[0] - 1], own, own]
 
 
 def test_some_of_the_cells():
@@ -145,7 +143,10 @@ def test_some_of_the_cells():
     cells = cells_of(programs)
     which = [5, None, 0, 17, 5, 39]
     some = cells.take(which)
-    known, placed = whole(cells.keys, np.random.default_rng(0))
+    known, placed = whole(some.keys, np.random.default_rng(0))
+    assert set(some.keys) == {
+        key for i in which if i is not None and programs[i] for op in programs[i].ops for key in op.keys
+    }
     found = records_by_cell(some, placed)
     for i, number in enumerate(which):
         if number is None or programs[number] is None:

@@ -10,9 +10,24 @@ import patchclamp as pc
 from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
-from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Projection, RunCode, own_key
+from patchclamp.plan.bound import (
+    BLEND,
+    LINEAR,
+    PROJECT,
+    Blend,
+    Condition,
+    Keep,
+    Linear,
+    Noisy,
+    PositionRange,
+    Projection,
+    RunCode,
+    own_key,
+)
+from patchclamp.plan.cells import CellRecords, Placed, cells_of, place
 from patchclamp.plan.room import bank_sizes
-from patchclamp.plan.verify import is_content, verify
+from patchclamp.plan.table import RECORD
+from patchclamp.plan.verify import is_content, verify, verify_cells
 
 from .test_plan import SITES, Ran, point, spelled
 
@@ -171,3 +186,73 @@ def test_a_key_is_the_content_of_its_rows():
         assert is_content(vector_key(vector), vector.rows())
         assert not is_content(vector_key(vector), vector.rows() + np.float32(1))
         assert not is_content(vector_key(vector), vector.rows().reshape(-1, 2))
+
+
+# -- cells
+
+
+def cells_and_sizes():
+    """One cell for each edit that grading runs in batches, and one of all of them."""
+    programs, sizes = [], {}
+    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and "SameRun" not in str(edit)]
+    for several in [*([edit] for edit in edits), edits]:
+        program, own = bound(several)
+        programs.append(program)
+        sizes |= own
+    return cells_of(programs), sizes
+
+
+def check_cells(cells, sizes):
+    verify_cells(CellRecords.of_bytes(cells.to_bytes()), sizes, PROMPT + MAX_TOKENS - 1, SITES)
+
+
+def test_cells_of_programs_pass():
+    check_cells(*cells_and_sizes())
+    check_cells(cells_of([None, None]), {})
+
+
+HOSTILE = [-1, 1, 2, 3, 7, 9, 100, 1 << 20, 2**31 - 1, -(2**31)]
+
+
+def test_no_changed_number_reads_or_writes_beyond_its_own():
+    """Whatever number of whatever record is changed, it is refused, or reads within its rows and writes to the site."""
+    refused = 0
+    cells, sizes = cells_and_sizes()
+    begin = np.cumsum([0, *(rows * width for rows, width in (sizes[key] for key in cells.keys))])[:-1]
+    width = np.array([sizes[key][1] for key in cells.keys])
+    end = begin + [sizes[key][0] * sizes[key][1] for key in cells.keys]
+    none = np.zeros(len(SITES.points), np.int64)
+    placed = Placed(begin[None], width[None], none, none, none)
+    for number, group in enumerate(cells.groups):
+        names = [
+            *(("records", name) for name in RECORD.names),
+            ("point", ""),
+            ("key", ""),
+            ("beside", ""),
+            ("number", ""),
+        ]
+        for of, name in names:
+            for at in np.ndindex(getattr(group, of).shape):
+                for value in (*HOSTILE, *((np.nan, np.inf) if name in ("x", "y", "factor") else ())):
+                    changed = CellRecords.of_bytes(cells.to_bytes())
+                    group = changed.groups[number]
+                    setattr(group, of, getattr(group, of).copy())
+                    array = getattr(group, of)
+                    (array[name] if name else array)[at] = value
+                    try:
+                        check_cells(changed, sizes)
+                    except ProgramError:
+                        refused += 1
+                        continue
+                    records, _ = place(group, placed)
+                    reads = (records["kind"] == LINEAR) | (records["kind"] == BLEND) | (records["kind"] == PROJECT)
+                    reads &= group.key >= 0
+                    first = records["value"]
+                    last = first + ((records["stop"] - records["start"] - 1) * records["step"] + 1) * width[group.key]
+                    assert ((first >= begin[group.key]) & (last <= end[group.key]))[reads].all(), (of, name, at, value)
+                    assert (records["start"] >= 0).all()
+                    assert (records["stop"] < PROMPT + MAX_TOKENS).all()
+                    widths = np.array([point.width for point in SITES.points])[group.point]
+                    assert ((records["columns"] >> 16) <= widths).all()
+                    assert np.isfinite(records["x"]).all()
+    assert refused > 1000

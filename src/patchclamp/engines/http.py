@@ -36,6 +36,8 @@ from patchclamp.engines.base import (
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
+from patchclamp.plan.bound import source_of
+from patchclamp.plan.cells import CellRecords
 
 MAX_POSTS = 16  # concurrent batches
 MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
@@ -128,17 +130,19 @@ class HttpEngine(Engine):
         parts = [(i, range(begin, min(begin + size, job.count)))
                  for i, job in enumerate(jobs) for begin in range(0, max(job.count, 1), size)]  # fmt: skip
         begins = itertools.accumulate((len(which) for _, which in parts), initial=0)
+        cells_of = functools.cache(lambda i: jobs[i].cells())
         for _, post in itertools.groupby(zip(parts, begins, strict=False), lambda pair: pair[1] // size):
-            yield from self._grade_parts(jobs, tables, [part for part, _ in post])
+            several = [part for part, _ in post]
+            body = _encoded_jobs([(jobs[i], cells_of(i).take(which)) for i, which in several])
+            yield from self._grade_parts(body, tables, several)
 
     def _grade_parts(
-        self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], parts: Sequence[tuple[int, range]]
+        self, body: bytes, tables: Sequence[GradeTable], parts: Sequence[tuple[int, range]]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade programs of jobs, by the job's number and their own, in one HTTP request."""
+        """Grade programs of jobs in one HTTP request. `parts`: the number of each job, and those of its programs."""
         self._check_open()
         found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
         left = sum(len(which) + 1 for _, which in parts)
-        body = self._jobs([(jobs[i], which) for i, which in parts])
         task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
@@ -152,24 +156,6 @@ class HttpEngine(Engine):
         task.result()
         if left:
             raise EngineError(f"{self.url} closed the response before all programs were graded")
-
-    def _jobs(self, parts: Sequence[tuple[GradeJob, range]]) -> bytes:
-        """Encode programs of jobs, bound."""
-        bodies, vectors = [], dict[str, np.ndarray]()
-        for job, which in parts:
-            programs: list[wire.WireProgram | None] = []
-            for bound in map(job.bound, which):
-                if bound is None:
-                    programs.append(None)
-                    continue
-                rows = {key: job.vectors[key] for op in bound.ops for key in op.keys if key in job.vectors}
-                bound = msgspec.structs.replace(bound, run=job.name)
-                request = Request(job.name, job.prompt, 1, bound, rows, sources=job.sources)
-                programs.append(wire.WireProgram(carry(request, self.sites), list(rows)))
-                vectors |= rows
-            suffixes = [list(suffix) for suffix in job.suffixes]
-            bodies.append(wire.WireJob(job.name, job.prompt, suffixes, job.terms, programs, job.kl, job.top))
-        return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors)))
 
     def release(self, runs: list[str]) -> None:
         self._soon(self._free, runs, [])
@@ -443,6 +429,19 @@ def _packed(vectors: Mapping[str, np.ndarray]) -> bytes:
     """Vectors as safetensors, fp32."""
     rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
     return safetensors.numpy.save(rows) if rows else b""
+
+
+def _encoded_jobs(parts: Sequence[tuple[GradeJob, CellRecords]]) -> bytes:
+    """The body of a request to grade some programs of each job."""
+    bodies, vectors = [], dict[str, np.ndarray]()
+    for job, cells in parts:
+        sources = {source.key: source for source in job.sources}
+        reads = {key: source_of(key) for key in cells.keys}
+        rows = {key: len(sources[read[0]].positions_of(read[1])) for key, read in reads.items() if read is not None}
+        vectors |= {key: job.vectors[key] for key, read in reads.items() if read is None}
+        suffixes = [list(suffix) for suffix in job.suffixes]
+        bodies.append(wire.WireJob(job.name, job.prompt, suffixes, job.terms, cells.to_bytes(), rows, job.kl, job.top))
+    return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors)))
 
 
 def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_SentBatch]:

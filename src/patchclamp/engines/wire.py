@@ -34,7 +34,7 @@ from patchclamp.errors import EngineError, Packed, pack, unpack
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 3  # the protocol version; client and server must have the same
+WIRE = 4  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -88,21 +88,19 @@ class WireBatch(msgspec.Struct):
     vectors: bytes = b""
 
 
-class WireProgram(msgspec.Struct, array_like=True):
-    """A program to grade: `carried` and `vectors` as in a `WireRequest`."""
-
-    carried: bytes
-    vectors: list[str] = []
-
-
 class WireJob(msgspec.Struct):
-    """A `GradeJob`, whose programs are bound; None without an edit."""
+    """A `GradeJob`.
+
+    cells: its programs, as `CellRecords.to_bytes`
+    rows: the number of rows of each run that they read, by bank key
+    """
 
     name: str
     prompt: list[int]
     suffixes: list[list[int]]
     terms: list[list[tuple[int, int, int]]]
-    programs: list[WireProgram | None]
+    cells: bytes
+    rows: dict[str, int] = {}
     kl: bool = False
     top: int = 0
 

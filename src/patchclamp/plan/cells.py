@@ -50,7 +50,7 @@ class CellRecords(msgspec.Struct):
     keys: list[str]
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
-        """Some of the cells, in this order; None is one without a program."""
+        """Some of the cells, in this order, with the keys that they read; None is one without a program."""
         number = np.array([-1 if i is None else i for i in which])
         place, groups = np.full(self.count + 1, -1), []
         for group in self.groups:
@@ -59,7 +59,13 @@ class CellRecords(msgspec.Struct):
             there = np.flatnonzero(place[number] >= 0)
             if len(there):
                 groups.append(msgspec.structs.replace(group.take(place[number[there]]), number=there))
-        return CellRecords(len(number), groups, self.keys)
+        indices = [index for group in groups for index in (group.key, group.beside)]
+        used = np.unique(np.concatenate([[-1], *map(np.ravel, indices)]))[1:]
+        again = np.full(len(self.keys) + 1, -1)  # −1 stays
+        again[used] = np.arange(len(used))
+        for group in groups:
+            group.key, group.beside = again[group.key], again[group.beside]
+        return CellRecords(len(number), groups, [self.keys[i] for i in used.tolist()])
 
     def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         """The (begin, end) of consecutive cells that read keys of at most `most` numbers together, or of one cell that
@@ -109,10 +115,13 @@ class CellRecords(msgspec.Struct):
 
     @classmethod
     def of_bytes(cls, data: bytes) -> CellRecords:
-        count, groups, keys = msgspec.msgpack.decode(data)
+        """Raises `ValueError` for other bytes. The numbers within are not checked (`plan.verify`)."""
+        Array = tuple[tuple[int, ...], bytes]
+        kind = tuple[int, list[tuple[Array, Array, Array, Array, Array]], list[str]]
+        count, groups, keys = msgspec.msgpack.decode(data, type=kind)
         dtypes = np.int64, RECORD, np.int64, np.int64, np.int64
 
-        def array(part: tuple[list[int], bytes], dtype: Any) -> np.ndarray:
+        def array(part: Array, dtype: Any) -> np.ndarray:
             return np.frombuffer(part[1], dtype).reshape(part[0])
 
         return cls(count, [CellGroup(*map(array, group, dtypes)) for group in groups], keys)

@@ -9,13 +9,13 @@ Requests of one prompt are grouped to minimize the remaining work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from patchclamp.plan.bound import BoundProgram
-from patchclamp.plan.cells import CellRecords
+from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.sites import SiteMap
 
 MIN_SHARED = 8  # requests of one prompt; fewer are computed in full, batched in one shape
@@ -50,20 +50,10 @@ def first_layers(sites: SiteMap) -> list[int]:
     return [outside.get(p.kind, sites.layers) if p.layer is None else p.layer for p in sites.points]
 
 
-def cut_of(bound: BoundProgram, first_layer: Sequence[int], layers: int) -> Cut:
-    """The cut of one program. The prompt's last position is always computed, since it is sampled from."""
-    layer, position = layers, bound.prompt - 1
-    for op in bound.ops:
-        starts = [start for start, stop, *_ in op.ranges if start < min(stop, bound.prompt)]
-        if starts and op.points:
-            position = min(position, *starts)
-            layer = min(layer, *(first_layer[point] for point in op.points))
-    return Cut(layer, position)
-
-
-def cuts_of_cells(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[int], layers: int) -> np.ndarray:
-    """The cuts of cells, [N, 2]. `prompt` [N]: the length of each one's prompt. A cell without a program gets the cut
-    of the one before it, so that runs that are compared are computed the same way."""
+def cuts_of(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[int], layers: int) -> np.ndarray:
+    """The cuts of cells, [N, 2]. `prompt` [N]: the length of each one's prompt, whose last position is always computed,
+    since it is sampled from. A cell without a program gets the cut of the one before it (the first ones, of the next),
+    so that runs that are compared are computed the same way."""
     cuts = np.stack([np.full(cells.count, layers), prompt - 1], 1)
     layer_of, has_program = np.array(first_layer), np.zeros(cells.count, bool)
     for group in cells.groups:
@@ -72,9 +62,10 @@ def cuts_of_cells(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[
         cuts[group.number, 0] = np.where(acts, layer_of[group.point], layers).min(1)
         cuts[group.number, 1] = np.where(acts, start, last - 1).min(1)
         has_program[group.number] = True
-    before = np.maximum.accumulate(np.where(has_program, np.arange(cells.count), -1))
-    same = (before >= 0) & (prompt == prompt[before])
-    return np.where(same[:, None], cuts[before], cuts)
+    if not has_program.any():
+        return cuts
+    before = np.maximum.accumulate(np.where(has_program, np.arange(cells.count), int(has_program.argmax())))
+    return np.where((prompt == prompt[before])[:, None], cuts[before], cuts)
 
 
 class Work(NamedTuple):
@@ -114,9 +105,10 @@ def group(
             by_prompt.setdefault(tuple(request.prompt), []).append(i)
     groups: list[PassGroup] = []
     for prompt, index in by_prompt.items():
-        cuts = cuts_of([requests[i].bound for i in index], first_layer, layers) if len(index) >= MIN_SHARED else None
+        cells = cells_of([requests[i].bound for i in index] if len(index) >= MIN_SHARED else [])
+        cuts = cuts_of(cells, np.full(cells.count, len(prompt)), first_layer, layers)
         work = Work(layers, len(prompt), pass_rows)
-        parts = [] if cuts is None else split(cuts, work, size)
+        parts = split(cuts, work, size) if cells.groups else []
         if parts and work.of_parts(parts) <= MAX_COST * work.whole(len(index), size):
             groups += [PassGroup([index[i] for i in part], cut) for part, cut in parts]
         else:
@@ -127,18 +119,6 @@ def group(
 def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
     """Groups of `size` requests that are computed in full."""
     return [PassGroup(list(index[i : i + size])) for i in range(0, len(index), size)]
-
-
-def cuts_of(programs: Iterable[BoundProgram | None], first_layer: Sequence[int], layers: int) -> np.ndarray | None:
-    """The cuts of some requests, [N, 2]; None if no request has a program. A request without a program gets the cut of
-    the one before it, so that runs that are compared are computed the same way."""
-    cuts = [None if bound is None or not bound.ops else cut_of(bound, first_layer, layers) for bound in programs]
-    last = next((cut for cut in cuts if cut is not None), None)
-    if last is None:
-        return None
-    for i, cut in enumerate(cuts):
-        last = cuts[i] = cut or last
-    return np.array(cuts)
 
 
 def split(cuts: np.ndarray, work: Work, size: int) -> list[tuple[list[int], Cut]]:

@@ -22,6 +22,11 @@ from patchclamp.language import Vector
 from patchclamp.language.values import DTYPES, MAX_FP32, MAX_PROJECTED
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
+    BLEND,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
     Action,
     Blend,
     BoundOp,
@@ -39,6 +44,7 @@ from patchclamp.plan.bound import (
     run_key,
     source_of,
 )
+from patchclamp.plan.cells import CellRecords
 from patchclamp.sites import SiteMap, SiteRef
 
 VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
@@ -66,6 +72,16 @@ def verify(
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
     frame = Frame(sizes, limit, sites)
+    _check_sizes(sizes, sites)
+    for op in bound.ops:
+        try:
+            _check_op(op, frame)
+        except PatchclampError as error:
+            raise error.under(op.path[:MAX_PATH]) from None
+    check_one_way(bound.ops, sites.label)
+
+
+def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
     for key, (rows, width) in sizes.items():
         source = source_of(key) if key[:2] == "r:" else None
         known = VECTOR_KEY.fullmatch(key) or OWN_KEY.fullmatch(key) or (source and key == run_key(*source))
@@ -74,12 +90,56 @@ def verify(
         if source is not None:
             _need(0 <= source[1] < len(sites.points), f"rows of a point that this model does not have: {source[1]}")
             _need(width == sites.points[source[1]].width, f"rows of {width} numbers at {sites.label(source[1])}")
-    for op in bound.ops:
-        try:
-            _check_op(op, frame)
-        except PatchclampError as error:
-            raise error.under(op.path[:MAX_PATH]) from None
-    check_one_way(bound.ops, sites.label)
+
+
+def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap) -> None:
+    """`verify` for the programs of cells, which edit only. Raises `ProgramError`."""
+    _check_sizes(sizes, sites)
+    _need(cells.count >= 0 and all(key in sizes for key in cells.keys), "keys without a size")
+    rows, width = np.array([*(sizes[key] for key in cells.keys), (0, 0)], np.int64).reshape(-1, 2).T
+    widths, numbers = np.array([point.width for point in sites.points]), [group.number for group in cells.groups]
+    _need(all(number.ndim == 1 for number in numbers), "numbers of cells in another shape")
+    number = np.concatenate([np.zeros(0, np.int64), *numbers])
+    _need(bool(((number >= 0) & (number < cells.count)).all()), "cells beyond their number")
+    _need(len(np.unique(number)) == len(number), "a cell twice")
+    for group in cells.groups:
+        records, point, key, beside = group.records, group.point, group.key, group.beside
+        shape = len(group.number), group.records.size // max(len(group.number), 1)
+        _need(shape[1] > 0, "a group without records")
+        _need(all(each.shape == shape for each in (records, point, key, beside)), "arrays of several shapes")
+        inside = [(point >= 0) & (point < len(widths)), (key >= -1) & (key < len(cells.keys)),
+                  (beside >= -1) & (beside < len(cells.keys))]  # fmt: skip
+        _need(all(bool(each.all()) for each in inside), "points or keys beyond their number")
+        start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
+        value, x, y, other = (records[name] for name in ("value", "x", "y", "other"))
+        first, end = records["columns"] & 0xFFFF, records["columns"] >> 16
+        match, noise, blend = (kind == each for each in (MATCH, NOISE, BLEND))
+        reads = (kind == LINEAR) | blend | (kind == PROJECT)
+        named = reads & (key >= 0)
+        last = value + (stop - start - 1) * step
+        after = np.roll(match, 1, axis=1)  # what a condition precedes
+        holds = {
+            "another kind": reads | match | noise,
+            "points that do not ascend": np.diff(point, axis=1, prepend=0) >= 0,
+            f"positions of {limit}": (start >= 0) & (start < stop) & (stop <= limit),
+            "columns": (records["columns"] == 0) | ((first >= 0) & (first < end) & (end <= widths[point])),
+            "a step": match | (step == 0) | (step == 1),
+            "rows of the value": ~named | ((value >= 0) & (value < 1 << 31) & (last < rows[key])),
+            "a value of another width": ~named | (width[key] == widths[point]),
+            "no value": ~reads | named | ((kind == LINEAR) & (y == 0) & (value == 0)),
+            "a mask": np.where(blend, (beside >= 0) & (rows[beside] == 1) & (width[beside] == widths[point]),
+                               beside < 0),
+            "an address": (other == 0) | noise,
+            "noise": ~noise | ((key < 0) & (value >= 0) & (value < 1 << 31) & (x == 0) & (other >= 0)),
+            "numbers that are not finite": np.isfinite(x) & np.isfinite(y),
+            "a factor": records["factor"] == 0,
+            "token ids": ~match | ((key >= 0) & (rows[key] >= 1) & (value == 0) & ((x == 0) | (x == 1))),
+            "a condition of nothing": ~after | (~match & (start == np.roll(start, 1, 1)) & (stop == np.roll(stop, 1, 1))
+                                                & (point == np.roll(point, 1, 1))),
+        }  # fmt: skip
+        for what, of in holds.items():
+            _need(bool(of.all()), what)
+        _need(not match[:, -1].any(), "a condition of nothing")
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from patchclamp.engines import wire
 from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
-from patchclamp.engines.grading import GradeJob, Grades, refused_of
+from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.engines.weights import checked_layers
 from patchclamp.errors import (
     CapacityError,
@@ -32,10 +31,10 @@ from patchclamp.errors import (
     pack,
 )
 from patchclamp.language.tokens import Tokens
-from patchclamp.plan.bound import BoundProgram, is_vector, run_key, source_of
-from patchclamp.plan.cells import cells_of
+from patchclamp.plan.bound import run_key, source_of
+from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.table import record_count
-from patchclamp.plan.verify import is_content, verify
+from patchclamp.plan.verify import is_content, verify, verify_cells
 from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
 from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
@@ -99,15 +98,15 @@ async def grade(request: Request) -> Response:
     """Grades the programs of jobs and streams the results as they arrive."""
     front, owner = caller(request)
     asked = await _read(request, wire.WireJobs)
-    programs = sum(len(job.programs) + 1 for job in asked.jobs)
-    front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
-    numbers = sum((len(job.programs) + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in asked.jobs)
-    if numbers > MAX_NUMBERS:
-        raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
         raise ProgramError("expected jobs, with the same kl and top", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
     jobs = await asyncio.to_thread(lambda: [_job(front, owner, job, vectors) for job in asked.jobs])
+    programs = sum(job.count + 1 for job in jobs)
+    front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
+    numbers = sum((job.count + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in jobs)
+    if numbers > MAX_NUMBERS:
+        raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
     if reason := await asyncio.to_thread(front.lm.jobs_refusal, jobs):
         raise CapacityError(reason)
     front.check_under_way(owner)  # nothing is awaited until it is counted
@@ -398,25 +397,36 @@ def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.nd
             raise ProgramError("a score is of no sequence", asked.name)
     if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
         raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
-    used, sizes = dict[str, np.ndarray](), dict[str, tuple[int, int]]()
-    bound: list[BoundProgram | None] = []
-    for program in asked.programs:
-        if program is None:
-            bound.append(None)
-            continue
-        request = wire.WireRequest(asked.name, asked.prompt, longest, program.carried, program.vectors)
-        carried = _carried(front, owner, request)
-        bound.append(carried.bound)
-        used |= _used(request, vectors)
-        if any(sizes.setdefault(key, size) != size for key, size in carried.sizes.items()):
-            raise ProgramError("its programs give one key several sizes", asked.name)
-    for key, size in sizes.items():
-        if is_vector(key) and (key not in used or used[key].shape != size):
-            raise MissingSource(f"vector {key[2:14]} of this size is missing", asked.name)
-    runs = {run for run, _ in filter(None, map(source_of, sizes))}
-    return GradeJob(asked.name, asked.prompt, len(bound), suffixes, asked.terms, functools.partial(cells_of, bound),
-                    bound.__getitem__, asked.kl, asked.top, refused_of(bound), used,
+    try:
+        cells = CellRecords.of_bytes(asked.cells)
+        sources = {key: source_of(key) for key in cells.keys}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProgramError(f"the programs cannot be read: {error}", asked.name) from None
+    points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
+    for key, source in sources.items():
+        if source is not None:
+            runs.add(source[0])
+            _check_owned(owner, source[0])
+            sizes[key] = asked.rows.get(key, 0), points[source[1]].width if source[1] < len(points) else 0
+        elif key in vectors:
+            sizes[key] = vectors[key].shape[0], vectors[key].shape[1]
+        else:
+            raise MissingSource(f"vector {key[2:14]} is missing", asked.name)
+    _check_rows(front, sizes, asked.name)
+    try:
+        verify_cells(cells, sizes, len(asked.prompt) + longest - 1, front.engine.sites)
+        most = max((group.records.shape[1] for group in cells.groups), default=0)
+        front.limits.check("program_records", most, RECORDS)
+    except PatchclampError as error:
+        raise error.under(asked.name) from None
+    return GradeJob(asked.name, asked.prompt, cells.count, suffixes, asked.terms, lambda: cells, lambda number: None,
+                    asked.kl, asked.top, vectors={key: vectors[key] for key in sizes if key in vectors},
                     sources=tuple(_DeclaredRun(run, sizes) for run in runs))  # fmt: skip
+
+
+def _check_rows(front: Front, sizes: Mapping[str, tuple[int, int]], path: str) -> None:
+    if any(rows > front.engine.model.max_model_len for rows, _ in sizes.values()):
+        raise ProgramError("it reads more rows than a run has", path)
 
 
 class _DeclaredRun:
@@ -453,8 +463,7 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
         raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
-    if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
-        raise ProgramError("it reads more rows than a run has", asked.run)
+    _check_rows(front, carried.sizes, asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)

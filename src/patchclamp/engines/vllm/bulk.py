@@ -31,7 +31,7 @@ from patchclamp.errors import Packed, unpack
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan.bound import is_vector, source_of
 from patchclamp.plan.cells import CellRecords, Placed, place
-from patchclamp.plan.cuts import cuts_of_cells, first_layers
+from patchclamp.plan.cuts import cuts_of, first_layers
 from patchclamp.plan.room import resident_name
 from patchclamp.plan.step import Batch
 
@@ -204,7 +204,7 @@ class _RunningJob:
         first = first_layers(sites)
         for point, layer in ({} if self._model.pieces is None else self._model.pieces.layer_of).items():
             first[point] = layer
-        cuts = cuts_of_cells(self._cells, self._prompt[part], first, sites.layers)
+        cuts = cuts_of(self._cells, self._prompt[part], first, sites.layers)
         window = np.arange(len(part)) // max(job.window, 1)
         order = np.lexsort((part, cuts[:, 1], cuts[:, 0], window))
         unedited = np.arange(len(job.parts))

@@ -55,7 +55,7 @@ Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
 SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
 LATER_S = 0.001  # before a call is repeated
-FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch; the most time of a batch
+FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch of all; the most time of a batch
 
 
 class BatchFacts(NamedTuple):
@@ -87,6 +87,7 @@ class VllmFrontEnd(Engine):
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
         self._batch_facts: BatchFacts | None = None
+        self._batch_rows = FIRST_ROWS
         self._readers: collections.Counter[str] = collections.Counter()  # the number of requests that read each vector
 
     def _describe(
@@ -223,7 +224,7 @@ class VllmFrontEnd(Engine):
         job = Job(parts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(loaded), lease)
         while LATER in (yield "open", (msgspec.msgpack.encode(job),)):
             yield "wait", (LATER_S,)
-        left, rows = cells.count + len(jobs), facts.rows if window else FIRST_ROWS
+        left, rows = cells.count + len(jobs), facts.rows if window else self._batch_rows
         share: float = self.config.additional_config[configuration.KEY]["limits"]["batch_share"]  # pyright: ignore
         while left:
             results = yield "run", (rows,)
@@ -240,6 +241,7 @@ class VllmFrontEnd(Engine):
                 tell(number, programs)
             left = result.left
             rows = min(int(rows * min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8)) + 1, facts.rows)
+            self._batch_rows = rows
             if result.stepped and left:
                 yield "wait", (result.seconds / share,)
 
