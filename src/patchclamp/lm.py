@@ -258,8 +258,12 @@ class LM:
         scores = read_scores(score, self.tokenizer.bare, self.model.d_vocab)
         terms = [[(each[:i], token) for i, token in enumerate(each)] for each in scores]
         bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
-        jobs = [self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings)
-                for one, of in zip(prompts, lists, strict=True)]  # fmt: skip
+        jobs: list[GradeJob] = []
+        for i, (one, of) in enumerate(zip(prompts, lists, strict=True)):
+            try:
+                jobs.append(self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings))
+            except PatchclampError as error:
+                raise error.under(f"prompt {i}") if listed else error from None
         if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])

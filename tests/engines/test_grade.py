@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.vllm import frontend
 from patchclamp.engines.vllm.bulk import LATER, BatchResult
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.runner import BatchModel
@@ -157,6 +156,9 @@ def test_edits_after_the_prompt(lm, monkeypatch):
     with pytest.raises(TokensError, match="generated") as caught:  # no token after the prompt is computed
         lm.grade(PROMPT, [edits], score=[" Mary"])
     assert caught.value.path == "programs[0].edits[0].tokens"
+    with pytest.raises(pc.UnsupportedSite) as caught:
+        lm.grade([PROMPT, OTHER], [[], [[], pc.Zero(pc.mlp_out[99])]], score=[5])
+    assert caught.value.path == "prompt 1.programs[1].edits[0].at"
 
 
 def test_conditions_on_tokens(lm, monkeypatch):
@@ -279,9 +281,8 @@ def test_batches_leave_time_to_requests(lm, monkeypatch, share):
     assert len(waits) > 1
 
 
-def test_cancelled_gradings_return_their_leases(lm, monkeypatch):
+def test_cancelled_gradings_return_their_leases(lm):
     """Twenty, at random points: in the first batches, or when all programs have been graded."""
-    monkeypatch.setattr(frontend, "FIRST_ROWS", 64)
     draw = np.random.default_rng(4)
 
     class Stop(Exception):
@@ -290,6 +291,7 @@ def test_cancelled_gradings_return_their_leases(lm, monkeypatch):
     for number in range(20):
         programs = [[pc.Zero(at=pc.mlp_out[i % 8], tokens=pc.every[i % 8])] for i in range(200)]
         job, left = lm.grade_job(lm.tokens(PROMPT), programs, [[((), 5)]]), int(draw.integers(0, 4))
+        lm.engine._batch_rows = 64
 
         def stop(i: int, grades: pc.Grades, which: np.ndarray) -> None:
             nonlocal left
@@ -386,7 +388,6 @@ def test_a_batch_without_room_runs_as_requests(lm, monkeypatch):
 
 def test_room_that_is_gone_halfway(lm, monkeypatch):
     """The programs that were not graded run as requests; each is told once."""
-    monkeypatch.setattr(frontend, "FIRST_ROWS", 8)
     programs = [[pc.Scale(1 + i / 8, at=pc.resid_post[i % 4], tokens=pc.every[i])] for i in range(10)] + [[]]
     whole = lm.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
     stock, told, in_batches = lm.engine._grading, list[int](), set[int]()
@@ -402,6 +403,7 @@ def test_room_that_is_gone_halfway(lm, monkeypatch):
         raise pc.CapacityError("gone")
 
     monkeypatch.setattr(lm.engine, "_grading", grading)
+    monkeypatch.setattr(lm.engine, "_batch_rows", 8)
     grades = lm.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
     assert 0 < len(in_batches) < len(programs)
     assert (grades.route, grades.route_reason, grades.errors) == ("requests", "gone", {})
