@@ -237,6 +237,35 @@ class TestAttributionPatching:
                                       sites=["resid_pre"], layers=0, match={"clean": 1, "corrupt": 2})  # fmt: skip
         assert [(of.clean, of.corrupt) for of in result.columns] == [((0,), (0,)), ((1,), (2,)), ((3,), (3,))]
 
+    @pytest.mark.parametrize("metric", ["logprob", "prob", "recovered", "own"])
+    def test_other_metrics(self, shallow, metric):
+        """Estimates are the derivative of the metric: a patch that is mixed in a little moves it by as much."""
+        lm, mix = shallow.get("transformers", "float32"), 0.005
+        if metric == "own":
+            metric = pc.studies.Metric(
+                lambda p: p.answer**2 - 3 * p[" London"] + p.foil, tokens=(" London",), name="own"
+            )
+        asked = PATCHED | dict(sites=["mlp_out", "attn_out"], layers=[2, 5], metric=metric)
+        result = attribution_patching(lm, verify=6, sample=3, **asked)
+        sweep, mixed = patch_sweep(lm, **asked), patch_sweep(lm, alpha=mix, **asked)
+        assert result.metric == sweep.metric
+        assert (result.clean, result.corrupt) == pytest.approx((sweep.clean, sweep.corrupt), abs=1e-4)
+        moved = (mixed.values - mixed.corrupt).reshape(result.estimates.shape) / mix
+        largest = np.abs(result.estimates).max()
+        assert np.abs(result.estimates - moved).max() < 0.05 * largest
+        verified = np.isfinite(result.exact)
+        exact = (sweep.values - sweep.corrupt).reshape(result.exact.shape)
+        assert np.abs(result.exact - exact)[verified].max() < 1e-3 * max(1.0, np.abs(exact).max())
+        assert repr(result)
+        assert result.figure()
+
+    def test_the_likeliest_tokens_have_no_gradient(self, shallow):
+        with pytest.raises(pc.ProgramError, match="no gradient") as caught:
+            attribution_patching(
+                shallow.get("transformers", "float32"), **PATCHED, metric=pc.studies.Metric(lambda p: 0.0, top=5)
+            )
+        assert caught.value.path == "metric.top"
+
     @both_engines
     def test_exact_patches_are_those_of_the_sweep(self, shallow, engine):
         lm, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")

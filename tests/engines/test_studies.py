@@ -248,6 +248,25 @@ def test_path_patching_over_several_pairs(lm, plain):
     assert not np.allclose(last.each, paths.each)
 
 
+@pytest.mark.parametrize("align", ["last", "first"])
+def test_paths_between_prompts_of_different_lengths(lm, plain, align):
+    """The sender's tokens are matched; what is frozen, and received, is of the patched prompt alone."""
+    clean, corrupt = [5, 9, 30, 8, 44, 6, 21], [5, 77, 8, 6, 21]
+    match = pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3], align=align)
+    asked = dict(senders=["z[0, 1]", "z[1, 2]"], receivers=["logits", "v[2, 0]"], answer=ANSWER, foil=FOIL)
+    paths = path_patch(lm, clean=clean, corrupt=corrupt, positions=match, **asked)
+    pairs = [(2, 1), (3, 2)] if align == "last" else [(1, 1), (2, 2)]
+    expected = [[path_patched(plain, corrupt, clean, (row.layer, int(row.index)), receiver, ("z", "mlp_out"), ANSWER,
+                              FOIL, pairs) for receiver in (None, ("v", 2, 0))] for row in paths.rows]  # fmt: skip
+    same(paths.values, np.array(expected), paths.baseline)
+    listed = path_patch(lm, clean=[clean, clean], corrupt=[corrupt, corrupt], positions=[match, {"clean": 3, "corrupt": 1}],
+                        **asked)  # fmt: skip
+    assert np.allclose(listed.each[0], paths.values, atol=1e-4)
+    assert listed.pairs[1].columns[0].clean == (3,)
+    with pytest.raises(pc.TokensError, match="no partner"):
+        path_patch(lm, clean=clean, corrupt=corrupt, **asked)
+
+
 def test_paths_of_a_list_with_one_pair_are_those_of_the_pair(lm):
     asked = dict(senders=["z[0]"], receivers=["q[2, 3]"], answer=ANSWER, foil=FOIL)
     one = path_patch(lm, clean=CLEAN, corrupt=CORRUPT, **asked)

@@ -116,16 +116,18 @@ def head(model: Hooked, index: int) -> slice:
 
 def path_patched(
     model: Hooked, base: Sequence[int], source: Sequence[int], sender: tuple[int, int], receiver: tuple[str, int, int] | None,
-    freeze: Sequence[str], answer: int, foil: int,
+    freeze: Sequence[str], answer: int, foil: int, pairs: Sequence[tuple[int, int]] | None = None,
 ) -> float:  # fmt: skip
     """The logit difference of `base` with the way from a head to an input of another head (or to the logits) patched
-    from `source`, as in Wang et al. 2022, appendix B."""
+    from `source`, as in Wang et al. 2022, appendix B. `pairs`: the (source, base) positions at which the sender is
+    patched; by default all."""
     layer, index = sender
     everywhere = [(site, l) for site in freeze for l in range(model.layers)]  # noqa: E741
     _, held = model.run(base, reads=everywhere)
     _, sent = model.run(source, reads=[("z", layer)])
     whole = list(range(len(base)))
-    edits = [write("z", layer, sent["z", layer], whole, whole, head(model, index))]
+    read, written = zip(*(pairs or zip(whole, whole, strict=True)), strict=True)
+    edits = [write("z", layer, sent["z", layer], read, written, head(model, index))]
     for site, l in everywhere:  # noqa: E741
         if l > layer or (l == layer and site == "mlp_out"):
             edits.append(write(site, l, held[site, l], whole, whole))

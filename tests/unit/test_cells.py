@@ -570,19 +570,11 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver is downstream"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
-        (
-            path_patch,
-            dict(corrupt="The Colosseum is in"),
-            "corrupt: a path is patched between two prompts of one length",
-        ),
-        (
-            path_patch,
-            dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]),
-            "corrupt[1]: a path is patched",
-        ),
+        (path_patch, dict(corrupt="The Colosseum is in"), "has no partner in the clean prompt"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]), "pair 1.positions"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),
-        (path_patch, dict(positions=[1, 2]), "positions: senders are patched at one selection"),
-        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "3 selections for 2 pairs"),
+        (path_patch, dict(positions=[1, 2]), "positions: expected one selection"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "each of 2 pairs, got 3"),
     ],
 )
 def test_what_other_studies_cannot_do_is_told(lm, study, asked: dict, text: str):

@@ -628,3 +628,13 @@ class TestTargets:
         lines = "\n".join(line.strip() if line.strip() else "" for line in code.splitlines())
         done = subprocess.run([sys.executable, "-c", lines, str(tmp_path / "a.png")], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_notebook_gets_the_data_of_the_figure():
+    """JupyterLab and VS Code draw it without the web; a terminal prints the result."""
+    sweep = make_sweep()
+    bundle = sweep._repr_mimebundle_()
+    figure = bundle["application/vnd.plotly.v1+json"]
+    assert figure["data"][0]["type"] == sweep.figure().data[0].type
+    assert bundle["text/plain"] == repr(sweep)
+    assert "plotly" in bundle["text/html"]

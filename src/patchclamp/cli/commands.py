@@ -269,7 +269,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
         for text in chosen if isinstance(chosen, list) else [chosen]:
             if isinstance(text, str) and text != "each":
                 under(name, parse_tokens, text)
-    if "metric" in fields:
+    if getattr(study, "metric", None) is not None:
         foils = study.foil if isinstance(study.foil, list) else [study.foil]
         grade(study.metric, (0,), None if None in foils else (1,))
     if isinstance(study, FuzzSweep):

@@ -42,6 +42,10 @@ class CellGroup(msgspec.Struct):
         )
 
 
+_Array = tuple[tuple[int, ...], bytes]
+_Encoded = tuple[int, list[tuple[_Array, _Array, _Array, _Array, _Array]], list[str]]
+
+
 class CellRecords(msgspec.Struct):
     """The cells of a prompt: `count` of them, some without a record. `keys`: the bank keys that they read."""
 
@@ -116,12 +120,10 @@ class CellRecords(msgspec.Struct):
     @classmethod
     def of_bytes(cls, data: bytes) -> CellRecords:
         """Raises `ValueError` for other bytes. The numbers within are not checked (`plan.verify`)."""
-        Array = tuple[tuple[int, ...], bytes]
-        kind = tuple[int, list[tuple[Array, Array, Array, Array, Array]], list[str]]
-        count, groups, keys = msgspec.msgpack.decode(data, type=kind)
+        count, groups, keys = msgspec.msgpack.decode(data, type=_Encoded)
         dtypes = np.int64, RECORD, np.int64, np.int64, np.int64
 
-        def array(part: Array, dtype: Any) -> np.ndarray:
+        def array(part: _Array, dtype: Any) -> np.ndarray:
             return np.frombuffer(part[1], dtype).reshape(part[0])
 
         return cls(count, [CellGroup(*map(array, group, dtypes)) for group in groups], keys)

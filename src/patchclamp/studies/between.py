@@ -19,8 +19,9 @@ from patchclamp.lm import LM
 from patchclamp.plots import style
 from patchclamp.run import Run
 from patchclamp.studies import inputs
+from patchclamp.studies.grid import graded_of
 from patchclamp.studies.inputs import Column
-from patchclamp.studies.metric import Graded, grade, single_token
+from patchclamp.studies.metric import ALONE, METRICS, single_token
 from patchclamp.studies.study import (
     Provenance,
     Study,
@@ -30,6 +31,7 @@ from patchclamp.studies.study import (
 )
 
 Verified = Literal["all", "best", "sampled"]
+STEP = 1e-3  # nats, of the differences that are a metric's derivative
 
 
 class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -83,9 +85,12 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         return sorted(verified, key=lambda number: -towards * self.exact.flat[number])[:count]
 
     def _quantity(self) -> str:
-        if self.foil is None:
-            return f"log-probability of {style.quoted(self.answer)}"
-        return f"logit difference {style.quoted(self.answer)} − {style.quoted(self.foil)}"
+        if self.metric not in METRICS:
+            return self.metric
+        if self.foil is None or self.metric in ALONE:
+            return f"{'' if self.metric == 'prob' else 'log-'}probability of {style.quoted(self.answer)}"
+        difference = f"logit difference {style.quoted(self.answer)} − {style.quoted(self.foil)}"
+        return f"recovered share of the {difference}" if self.metric == "recovered" else difference
 
     def _verified(self) -> str:
         """A sentence on the agreement of estimates and exact patches."""
@@ -148,8 +153,12 @@ class Candidates:
         self._lm = lm
         self.answer: int = single_token(lm, study.answer, "answer")
         self.foil: int | None = None if study.foil is None else single_token(lm, study.foil, "foil")
-        metric = "logprob" if self.foil is None else "logit_diff"
-        self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
+        metric = study.metric or ("logprob" if self.foil is None else "logit_diff")
+        [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
+        if self.graded.top:
+            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
+                               "metric.top")  # fmt: skip
+        self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
         one, other = inputs.words_of(lm, study.clean, "clean"), inputs.words_of(lm, study.corrupt, "corrupt")
         self.ids: list[list[int]] = [list(of.ids) for of in (one, other)]
         self.tokens: list[tuple[str, ...]] = [of.tokens for of in (one, other)]
@@ -163,7 +172,6 @@ class Candidates:
             Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
         )
         self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
-        self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
 
     def estimates(self, steps: int) -> np.ndarray:
         """The estimate of every cell; NaN if it does not exist."""
@@ -184,9 +192,22 @@ class Candidates:
         self.clean, self.corrupt = map(self._at, self.ids)
 
     def value(self, run: Gradients) -> float:
-        """The metric of a run."""
-        logprobs = [run.scores[token] for [token] in self.graded.compared]
-        return float(self.graded.of_logprobs(np.array([logprobs]))[0])
+        """The metric of a run, before normalisation."""
+        return self._value(np.array([run.scores[token] for token in self._tokens]))
+
+    def _value(self, logprobs: np.ndarray) -> float:
+        """The metric of the log-probabilities of its tokens."""
+        if self.graded.custom is None:
+            return float(self.graded.of_logprobs(logprobs[None])[0])
+        return self.graded.value((logprobs.tolist(), {}))
+
+    def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
+        """The derivative of the metric with respect to the log-probability of each token, by central differences, which
+        are exact for differences of log-probabilities."""
+        steps = STEP * np.eye(len(logprobs))
+        slopes = [(self._value(logprobs + step) - self._value(logprobs - step)) / (2 * STEP) for step in steps]
+        return {token: sum(of for other, of in zip(self._tokens, slopes, strict=True) if other == token)
+                for token in self._tokens}  # fmt: skip
 
     def difference(self, point: int) -> np.ndarray:
         """Clean − corrupt at a point, at the aligned positions."""
@@ -204,16 +225,28 @@ class Candidates:
             yield self._at(self.ids[1], begin + np.float32((step + 0.5) / steps) * (end - begin))
 
     def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
-        return self._lm.engine.gradients(ids, self._points, self._weights, stream)
+        """Rows and gradients of the metric. One that is not linear in its log-probabilities needs them first."""
+        engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
+        scores = dict.fromkeys(self._tokens, 0.0)
+        if not linear:
+            scores = engine.gradients(ids, [self._first], dict.fromkeys(self._tokens, 1.0), stream).scores
+        slopes = self._slopes(np.array([scores[token] for token in self._tokens]))
+        return engine.gradients(ids, self._points, slopes, stream)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """(offset, factor) such that the metric is (value − offset) · factor."""
+        return self.graded.scale(self.value(self.clean), self.value(self.corrupt))
 
     @property
     def texts(self) -> dict[str, Any]:
         """The fields of a result that describe the prompts and the metric."""
-        strings = self._lm.tokenizer.token_strings
+        strings, (offset, factor) = self._lm.tokenizer.token_strings, self.scale
         return {
             "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
             "answer": strings([self.answer])[0], "foil": None if self.foil is None else strings([self.foil])[0],
-            "clean": self.value(self.clean), "corrupt": self.value(self.corrupt),
+            "clean": factor * (self.value(self.clean) - offset),
+            "corrupt": factor * (self.value(self.corrupt) - offset),
         }  # fmt: skip
 
 
@@ -231,6 +264,9 @@ class GradientStudy(Study):
     """Expected answer of the clean prompt: one token, with its leading space."""
     foil: inputs.Answer = None
     """Answer of the corrupt prompt: one token."""
+    metric: inputs.MetricField = None
+    """Metric: logit_diff, recovered, logprob or prob, or a Python function of log-probabilities (`Metric`, with top=0).
+    By default the logit difference, or log p(answer) without a foil."""
     match: inputs.Matched = None
     """Match of tokens that belong together although the prompts differ in length there, instead of their alignment; as
     text, JSON with clean, corrupt and align."""
@@ -254,7 +290,8 @@ class GradientStudy(Study):
                 f"run on one with {theirs}", "on"
             )  # fmt: skip
         cells = self.candidates(lm, self)
-        estimates = cells.estimates(self.steps)
+        _, factor = cells.scale
+        estimates = factor * cells.estimates(self.steps)
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]
         drawn = np.random.default_rng(self.seed).choice(rest, min(self.sample, len(rest)), replace=False)
@@ -272,7 +309,8 @@ class GradientStudy(Study):
             finally:
                 for run in sources:
                     run.close()
-            values = np.array(cells.graded.records(grades, np.arange(len(programs))))
+            records = cells.graded.records(grades, np.arange(len(programs)))
+            values = factor * np.array([cells.graded.value(record) for record in records])
             exact.flat[chosen] = values[1:-1] - values[0]
             floor = float(abs(values[-1] - values[0]))  # the difference of two unpatched runs
         return cells.result(

@@ -53,7 +53,8 @@ class PathPatch(PairGrid):
     """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
 
     Rows of the grid are senders, columns receivers. A receiver that is not downstream of a sender has NaN there.
-    Receivers are patched at every position. Both prompts of a pair have the same length.
+    Receivers are patched at every position of the patched prompt. For prompts of different lengths, `positions` says
+    which tokens of the senders are patched.
 
     Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument, and
     the error of any run.
@@ -69,13 +70,12 @@ class PathPatch(PairGrid):
     group: inputs.OptionalCount = 1
     """Heads or neurons per sender."""
     positions: inputs.Position = None
-    """Selection at which senders are patched, or a list with one per pair; the whole prompt by default."""
+    """Selection or `Match` at which senders are patched, or a list with one per pair; the whole prompt by default."""
     freeze: inputs.Frozen = ("z", "mlp_out")
     """Sites to freeze between sender and receiver: z, attn_out, mlp_out."""
 
     def plan(self, lm: LM) -> GridPlan:
         _check_mixers(lm)
-        _check_lengths(lm, self.clean, self.corrupt)
         cases = self.cases(lm, _at(self.positions, self.clean))
         rows = _senders(lm, self.senders, self.layers, self.group)
         receivers, frozen = _receivers(lm, self.receivers), _frozen(self.freeze)
@@ -211,21 +211,6 @@ def _check_mixers(lm: LM) -> None:
         )
 
 
-def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
-    """Check that both prompts of a pair have the same length, because freezing is position by position."""
-    several = inputs.listed(clean) and inputs.listed(corrupt)
-    for i, pair in enumerate(zip(clean, corrupt, strict=False) if several else [(clean, corrupt)]):
-        where = f"[{i}]" if several and len(clean) > 1 else ""
-        lengths = [
-            len(inputs.words_of(lm, of, side + where).ids) for of, side in zip(pair, ("clean", "corrupt"), strict=True)
-        ]
-        if lengths[0] != lengths[1]:
-            raise ProgramError(
-                "a path is patched between two prompts of one length, and the clean prompt has "
-                f"{lengths[0]} tokens and the corrupt one {lengths[1]}", f"corrupt{where}"
-            )  # fmt: skip
-
-
 def _senders(lm: LM, senders: Any, layers: Any, group: inputs.OptionalCount) -> list[Row]:
     """The sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
@@ -279,13 +264,12 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
     """The single column of senders' positions; for several pairs, it may hold a selection for each."""
     positions = as_plain(positions, "positions")
-    if isinstance(positions, (list, tuple)) and not inputs.listed(clean):
+    count = len(clean) if inputs.listed(clean) else 1
+    if isinstance(positions, (list, tuple)) and len(positions) != count:
         raise ProgramError(
-            f"senders are patched at one selection, such as prompt[2:5], and these are {len(positions)}; a list is of "
-            "several pairs of prompts", "positions"
+            f"expected one selection, such as prompt[2:5], or one for each of {count} pairs, got {len(positions)}",
+            "positions"
         )  # fmt: skip
-    if isinstance(positions, (list, tuple)) and len(positions) != len(clean):
-        raise ProgramError(f"{len(positions)} selections for {len(clean)} pairs; give one, or one a pair", "positions")
     if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
         raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
     return {"all tokens": Positions("prompt") if positions is None else positions}

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import (
+    TYPE_CHECKING,
     Any,
     ClassVar,
     NamedTuple,
@@ -28,6 +29,7 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
+    overload,
 )
 
 import msgspec
@@ -46,6 +48,10 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import parse_header, with_sorted_header
 from patchclamp.trace.hints import check_options, hints_for
+
+if TYPE_CHECKING:
+    from IPython.display import HTML, Image
+    from plotly.graph_objects import Figure as Interactive
 
 
 class Reporter:
@@ -170,15 +176,23 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         """The data of its plot; some studies accept a selection in `of`."""
         raise NotImplementedError
 
-    def figure(self, *of: Any) -> Any:
+    def figure(self, *of: Any) -> Interactive:
         """The plot as an interactive plotly figure."""
         return self.picture(*of).figure()
 
+    @overload
+    def plot(self, path: str | Path, *of: Any) -> Path: ...
+    @overload
+    def plot(self, path: None = None, *of: Any) -> Image: ...
     def plot(self, path: str | Path | None = None, *of: Any) -> Any:
         """Draw the plot with matplotlib into a file, PNG, SVG or PDF by its extension, and return its path; without a
         path, return IPython's `Image`, which a notebook shows."""
         return save_picture(self.picture(*of), path)
 
+    @overload
+    def to_html(self, path: str | Path, *of: Any, include_plotlyjs: bool | str = "directory") -> Path: ...
+    @overload
+    def to_html(self, path: None = None, *of: Any, include_plotlyjs: bool | str = "directory") -> HTML: ...
     def to_html(self, path: str | Path | None = None, *of: Any, include_plotlyjs: bool | str = "directory") -> Any:
         """Write an interactive page with the plot and its numbers into a file, and return its path; without a path,
         return the page as IPython's `HTML`, with plotly.min.js in it, which a notebook shows.
@@ -194,6 +208,15 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
             return self.figure()._repr_html_()
         except (PatchclampError, NotImplementedError):
             return None
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """The figure's data, which JupyterLab and VS Code draw without the web; its HTML, which loads plotly from the
+        web, is for others."""
+        page = self._repr_html_()
+        if page is None:
+            return {}
+        data = msgspec.json.decode(self.figure().to_json() or "{}")
+        return {"application/vnd.plotly.v1+json": data, "text/html": page, "text/plain": repr(self)}
 
     def to_bytes(self) -> bytes:
         """The result as a safetensors file: each array is a tensor, everything else JSON in its metadata."""
