@@ -230,15 +230,16 @@ def test_a_bound_program_of_no_binder_is_refused(http, fields):
 def graded(
     owner: str, sizes: dict | None = None, program: dict[str, Any] | None = None, **fields: Any
 ) -> bytes:  # fmt: skip
-    """A job of one program, twice, that is not quite of our client's making. `program`: fields of its op."""
+    """A job of the same program twice, not quite as our client makes it. `program`: fields of its op."""
     key, run = vector_key(pc.Vector.of(VECTOR)), f"{owner}-attack-job"
     op = BoundOp("edits[0]", Linear(1.0, 1.0), (1,), (key,), (PositionRange(0, 3),), True)
     op = msgspec.structs.replace(op, **(program or {}))
     records = cells_of([BoundProgram(run, 3, (op,))] * 2)
     records.keys += [key for key in sizes or {} if key not in records.keys]
     job = {"name": run, "prompt": [1, 2, 3], "suffixes": [[]], "terms": [[(0, 0, 5)]], "kl": False, "top": 0,
-           "cells": records.to_bytes(), "rows": {key: rows for key, (rows, _) in (sizes or {}).items()}}  # fmt: skip
-    return msgspec.msgpack.encode({"jobs": [job | fields], "vectors": save({key: VECTOR[None]})})
+           "cells": records.to_bytes()}  # fmt: skip
+    rows = {key: rows for key, (rows, _) in (sizes or {}).items()}
+    return msgspec.msgpack.encode({"jobs": [job | fields], "vectors": save({key: VECTOR[None]}), "rows": rows})
 
 
 def _logits(lm: pc.LM) -> int:
@@ -262,6 +263,7 @@ OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
     {"program": {"ranges": (PositionRange(0, 3, 4, 1),)}}, {"program": {"ranges": (PositionRange(0, 1 << 30),)}},
     {"terms": [[]]}, {"terms": [[(0, 0, 5)]] * (1 << 23)}, {"sizes": {"r:OWN:1": (10**9, 576)}},
     {"sizes": {"r:OWN:01": (1, 576)}}, {"sizes": {"r:OWN:99999": (1, 576)}}, {"sizes": {"r:OWN:-1": (1, 576)}},
+    {"sizes": {"r:OWN:-99999": (1, 576)}}, {"sizes": {"r:OWN:-" + "9" * 40: (1, 576)}},
     {"sizes": {"v:" + 64 * "0": (1, 576)}}, {"sizes": {"o:0:1": (1, 576)}}, {"sizes": {"": (1, 576)}},
     {"program": {"points": (10**6,)}}, {"program": {"ranges": (PositionRange(-4, 3),)}}, {"cells": b""},
     {"cells": b"\x93"}, {"cells": msgspec.msgpack.encode((-5, [], []))},
@@ -296,6 +298,25 @@ def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
             response = http.post("/v1/patchclamp/engine/grade", content=body)
             events = [*wire.Frames().feed(response.content)] if response.status_code == 200 else []
             assert (rows == 3) == any(isinstance(event, wire.GradedPart) for event in events)
+
+
+def test_two_jobs_cannot_declare_one_run_differently(http):
+    """The bank holds as many rows as are declared, once for all jobs of a request."""
+    owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    with pc.LM(str(http.base_url), api_key=KEYS[0]) as lm:
+        run = lm.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post[1]])
+        point = lm.sites.resolve(pc.resid_post[1])[0].point
+        key = f"r:{run.key}:{point}"
+        beyond, within = (
+            {"values": (key,), "ranges": (PositionRange(0, 1, row),), "points": (point,)} for row in (5, 0)
+        )
+        many = msgspec.msgpack.decode(graded(owner, {key: (500, 576)}, beyond))
+        few = msgspec.msgpack.decode(graded(owner, {key: (1, 576)}, within))
+        for rows in (many["rows"], few["rows"]):
+            body = msgspec.msgpack.encode(few | {"jobs": [*many["jobs"], *few["jobs"]], "rows": rows})
+            response = http.post("/v1/patchclamp/engine/grade", content=body)
+            events = [*wire.Frames().feed(response.content)] if response.status_code == 200 else []
+            assert not any(isinstance(event, wire.GradedPart) for event in events)
 
 
 def test_a_vector_cannot_take_the_name_of_another(http):

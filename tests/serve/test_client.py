@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.engines import wire
+from patchclamp.engines import http, wire
 from patchclamp.engines.grading import GradeTable
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
@@ -192,6 +193,37 @@ def test_grading_stops_with_its_client(lm):
     settled(lm)
     becomes(lambda: "leases" in lm.engine.status() and not lm.engine.status()["leases"], 60)
     assert np.isnan(tables[0].logprobs).any()
+
+
+def test_prompts_read_one_run_at_different_sites(lm, local):
+    found = []
+    for each in (lm, local):
+        with contextlib.closing(each.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post[:3]])) as run:
+            programs = [[pc.Replace(pc.From(run, at), at), pc.Add(pc.From(run, at), pc.resid_post[3])]
+                        for at in (pc.resid_post[1], pc.resid_post[2])]  # fmt: skip
+            found.append(each.grade([[1, 2, 3], [1, 2, 4]], [programs[:1], programs[1:]], score=[5]))
+    for over_http, here in zip(*found, strict=True):
+        assert over_http.route == here.route == "bulk"
+        np.testing.assert_allclose(over_http.logprobs, here.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", ["programs", "bytes"])
+def test_programs_that_do_not_fit_into_one_request(lm, monkeypatch, most):
+    programs = [[pc.Scale(1 + i / 8, at=pc.resid_post, tokens=pc.every[i % 3])] for i in range(12)] + [[pc.Add(np.full(576, i), pc.embed)]
+                for i in range(4)]  # fmt: skip
+    whole = lm.grade([1, 2, 3], programs, score=[5])
+    posts = []
+    stock = http._encoded_jobs
+    monkeypatch.setattr(http, "_encoded_jobs", lambda parts: posts.append(len(parts)) or stock(parts))
+    if most == "programs":
+        monkeypatch.setattr(wire, "MAX_PROGRAMS", 5)
+    else:
+        monkeypatch.setattr(http, "MAX_BATCH_BYTES", 4000)
+        monkeypatch.setattr(wire, "MAX_BODY_BYTES", 8000)
+    again = lm.grade([1, 2, 3], programs, score=[5])
+    assert again.route == "bulk"
+    assert len(posts) >= 4
+    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
 
 
 def test_jobs_of_one_name_are_graded_apart(lm):

@@ -15,6 +15,8 @@ from patchclamp.plan.bound import (
     LINEAR,
     PROJECT,
     Blend,
+    BoundOp,
+    BoundProgram,
     Condition,
     Keep,
     Linear,
@@ -23,11 +25,14 @@ from patchclamp.plan.bound import (
     Projection,
     RunCode,
     own_key,
+    pack_columns,
 )
 from patchclamp.plan.cells import CellRecords, Placed, cells_of, place
 from patchclamp.plan.room import bank_sizes
 from patchclamp.plan.table import RECORD
 from patchclamp.plan.verify import is_content, verify, verify_cells
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 
 from .test_plan import SITES, Ran, point, spelled
 
@@ -199,7 +204,13 @@ def cells_and_sizes():
         program, own = bound(several)
         programs.append(program)
         sizes |= own
-    return cells_of(programs), sizes
+    cells = cells_of(programs)
+    return cells.take(range(cells.count)), sizes
+
+
+def check_cells_of(program, sites):
+    verify_cells(cells_of([program]).take([0]), {}, PROMPT, sites)
+    verify(program, {}, PROMPT, PROMPT, sites)
 
 
 def check_cells(cells, sizes):
@@ -208,7 +219,61 @@ def check_cells(cells, sizes):
 
 def test_cells_of_programs_pass():
     check_cells(*cells_and_sizes())
-    check_cells(cells_of([None, None]), {})
+    check_cells(cells_of([None, None]).take([0, 1]), {})
+
+
+def regrouped(cells, **fields):
+    [group, *_] = cells.groups
+    return CellRecords(
+        1, [msgspec.structs.replace(group.take(np.zeros(1, int)), number=np.zeros(1, int), **fields)], cells.keys
+    )
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda cells: msgspec.structs.replace(cells, count=-1),
+    lambda cells: msgspec.structs.replace(cells, keys=[*cells.keys, cells.keys[0]]),
+    lambda cells: msgspec.structs.replace(cells, keys=[*cells.keys, KEY], groups=[]),
+    lambda cells: msgspec.structs.replace(cells, groups=cells.groups * 2),
+    lambda cells: msgspec.structs.replace(cells, groups=[cells.groups[0].take(np.zeros(0, int))]),
+    lambda cells: regrouped(cells, records=np.zeros((1, 0), RECORD)),
+    lambda cells: regrouped(cells, records=np.zeros((1, 1, 1), RECORD)),
+    lambda cells: regrouped(cells, records=np.zeros((), RECORD)),
+    lambda cells: regrouped(cells, point=np.zeros(1, np.int64)),
+    lambda cells: regrouped(cells, key=np.zeros((0, 1), np.int64)),
+])  # fmt: skip
+def test_cells_of_another_form_are_refused(wrong):
+    cells, sizes = cells_and_sizes()
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check_cells(wrong(cells), sizes)
+
+
+def test_columns_of_wide_rows():
+    """The first and the last column are 16 bits each, so that the highest makes the word negative."""
+    sites = SiteMap(LLAMA, Sizes(1, 4, 32, 1, 1, 4, 40_000))
+    point = next(of.number for of in sites.points if of.kind == "neurons")
+    op = BoundOp(
+        "edits[0]", Linear(0.0, 0.0), (point,), (), (PositionRange(0, 1),), True, pack_columns((32_000, 32_768))
+    )
+    program = BoundProgram("mine", PROMPT, (op,))
+    check_cells_of(program, sites)
+
+
+@pytest.mark.parametrize("edit", [
+    pc.Ablate(V, "z[1]"), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
+    pc.Replace(pc.From("ran", "z[1]"), "resid_post[1]", "prompt[1:3]"),
+    pc.Replace(pc.From("ran", "resid_post[1]"), "z[1]", "prompt[1:3]"),
+], ids=str)  # fmt: skip
+def test_what_sums_over_a_row_that_is_cut_is_refused(edit):
+    """With tensor parallelism. The binder of one worker makes it, that of two does not."""
+    one, two = (SiteMap(LLAMA, Sizes(3, 4, 32, 2, 2, 2, 16), tensor_parallel=count) for count in (1, 2))
+    vectors, ran = {}, Ran(range(7))
+    program = bind(Program.of([edit]), "mine", spelled(PROMPT), 1, one, lambda name: ran, vectors=vectors)
+    sizes = bank_sizes(program, vectors, one, lambda run, at: 7)
+    for check_it in (lambda of: verify(program, sizes, PROMPT, PROMPT, of),
+                     lambda of: verify_cells(cells_of([program]), sizes, PROMPT, of)):  # fmt: skip
+        check_it(one)
+        with pytest.raises(ProgramError, match="cut"):
+            check_it(two)
 
 
 HOSTILE = [-1, 1, 2, 3, 7, 9, 100, 1 << 20, 2**31 - 1, -(2**31)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import os
 import queue
@@ -13,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +39,7 @@ from patchclamp.plan.bound import source_of
 from patchclamp.plan.cells import CellRecords
 
 MAX_POSTS = 16  # concurrent batches
+RECORD_BYTES = 72  # of a record of a program to grade, with its point and keys
 MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
 CONNECT_S = 5.0  # timeout of the first connection
 TRIES = 3  # of idempotent requests
@@ -126,31 +126,25 @@ class HttpEngine(Engine):
         return reason
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        size = wire.MAX_PROGRAMS
-        parts = [(i, range(begin, min(begin + size, job.count)))
-                 for i, job in enumerate(jobs) for begin in range(0, max(job.count, 1), size)]  # fmt: skip
-        begins = itertools.accumulate((len(which) for _, which in parts), initial=0)
-        cells_of = functools.cache(lambda i: jobs[i].cells())
-        for _, post in itertools.groupby(zip(parts, begins, strict=False), lambda pair: pair[1] // size):
-            several = [part for part, _ in post]
-            body = _encoded_jobs([(jobs[i], cells_of(i).take(which)) for i, which in several])
-            yield from self._grade_parts(body, tables, several)
+        for post in _posts(jobs):
+            body = _encoded_jobs([(jobs[part.job], part.cells) for part in post])
+            yield from self._grade_parts(body, tables, post)
 
     def _grade_parts(
-        self, body: bytes, tables: Sequence[GradeTable], parts: Sequence[tuple[int, range]]
+        self, body: bytes, tables: Sequence[GradeTable], parts: Sequence[_JobPart]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade programs of jobs in one HTTP request. `parts`: the number of each job, and those of its programs."""
+        """Grade programs of jobs in one HTTP request."""
         self._check_open()
         found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
-        left = sum(len(which) + 1 for _, which in parts)
+        left = sum(part.cells.count + 1 for part in parts)
         task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
             while (event := arrived(found)) is not None:
-                i, which = parts[event.i]
-                number = event.read(tables[i], which.start)
+                part = parts[event.i]
+                number = event.read(tables[part.job], part.first)
                 left -= len(number)
-                yield i, number[number >= 0]
+                yield part.job, number[number >= 0]
         finally:
             task.cancel()
         task.result()
@@ -433,15 +427,52 @@ def _packed(vectors: Mapping[str, np.ndarray]) -> bytes:
 
 def _encoded_jobs(parts: Sequence[tuple[GradeJob, CellRecords]]) -> bytes:
     """The body of a request to grade some programs of each job."""
-    bodies, vectors = [], dict[str, np.ndarray]()
+    bodies, vectors, rows = [], dict[str, np.ndarray](), dict[str, int]()
     for job, cells in parts:
         sources = {source.key: source for source in job.sources}
-        reads = {key: source_of(key) for key in cells.keys}
-        rows = {key: len(sources[read[0]].positions_of(read[1])) for key, read in reads.items() if read is not None}
-        vectors |= {key: job.vectors[key] for key, read in reads.items() if read is None}
+        for key in cells.keys:
+            read = source_of(key)
+            if read is None:
+                vectors[key] = job.vectors[key]
+            elif key not in rows:
+                rows[key] = len(sources[read[0]].positions_of(read[1]))
         suffixes = [list(suffix) for suffix in job.suffixes]
-        bodies.append(wire.WireJob(job.name, job.prompt, suffixes, job.terms, cells.to_bytes(), rows, job.kl, job.top))
-    return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors)))
+        bodies.append(wire.WireJob(job.name, job.prompt, suffixes, job.terms, cells.to_bytes(), job.kl, job.top))
+    return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors), rows))
+
+
+class _JobPart(NamedTuple):
+    """Consecutive programs of a job, by its number; `first`: the number of the first of them."""
+
+    job: int
+    first: int
+    cells: CellRecords
+
+    def size(self, vectors: Mapping[str, np.ndarray]) -> int:
+        """Its bytes in a request, with the vectors that it reads."""
+        arrays = sum(each.nbytes for group in self.cells.groups for each in msgspec.structs.astuple(group))
+        return arrays + sum(vectors[key].nbytes for key in self.cells.keys if key in vectors)
+
+
+def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[_JobPart]]:
+    """Cut the programs of jobs into what one request holds."""
+    post: list[_JobPart] = []
+    programs = size = 0
+    for i, job in enumerate(jobs):
+        cells = job.cells()
+        of_keys = np.array([job.vectors[key].nbytes if key in job.vectors else 0 for key in cells.keys])
+        records = max((group.records.shape[1] for group in cells.groups), default=1)
+        step = max(1, min(wire.MAX_PROGRAMS, MAX_BATCH_BYTES // (records * RECORD_BYTES)))
+        for begin, end in cells.splits(of_keys, MAX_BATCH_BYTES) if job.count else [(0, 0)]:
+            for first in range(begin, max(end, begin + 1), step):
+                part = _JobPart(i, first, cells.take(range(first, min(first + step, end))))
+                more = part.size(job.vectors)
+                if post and (programs + part.cells.count > wire.MAX_PROGRAMS or size + more > wire.MAX_BODY_BYTES // 2):
+                    yield post
+                    post, programs, size = [], 0, 0
+                post.append(part)
+                programs, size = programs + part.cells.count, size + more
+    yield post
 
 
 def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_SentBatch]:

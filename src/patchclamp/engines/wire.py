@@ -89,27 +89,23 @@ class WireBatch(msgspec.Struct):
 
 
 class WireJob(msgspec.Struct):
-    """A `GradeJob`.
-
-    cells: its programs, as `CellRecords.to_bytes`
-    rows: the number of rows of each run that they read, by bank key
-    """
+    """A `GradeJob`. cells: its programs, as `CellRecords.to_bytes`"""
 
     name: str
     prompt: list[int]
     suffixes: list[list[int]]
     terms: list[list[tuple[int, int, int]]]
     cells: bytes
-    rows: dict[str, int] = {}
     kl: bool = False
     top: int = 0
 
 
 class WireJobs(msgspec.Struct):
-    """Jobs to grade. vectors: as in a `WireBatch`."""
+    """Jobs to grade. vectors: as in a `WireBatch`; rows: the number of rows of each run that they read, by bank key."""
 
     jobs: list[WireJob]
     vectors: bytes = b""
+    rows: dict[str, int] = {}
 
 
 class Fetch(msgspec.Struct):

@@ -54,15 +54,19 @@ class CellRecords(msgspec.Struct):
     keys: list[str]
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
-        """Some of the cells, in this order, with the keys that they read; None is one without a program."""
+        """Some of the cells, in this order, with the keys that they read, in one group for each number of records; None
+        is a cell without a program."""
         number = np.array([-1 if i is None else i for i in which])
-        place, groups = np.full(self.count + 1, -1), []
+        place, by_size = np.full(self.count + 1, -1), dict[int, list[CellGroup]]()
         for group in self.groups:
             place[:] = -1
             place[group.number] = np.arange(len(group.number))
             there = np.flatnonzero(place[number] >= 0)
             if len(there):
-                groups.append(msgspec.structs.replace(group.take(place[number[there]]), number=there))
+                some = msgspec.structs.replace(group.take(place[number[there]]), number=there)
+                by_size.setdefault(group.records.shape[1], []).append(some)
+        groups = [CellGroup(*map(np.concatenate, zip(*map(msgspec.structs.astuple, of), strict=True)))
+                  for of in by_size.values()]  # fmt: skip
         indices = [index for group in groups for index in (group.key, group.beside)]
         used = np.unique(np.concatenate([[-1], *map(np.ravel, indices)]))[1:]
         again = np.full(len(self.keys) + 1, -1)  # −1 stays

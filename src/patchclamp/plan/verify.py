@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -37,14 +37,13 @@ from patchclamp.plan.bound import (
     Projection,
     Store,
     check_one_way,
-    is_loaded,
     is_vector,
     own_point,
     position_array,
     run_key,
     source_of,
 )
-from patchclamp.plan.cells import CellRecords
+from patchclamp.plan.cells import CellGroup, CellRecords
 from patchclamp.sites import SiteMap, SiteRef
 
 VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
@@ -93,53 +92,72 @@ def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
 
 
 def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap) -> None:
-    """`verify` for the programs of cells, which edit only. Raises `ProgramError`."""
+    """`verify` for the programs of cells: edits at positions below `limit`, and the sizes (rows, width) of all keys.
+    Raises `ProgramError`."""
     _check_sizes(sizes, sites)
-    _need(cells.count >= 0 and all(key in sizes for key in cells.keys), "keys without a size")
-    rows, width = np.array([*(sizes[key] for key in cells.keys), (0, 0)], np.int64).reshape(-1, 2).T
-    widths, numbers = np.array([point.width for point in sites.points]), [group.number for group in cells.groups]
-    _need(all(number.ndim == 1 for number in numbers), "numbers of cells in another shape")
-    number = np.concatenate([np.zeros(0, np.int64), *numbers])
-    _need(bool(((number >= 0) & (number < cells.count)).all()), "cells beyond their number")
+    _need(len({*cells.keys}) == len(cells.keys) and all(key in sizes for key in cells.keys), "keys without a size")
+    number = np.concatenate([np.zeros(0, np.int64), *(group.number.ravel() for group in cells.groups)])
+    _need(bool(((number >= 0) & (number < cells.count)).all()), "numbers of cells out of range")
     _need(len(np.unique(number)) == len(number), "a cell twice")
+    each_R = {group.records.shape[1:] for group in cells.groups}
+    _need(len(each_R) == len(cells.groups), "several groups with one number of records")
     for group in cells.groups:
-        records, point, key, beside = group.records, group.point, group.key, group.beside
-        shape = len(group.number), group.records.size // max(len(group.number), 1)
-        _need(shape[1] > 0, "a group without records")
-        _need(all(each.shape == shape for each in (records, point, key, beside)), "arrays of several shapes")
-        inside = [(point >= 0) & (point < len(widths)), (key >= -1) & (key < len(cells.keys)),
-                  (beside >= -1) & (beside < len(cells.keys))]  # fmt: skip
-        _need(all(bool(each.all()) for each in inside), "points or keys beyond their number")
-        start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
-        value, x, y, other = (records[name] for name in ("value", "x", "y", "other"))
-        first, end = records["columns"] & 0xFFFF, records["columns"] >> 16
-        match, noise, blend = (kind == each for each in (MATCH, NOISE, BLEND))
-        reads = (kind == LINEAR) | blend | (kind == PROJECT)
-        named = reads & (key >= 0)
-        last = value + (stop - start - 1) * step
-        after = np.roll(match, 1, axis=1)  # what a condition precedes
-        holds = {
-            "another kind": reads | match | noise,
-            "points that do not ascend": np.diff(point, axis=1, prepend=0) >= 0,
-            f"positions of {limit}": (start >= 0) & (start < stop) & (stop <= limit),
-            "columns": (records["columns"] == 0) | ((first >= 0) & (first < end) & (end <= widths[point])),
-            "a step": match | (step == 0) | (step == 1),
-            "rows of the value": ~named | ((value >= 0) & (value < 1 << 31) & (last < rows[key])),
-            "a value of another width": ~named | (width[key] == widths[point]),
-            "no value": ~reads | named | ((kind == LINEAR) & (y == 0) & (value == 0)),
-            "a mask": np.where(blend, (beside >= 0) & (rows[beside] == 1) & (width[beside] == widths[point]),
-                               beside < 0),
-            "an address": (other == 0) | noise,
-            "noise": ~noise | ((key < 0) & (value >= 0) & (value < 1 << 31) & (x == 0) & (other >= 0)),
-            "numbers that are not finite": np.isfinite(x) & np.isfinite(y),
-            "a factor": records["factor"] == 0,
-            "token ids": ~match | ((key >= 0) & (rows[key] >= 1) & (value == 0) & ((x == 0) | (x == 1))),
-            "a condition of nothing": ~after | (~match & (start == np.roll(start, 1, 1)) & (stop == np.roll(stop, 1, 1))
-                                                & (point == np.roll(point, 1, 1))),
-        }  # fmt: skip
-        for what, of in holds.items():
-            _need(bool(of.all()), what)
-        _need(not match[:, -1].any(), "a condition of nothing")
+        _check_group(group, cells.keys, sizes, limit, sites)
+    read = [index.ravel() for group in cells.groups for index in (group.key, group.beside)]
+    used = np.unique(np.concatenate([np.full(1, -1), *read]))
+    _need(len(used) == len(cells.keys) + 1, "keys that no cell reads")
+
+
+def _check_group(
+    group: CellGroup, keys: Sequence[str], sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap
+) -> None:  # fmt: skip
+    records, point, key, beside = group.records, group.point, group.key, group.beside
+    _need(records.ndim == 2 and records.size > 0 and group.number.shape == records.shape[:1], "cells of another shape")
+    _need(all(each.shape == records.shape for each in (point, key, beside)), "arrays of several shapes")
+    ranges = (point, 0, len(sites.points)), (key, -1, len(keys)), (beside, -1, len(keys))
+    _need(all(bool(((of >= low) & (of < end)).all()) for of, low, end in ranges), "points or keys out of range")
+    rows, size = np.array([*(sizes[each] for each in keys), (0, 0)], np.int64).reshape(-1, 2).T
+    width, shards = np.array([(of.width, sites.shard_count(of.number)) for of in sites.points]).T
+    # by key: the shards of the run's row that it reads; 0: it is a vector
+    shards_read = np.array([*(0 if (of := source_of(each)) is None else shards[of[1]] for each in keys), 0])
+    start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
+    value, x, y, other = (records[name] for name in ("value", "x", "y", "other"))
+    columns = records["columns"].astype(np.int64) & 0xFFFFFFFF
+    first, end = columns & 0xFFFF, np.where(columns, columns >> 16, width[point])
+    match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
+    reads = linear | blend | project
+    named = reads & (key >= 0)
+    last = value + (stop - start - 1) * step
+    sums = project | (noise & (step == 1))  # over the row
+    after = np.roll(match, 1, axis=1)  # a condition precedes it
+    same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
+    faults = {
+        "records of another kind": ~(reads | match | noise),
+        "points that do not ascend": np.diff(point, axis=1, prepend=0) < 0,
+        f"positions beyond {limit}": (start < 0) | (start >= stop) | (stop > limit),
+        "columns beyond the row": (first >= end) | (end > width[point]),
+        "a step other than 0 or 1": ~match & (step != 0) & (step != 1),
+        "rows beyond those of the value": named & ((value < 0) | (value >= 1 << 31) | (last >= rows[key])),
+        "a value of another width": named & (size[key] != width[point]),
+        "rows that are cut differently among workers": named & (shards_read[key] != 0)
+        & (shards_read[key] != shards[point]),
+        "no value": reads & ~named & ~(linear & (y == 0) & (value == 0)),
+        "a mask that is not one row": blend
+        & ((beside < 0) | (rows[beside] != 1) | (size[beside] != width[point]) | (shards_read[beside] != 0)),
+        "a mask of no blend": ~blend & (beside >= 0),
+        "an address": (other != 0) & ~noise,
+        "noise of another form": noise & ((key >= 0) | (value < 0) | (value >= 1 << 31) | (x != 0) | (other < 0)),
+        "a sum over a row that is cut": sums
+        & (first * shards[point] // width[point] != (end - 1) * shards[point] // width[point]),
+        "numbers that are not finite": ~(np.isfinite(x) & np.isfinite(y)),
+        "a factor": records["factor"] != 0,
+        "token ids that are nowhere": match & ((key < 0) | (rows[key] < 1) | (shards_read[key] != 0) | (value != 0)),
+        "a condition of another form": match & (x != 0) & (x != 1),
+        "a condition of nothing": after & (match | ~(same[0] & same[1] & same[2])),
+    }  # fmt: skip
+    for what, fault in faults.items():
+        _need(not fault.any(), what)
+    _need(not match[:, -1].any(), "a condition of nothing")
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:
@@ -161,6 +179,7 @@ def _check_op(op: BoundOp, frame: Frame) -> None:
     _need(op.reaches_cache == reaches, "what it says of the cache is not so")
     _check_columns(op, width)
     _check_ranges(op, frame)
+    _check_shards(op, frame.sites)
     _check_action(op.action, op, frame, width)
     _check_own(op, frame)
     if op.condition is not None:
@@ -184,9 +203,21 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
         _need(last < rows, f"row {last} of {rows}")
 
 
+def _check_shards(op: BoundOp, sites: SiteMap) -> None:
+    """Check ops at rows that are cut among workers."""
+    for key, point in op.reads() if op.is_edit else ():
+        read = source_of(key)
+        cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
+        _need(not cut, "rows that are cut differently among workers")
+    if isinstance(op.action, Projection) or (isinstance(op.action, Noisy) and op.action.relative):
+        columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
+        whole = all(sites.whole(SiteRef("", None, point, columns=columns)) for point in op.points)
+        _need(whole, "a sum over a row that is cut")
+
+
 def _check_own(op: BoundOp, frame: Frame) -> None:
     """Check that rows of the same run are stored before they are read."""
-    _need(all(map(is_loaded, op.keys[len(op.values) :])), "a mask, or token ids, that it stores")
+    _need(all(map(is_vector, op.keys[len(op.values) :])), "a mask, a matrix, or token ids that are no vector")
     for key, point in op.reads() if op.is_edit else ():
         own = own_point(key)
         if own is None:

@@ -31,7 +31,7 @@ from patchclamp.errors import (
     pack,
 )
 from patchclamp.language.tokens import Tokens
-from patchclamp.plan.bound import run_key, source_of
+from patchclamp.plan.bound import BoundProgram, run_key, source_of
 from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify, verify_cells
@@ -39,6 +39,7 @@ from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_fil
 from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
 from patchclamp.serve.server_state import ClientWork, Front, log
+from patchclamp.store.named import SourceRun
 from patchclamp.version import __version__
 
 router: APIRouter = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
@@ -101,7 +102,7 @@ async def grade(request: Request) -> Response:
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
         raise ProgramError("expected jobs, with the same kl and top", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
-    jobs = await asyncio.to_thread(lambda: [_job(front, owner, job, vectors) for job in asked.jobs])
+    jobs = await asyncio.to_thread(_jobs, front, owner, asked, vectors)
     programs = sum(job.count + 1 for job in jobs)
     front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
     numbers = sum((job.count + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in jobs)
@@ -386,8 +387,11 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     )
 
 
-def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray]) -> GradeJob:
-    """Checks a job, and each of its programs as that of a request."""
+def _job(
+    front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
+    sources: tuple[SourceRun, ...],
+) -> GradeJob:  # fmt: skip
+    """Checks a job, and its programs as those of a request."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
@@ -399,34 +403,46 @@ def _job(front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.nd
         raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
     try:
         cells = CellRecords.of_bytes(asked.cells)
-        sources = {key: source_of(key) for key in cells.keys}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"the programs cannot be read: {error}", asked.name) from None
-    points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
-    for key, source in sources.items():
-        if source is not None:
-            runs.add(source[0])
-            _check_owned(owner, source[0])
-            sizes[key] = asked.rows.get(key, 0), points[source[1]].width if source[1] < len(points) else 0
-        elif key in vectors:
-            sizes[key] = vectors[key].shape[0], vectors[key].shape[1]
-        else:
-            raise MissingSource(f"vector {key[2:14]} is missing", asked.name)
-    _check_rows(front, sizes, asked.name)
+    front.limits.check("sweep_cells", cells.count, "programs to grade", asked.name)
+    for key in cells.keys:
+        if key not in sizes:
+            raise MissingSource(f"{key[:80]} is missing", asked.name)
+    own = {key: sizes[key] for key in cells.keys}
     try:
-        verify_cells(cells, sizes, len(asked.prompt) + longest - 1, front.engine.sites)
+        verify_cells(cells, own, len(asked.prompt) + longest - 1, front.engine.sites)
         most = max((group.records.shape[1] for group in cells.groups), default=0)
         front.limits.check("program_records", most, RECORDS)
     except PatchclampError as error:
         raise error.under(asked.name) from None
-    return GradeJob(asked.name, asked.prompt, cells.count, suffixes, asked.terms, lambda: cells, lambda number: None,
-                    asked.kl, asked.top, vectors={key: vectors[key] for key in sizes if key in vectors},
-                    sources=tuple(_DeclaredRun(run, sizes) for run in runs))  # fmt: skip
+    used = {key: vectors[key] for key in own if key in vectors}
+    return GradeJob(asked.name, asked.prompt, cells.count, suffixes, asked.terms, lambda: cells, _never, asked.kl,
+                    asked.top, vectors=used, sources=sources)  # fmt: skip
 
 
-def _check_rows(front: Front, sizes: Mapping[str, tuple[int, int]], path: str) -> None:
+def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
+    """Checks the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
+    points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
+    for key, rows in asked.rows.items():
+        try:
+            read = source_of(key)
+        except ValueError:
+            read = None
+        if read is None or not 0 <= read[1] < len(points):
+            raise ProgramError(f"{key[:80]} is not a run's", "rows")
+        _check_owned(owner, read[0])
+        runs.add(read[0])
+        sizes[key] = rows, points[read[1]].width
     if any(rows > front.engine.model.max_model_len for rows, _ in sizes.values()):
-        raise ProgramError("it reads more rows than a run has", path)
+        raise ProgramError("more rows than a run has", "rows")
+    sources = tuple(_DeclaredRun(run, dict(sizes)) for run in runs)
+    sizes |= {key: (rows.shape[0], rows.shape[1]) for key, rows in vectors.items()}
+    return [_job(front, owner, job, vectors, sizes, sources) for job in asked.jobs]
+
+
+def _never(number: int) -> BoundProgram | None:
+    raise AssertionError("a client's programs to grade run in batches alone")
 
 
 class _DeclaredRun:
@@ -463,7 +479,8 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
         raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
-    _check_rows(front, carried.sizes, asked.run)
+    if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
+        raise ProgramError("it reads more rows than a run has", asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)

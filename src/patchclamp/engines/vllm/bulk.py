@@ -89,6 +89,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     number: the cells, int64 [n] · logprobs [n, scores] · kl [n] or empty · top_ids (int64), top_logprobs [n, top]
     errors: by cell
     left: the number of cells whose results are still to come
+    rows: the number of rows that the batch computed
     seconds: the time of the call · stepped: True if the engine has computed a step since the last batch
     """
 
@@ -99,6 +100,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     top_logprobs: bytes
     errors: dict[int, Packed]
     left: int
+    rows: int
     seconds: float = 0.0
     stepped: bool = False
 
@@ -157,7 +159,7 @@ class _Launched(NamedTuple):
     number, slot: its cells, and their slots
     cell, score: of every token that is scored, the index of its cell and the number of its score
     found: the results that are arriving
-    count: the number of cells that were launched so far
+    count: the number of cells that were launched so far · rows: the number of rows that it computes
     """
 
     number: np.ndarray
@@ -166,6 +168,7 @@ class _Launched(NamedTuple):
     score: np.ndarray
     found: list[Arriving]
     count: int
+    rows: int
 
 
 class _RunningJob:
@@ -311,7 +314,7 @@ class _RunningJob:
             found = self._read(part, first, first_sample, scored, terms, hidden, batch.sampled_rows)
         runtime.end()
         arriving = [Arriving(each) for each in found]
-        return _Launched(number, slot_of_cell, scored, terms[:, 0], arriving, self._next)
+        return _Launched(number, slot_of_cell, scored, terms[:, 0], arriving, self._next, len(position))
 
     def _result(self, batch: _Launched) -> BatchResult:
         """The results of a batch in flight."""
@@ -329,7 +332,8 @@ class _RunningJob:
         if found:
             np.add.at(logprobs, (batch.cell, batch.score), scored)
         parts = (each.tobytes() for each in (batch.number, logprobs, kl, ids, top))
-        return BatchResult(*parts, errors, len(self._order) - batch.count)  # pyright: ignore[reportCallIssue]
+        left = len(self._order) - batch.count
+        return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every token to score of cells of these parts: the index of the cell, and (score, sequence, offset, token)."""

@@ -240,8 +240,8 @@ class VllmFrontEnd(Engine):
             for number, programs in result.read(pieces, tables):
                 tell(number, programs)
             left = result.left
-            rows = min(int(rows * min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8)) + 1, facts.rows)
-            self._batch_rows = rows
+            growth = min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8 if result.rows > rows // 2 else 1)
+            rows = self._batch_rows = min(int(rows * growth) + 1, facts.rows)
             if result.stepped and left:
                 yield "wait", (result.seconds / share,)
 
