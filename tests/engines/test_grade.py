@@ -289,14 +289,14 @@ def test_cancelled_gradings_return_their_leases(lm):
         pass
 
     for number in range(20):
-        programs = [[pc.Zero(at=pc.mlp_out[i % 8], tokens=pc.every[i % 8])] for i in range(200)]
+        programs = [[pc.Zero(at=pc.mlp_out[i % 8], tokens=pc.every[i % 8])] for i in range(100)]
         job, left = lm.grade_job(lm.tokens(PROMPT), programs, [[((), 5)]]), int(draw.integers(0, 4))
         lm.engine._batch_rows = 64
 
         def stop(i: int, grades: pc.Grades, which: np.ndarray) -> None:
             nonlocal left
             left -= 1
-            if left < 0 or which.max(initial=0) == 199:
+            if left < 0 or which.max(initial=0) == 99:
                 raise KeyboardInterrupt if number % 5 == 0 else Stop  # noqa: B023
 
         with pytest.raises((Stop, KeyboardInterrupt)):
@@ -523,12 +523,12 @@ def test_studies_in_batches_equal_requests(lm, monkeypatch, study, tmp_path):
     }
     sites = ["resid_pre", "z", "mlp_out"]
     call, arguments = {
-        "patch_sweep": (pc.studies.patch_sweep, {**pair, "sites": sites, "alpha": 0.7, "window": 2}),
-        "zeros": (pc.studies.patch_sweep, {**pair, "sites": sites, "source": "zeros", "direction": "noising"}),
+        "patch_sweep": (pc.studies.patch_sweep, {**pair, "sites": sites, "layers": [0, 3, 6], "alpha": 0.7, "window": 2}),
+        "zeros": (pc.studies.patch_sweep, {**pair, "sites": sites, "layers": [1, 7], "source": "zeros", "direction": "noising"}),
         "trace": (pc.studies.causal_trace, {"prompt": clean, "subject": " Mary", "answer": " Mary", "seeds": 2}),
         "ablation": (pc.studies.ablation_sweep, {"prompt": clean, "answer": " Mary", "metric": "logprob", "group": 1,
                                                  "sites": ["z"], "source": pc.studies.MeanOf([OTHER])}),
-        "paths": (pc.studies.path_patch, {**pair, "receivers": ["q[3]", "logits"]}),
+        "paths": (pc.studies.path_patch, {**pair, "senders": ["z[0]", "z[2]"], "receivers": ["q[3]", "logits"]}),
         "custom": (pc.studies.patch_sweep, {**pair, "sites": ["resid_pre"], "layers": [1, 5],
                                             "metric": pc.studies.Metric(lambda p: max(p.top.values()), top=3)}),
     }[study]  # fmt: skip

@@ -472,7 +472,8 @@ def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[_JobPart]]:
                     post, programs, size = [], 0, 0
                 post.append(part)
                 programs, size = programs + part.cells.count, size + more
-    yield post
+    if post:
+        yield post
 
 
 def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_SentBatch]:
