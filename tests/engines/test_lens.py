@@ -259,6 +259,19 @@ class TestAttributionPatching:
         assert repr(result)
         assert result.figure()
 
+    def test_a_metric_is_asked_for_no_probability_above_1(self, shallow):
+        """Its derivative is measured by differences, also where the answer is certain."""
+        lm, seen = shallow.get("transformers", "float32"), []
+
+        def log_odds(logprobs):
+            seen.append(logprobs.answer)
+            return logprobs.answer - np.log(-np.expm1(min(logprobs.answer, -1e-12)))
+
+        asked = dict(clean="a b c d e f g", corrupt="a b c d e f x", answer=" h", verify=0, sample=0, layers=[1])
+        assert np.isfinite(attribution_patching(lm, **asked, metric=log_odds).estimates).all()
+        assert len(seen) > 4
+        assert max(seen) <= 0
+
     def test_the_likeliest_tokens_have_no_gradient(self, shallow):
         with pytest.raises(pc.ProgramError, match="no gradient") as caught:
             attribution_patching(

@@ -202,10 +202,12 @@ class Candidates:
         return self.graded.value((logprobs.tolist(), {}))
 
     def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by central differences, which
-        are exact for differences of log-probabilities."""
-        steps = STEP * np.eye(len(logprobs))
-        slopes = [(self._value(logprobs + step) - self._value(logprobs - step)) / (2 * STEP) for step in steps]
+        """The derivative of the metric with respect to the log-probability of each token, by differences: central ones
+        below 0, the largest log-probability."""
+        up = np.minimum(STEP, -logprobs / 2)
+        down = np.where(up > 0, up, STEP)
+        slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
+                  for above, below in zip(np.diag(up), np.diag(down), strict=True)]  # fmt: skip
         return {token: sum(of for other, of in zip(self._tokens, slopes, strict=True) if other == token)
                 for token in self._tokens}  # fmt: skip
 
