@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines.vllm import frontend
 from patchclamp.engines.vllm.bulk import LATER, BatchResult
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.runner import BatchModel
@@ -384,6 +385,17 @@ def test_a_batch_without_room_runs_as_requests(lm, monkeypatch):
     monkeypatch.setattr(lm.engine, "grade", refuse)
     assert lm.grade(PROMPT, [[]], score=[5]).route_reason == "no room"
     np.testing.assert_allclose(pc.studies.patch_sweep(lm, **asked).values, expected.values, atol=1e-4)
+
+
+def test_small_gradings_do_not_enlarge_the_batches_of_later_ones(lm, monkeypatch):
+    """The speed of a batch that is not full says little of a full one."""
+    monkeypatch.setattr(lm.engine, "_batch_rows", frontend.FIRST_ROWS)
+    for _ in range(4):
+        lm.grade(PROMPT, [[pc.Zero(pc.mlp_out[1])]], score=[5])
+    assert lm.engine._batch_rows < frontend.FIRST_ROWS + 10
+    many = [[pc.Scale(1 + i, at=pc.mlp_out[0], tokens=pc.every[0])] for i in range(200)]
+    lm.grade(PROMPT, many, score=[5])
+    assert lm.engine._batch_rows > 2 * frontend.FIRST_ROWS
 
 
 def test_room_that_is_gone_halfway(lm, monkeypatch):

@@ -345,6 +345,17 @@ class TestEdges:
             slope = (expected(*ends, 1e-2) - expected(*ends, -1e-2)) / 2e-2
             assert edges[ends] == pytest.approx(slope, rel=0.03, abs=5e-3), ends
 
+    def test_edges_of_another_metric(self, shallow):
+        """A share of the logit difference, and the odds of the answer against the foil, which are a function of it."""
+        lm, asked = shallow.get("transformers", "float32"), PATCHED | dict(verify=4, sample=2)
+        plain, share = (edge_attribution(lm, **asked, metric=metric) for metric in (None, "recovered"))
+        odds = edge_attribution(lm, **asked, metric=lambda logprobs: np.exp(logprobs.answer - logprobs.foil))
+        whole = plain.clean - plain.corrupt
+        assert (share.clean, share.corrupt) == pytest.approx((1, 0), abs=1e-6)
+        for values, one in ((plain.estimates, share.estimates), (plain.exact, share.exact)):
+            np.testing.assert_allclose(one * whole, values, atol=1e-4)
+        np.testing.assert_allclose(odds.estimates, np.exp(plain.corrupt) * plain.estimates, rtol=1e-3, atol=1e-5)
+
 
 # Gemma 2: a cap, norms after attention and MLP, weights around 1 · GPT-2: LayerNorm with a bias, positions, matrices the
 # other way round · Granite: factors in the stream and of the logits · GPT-NeoX: mixed heads, biases, `embed_out`

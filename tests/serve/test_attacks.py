@@ -301,7 +301,7 @@ def test_the_rows_of_a_run_are_no_more_than_it_captured(http):
 
 
 def test_two_jobs_cannot_declare_one_run_differently(http):
-    """The bank holds as many rows as are declared, once for all jobs of a request."""
+    """The bank holds as many rows as are declared, once for all jobs of a request. Two that read what is there pass."""
     owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
     with pc.LM(str(http.base_url), api_key=KEYS[0]) as lm:
         run = lm.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post[1]])
@@ -317,6 +317,13 @@ def test_two_jobs_cannot_declare_one_run_differently(http):
             response = http.post("/v1/patchclamp/engine/grade", content=body)
             events = [*wire.Frames().feed(response.content)] if response.status_code == 200 else []
             assert not any(isinstance(event, wire.GradedPart) for event in events)
+        last = graded(owner, {key: (3, 576)}, beyond | {"ranges": (PositionRange(0, 1, 2),)})
+        body = msgspec.msgpack.encode(
+            msgspec.msgpack.decode(last) | {"jobs": [*msgspec.msgpack.decode(last)["jobs"], *few["jobs"]]}
+        )
+        answered = [*wire.Frames().feed(http.post("/v1/patchclamp/engine/grade", content=body).content)]
+        assert {event.i for event in answered} == {0, 1}
+        assert all(isinstance(event, wire.GradedPart) for event in answered)
 
 
 def test_a_vector_cannot_take_the_name_of_another(http):

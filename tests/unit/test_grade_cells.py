@@ -128,6 +128,19 @@ def test_shards(rank):
     assert acted == (12, 10)[rank]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_cuts(seed):
+    """The first layer and position that a program touches; without a program, those of a neighbour."""
+    programs, layers = random_programs(seed), first_layers(SITES)
+    cuts = cuts_of(cells_of(programs), np.full(len(programs), LENGTH), layers, SITES.layers)
+    before = next(program for program in programs if program is not None)
+    for program, cut in zip(programs, cuts.tolist(), strict=True):
+        before = before if program is None else program
+        touched = [(layers[point], at) for op in before.ops for point in op.points
+                   for start, stop, *_ in op.ranges for at in range(start, min(stop, LENGTH))]  # fmt: skip
+        assert cut == [min(layer for layer, _ in touched), min(at for _, at in touched)]
+
+
 @pytest.mark.parametrize("lengths", [(5, 9), (12, 12)])
 def test_cuts_of_cells_of_several_prompts(lengths):
     """A cell without a program gets the cut of one of its own prompt, if their prompts differ in length."""

@@ -231,6 +231,7 @@ def regrouped(cells, **fields):
 
 @pytest.mark.parametrize("wrong", [
     lambda cells: msgspec.structs.replace(cells, count=-1),
+    lambda cells: CellRecords(-1, [], []),
     lambda cells: msgspec.structs.replace(cells, keys=[*cells.keys, cells.keys[0]]),
     lambda cells: msgspec.structs.replace(cells, keys=[*cells.keys, KEY], groups=[]),
     lambda cells: msgspec.structs.replace(cells, groups=cells.groups * 2),

@@ -37,9 +37,9 @@ from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.cells import CellRecords
+from patchclamp.plan.table import RECORD
 
 MAX_POSTS = 16  # concurrent batches
-RECORD_BYTES = 72  # of a record of a program to grade, with its point and keys
 MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
 CONNECT_S = 5.0  # timeout of the first connection
 TRIES = 3  # of idempotent requests
@@ -456,13 +456,13 @@ class _JobPart(NamedTuple):
 
 def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[_JobPart]]:
     """Cut the programs of jobs into what one request holds."""
-    post: list[_JobPart] = []
-    programs = size = 0
+    post, programs, size = list[_JobPart](), 0, 0
     for i, job in enumerate(jobs):
         cells = job.cells()
         of_keys = np.array([job.vectors[key].nbytes if key in job.vectors else 0 for key in cells.keys])
         records = max((group.records.shape[1] for group in cells.groups), default=1)
-        step = max(1, min(wire.MAX_PROGRAMS, MAX_BATCH_BYTES // (records * RECORD_BYTES)))
+        size_of_record = RECORD.itemsize + 3 * 8  # with its point and two keys
+        step = max(1, min(wire.MAX_PROGRAMS, MAX_BATCH_BYTES // (records * size_of_record)))
         for begin, end in cells.splits(of_keys, MAX_BATCH_BYTES) if job.count else [(0, 0)]:
             for first in range(begin, max(end, begin + 1), step):
                 part = _JobPart(i, first, cells.take(range(first, min(first + step, end))))

@@ -97,7 +97,7 @@ def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit
     _check_sizes(sizes, sites)
     _need(len({*cells.keys}) == len(cells.keys) and all(key in sizes for key in cells.keys), "keys without a size")
     number = np.concatenate([np.zeros(0, np.int64), *(group.number.ravel() for group in cells.groups)])
-    _need(bool(((number >= 0) & (number < cells.count)).all()), "numbers of cells out of range")
+    _need(cells.count >= 0 and bool(((number >= 0) & (number < cells.count)).all()), "numbers of cells out of range")
     _need(len(np.unique(number)) == len(number), "a cell twice")
     each_R = {group.records.shape[1:] for group in cells.groups}
     _need(len(each_R) == len(cells.groups), "several groups with one number of records")

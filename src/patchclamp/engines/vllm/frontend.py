@@ -87,7 +87,7 @@ class VllmFrontEnd(Engine):
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
         self._batch_facts: BatchFacts | None = None
-        self._batch_rows = FIRST_ROWS
+        self._batch_rows = FIRST_ROWS  # on a CPU, of the next batch
         self._readers: collections.Counter[str] = collections.Counter()  # the number of requests that read each vector
 
     def _describe(
