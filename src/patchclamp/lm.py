@@ -496,7 +496,7 @@ class LM:
                 len(positions) * (bound.captured_width[i] or points[i].width) * bound.captured_item_bytes[i]
                 for request in requests if (bound := request.bound) is not None
                 for i, positions in bound.captured.items()
-            ))  # fmt: skip
+            ) + sum(request.bound.probed_bytes() for request in requests if request.bound is not None))  # fmt: skip
         return _Call(requests, programs, counts, listed, n is not None)
 
     def _check_memory(self, size: int) -> None:

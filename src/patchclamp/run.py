@@ -5,22 +5,22 @@ from __future__ import annotations
 import functools
 import html
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.tokenizer import prompt_of
-from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError
-from patchclamp.language import Program, Site, SiteOp
+from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
+from patchclamp.language import Probe, Program, Site, SiteOp
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.tokens import Tokens, read_tokens
-from patchclamp.language.values import DTYPES, as_flag
+from patchclamp.language.values import DTYPES, POOLS, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
-from patchclamp.plan.bound import Keep, acted, pack_columns, position_array
+from patchclamp.plan.bound import Keep, acted, captures_site, pack_columns, position_array, stored_op
 from patchclamp.sites import SiteMap, SiteRef
-from patchclamp.store.tensors import cast, merged, overflowed
+from patchclamp.store.tensors import PROBE, cast, merged, overflowed
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ class Layout(NamedTuple):
     at, ref: the site
     stored: the sources of the rows; at a position that two captured, the later one counts
     positions [T], shape, dtype: those of `run[site]`
+    pool: how the rows at `positions` are pooled, or None
     """
 
     at: Site
@@ -59,6 +60,7 @@ class Layout(NamedTuple):
     positions: np.ndarray
     shape: tuple[int, ...]
     dtype: str
+    pool: str | None = None
 
 
 class Owner(Protocol):
@@ -111,6 +113,10 @@ class Run:
     @property
     def _ops(self) -> tuple[BoundOp, ...]:
         return self._bound.ops if self._bound is not None else ()
+
+    def _stored_op(self, number: int) -> BoundOp:
+        """The op that stores its rows under a number (`stored_op`)."""
+        return self._ops[number % PROBE]
 
     @property
     def answer(self) -> Answer:
@@ -180,6 +186,8 @@ class Run:
         whole. Sites with heads have [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A
         capture projected by W [k, D] has [T, k].
 
+        A capture with `pool` has one row, so that the axis of positions is missing: [W], or [L, W].
+
         A site captured twice returns the union of positions, with the later op's row at a position that both captured.
         A path such as "edits[0]" returns the rows of that `Capture` alone, as they were at its place in the program.
         Each read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids it.
@@ -212,6 +220,8 @@ class Run:
     ) -> torch.Tensor:
         """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
         rows = self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
+        if ref.point in self._pooled:
+            return pooled(rows, self._pooled[ref.point], name)
         if not copy:
             return rows  # pyright: ignore[reportReturnType]  arrays are the fake engine's
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
@@ -249,8 +259,8 @@ class Run:
 
     @property
     def has_captures(self) -> bool:
-        """True if its program captures anything."""
-        return bool(self._captured)
+        """True if its program captures or probes anything."""
+        return bool(self._captured or self._probe_ops)
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
         """The captured sites among `refs`. Where only a part of the row was projected, that part."""
@@ -260,7 +270,7 @@ class Run:
     @property
     def acted(self) -> dict[str, list[int]]:
         """The ascending positions that each edit acted on, by path ("edits[0]"). The token ids determine them."""
-        tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
+        tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self.positions_computed], np.int64)
         if self._bound is None:
             return {}
         return {path: positions.tolist() for path, positions in acted(self._bound, tokens, self._ids_of).items()}
@@ -269,6 +279,61 @@ class Run:
     def idle_edits(self) -> list[str]:
         """The paths of edits that acted on no row, in order: the run ended before any of their tokens."""
         return [path for path, positions in self.acted.items() if not positions]
+
+    @functools.cached_property
+    def probes(self) -> Mapping[str, torch.Tensor]:
+        """The results of its probes by name: [T, k] in fp32, one row for each selected token (`probe_positions`), or
+        [k] if pooled; with an axis of layers before these where the probe's site has several."""
+        return _Probes(self)
+
+    @functools.cached_property
+    def _probe_ops(self) -> dict[str, int]:
+        """The number under which each probe's products are stored, by its name."""
+        return {op.action.probe: stored_op(op, i) for i, op in enumerate(self._ops)
+                if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
+
+    def probe_positions(self, name: str) -> list[int]:
+        """The positions whose tokens a probe read."""
+        return self._products(name)[0].tolist()
+
+    def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
+        """The positions of a probe, and W h for each of its points, [T, k]."""
+        self.answer  # noqa: B018  raises the run's own error
+        if name not in self._probe_ops:
+            raise unknown("probe", name, self._probe_ops)
+        number = self._probe_ops[name]
+        points, op = self._stored_op(number).points, f"the probe {name!r}"
+        keys = [(point, number) for point in points]
+        if self.closed and not self._fetched.keys() >= set(keys):
+            raise MissingSource(f"run {self.key} was closed before {op} was read")
+        unread = [key for key in keys if key not in self._fetched and key not in self._prefetched]
+        if unread:
+            captured = self._owner.engine.fetch_many([(self.key, *key) for key in unread])
+            self.take_fetched(dict(zip(unread, captured, strict=True)))
+        for key in keys:
+            if key not in self._fetched:
+                self._fetched[key] = self._read(*key, op)
+        return self._fetched[keys[0]][0], [self._fetched[key][1] for key in keys]
+
+    def probe_layout(self, name: str) -> tuple[list[tuple[int, int]], np.ndarray, tuple[int, ...]]:
+        """The engine's captures that `run.probes[name]` is made from, each a point and the number of an op, its
+        positions, and its shape, without reading it."""
+        number = self._probe_ops[name]
+        bound, op = self._stored_op(number), self._op(self._stored_op(number).path)
+        assert isinstance(op, Probe)
+        assert isinstance(bound.action, Keep)
+        positions, selected = self._selected(number, self._expected(bound.points[0], number))
+        positions = positions if selected is None else positions[selected]
+        shape = (*([len(bound.points)] if is_stacked(op.at) else []), *([] if op.pool else [len(positions)]))
+        return [(point, number) for point in bound.points], positions, (*shape, bound.action.products)
+
+    def probed(self, name: str) -> torch.Tensor:
+        """`run.probes[name]`."""
+        _, products = self._products(name)
+        op = self._op(self._stored_op(self._probe_ops[name]).path)
+        assert isinstance(op, Probe)
+        scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
+        return stacked(scores) if is_stacked(op.at) else scores[0]
 
     def close(self) -> None:
         """Frees the captures now."""
@@ -290,12 +355,13 @@ class Run:
     def positions_of(self, point: int) -> np.ndarray:
         """The ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if its rows
         were projected, or if it was captured several times and once by token id, which makes the rows ambiguous."""
-        if point in self._projected:
+        if point in self._projected or point in self._pooled:
+            way = "projected" if point in self._projected else "pooled"
             raise MissingSource(
-                f"run {self.key} captured {self._sites.label(point)} projected: capture it whole to read it with From"
+                f"run {self.key} captured {self._sites.label(point)} {way}: capture it whole to read it with From"
             )
         ordinals = self._captures_at.get(point, [])
-        if len(ordinals) > 1 and any(_conditional(self._ops[i]) for i in ordinals):
+        if len(ordinals) > 1 and any(_conditional(self._stored_op(i)) for i in ordinals):
             raise MissingSource(
                 f"run {self.key} captured {self._sites.label(point)} {len(ordinals)} times, one of them by token id: "
                 "capture it once to read it with From, or give the rows of run[site]"
@@ -304,7 +370,7 @@ class Run:
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
         """The positions of this run that a selection matches, in its order."""
-        return self._select(read_tokens(tokens, "tokens"), self._positions)
+        return self._select(read_tokens(tokens, "tokens"), self.positions_computed)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         tokenizer = self._owner.engine.tokenizer
@@ -321,7 +387,7 @@ class Run:
         ref = refs[0]
         self._check_part(ref, str(site))
         ordinals = self._ordinals(ref.point, ordinal, str(site))
-        if any(_conditional(self._ops[i]) for i in ordinals):
+        if any(_conditional(self._stored_op(i)) for i in ordinals):
             stored = [Stored(i, *self._selected(i, self._expected(ref.point, i))) for i in ordinals]
         else:
             stored = [Stored(ordinal, self._expected(ref.point, ordinal))]
@@ -330,7 +396,9 @@ class Run:
         empty = self._shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
         dtypes = self._dtypes(ordinals)
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        return Layout(at, ref, stored, positions, (len(positions), *empty.shape[1:]), dtype)
+        pool = self._pooled.get(ref.point)
+        shape = tuple(empty.shape[1:]) if pool else (len(positions), *empty.shape[1:])
+        return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
         """The rows of `run[site]` at positions first … end−1, from the engine's captures of each `stored`."""
@@ -344,16 +412,17 @@ class Run:
             kept = None if stored.selected is None else np.flatnonzero(stored.selected[begin:stop])
             parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
         positions, rows = parts[0] if len(parts) == 1 else merged(parts)
-        rows = cast(rows, layout.dtype)
+        rows = rows if layout.pool else cast(rows, layout.dtype)
         self._check_range(rows, positions, str(layout.ref))
-        return torch.as_tensor(self._shaped(layout.at, layout.ref, rows))
+        rows = self._shaped(layout.at, layout.ref, rows)
+        return torch.as_tensor(pooled(rows, layout.pool, str(layout.ref)) if layout.pool else rows)
 
     @property
     def _sites(self) -> SiteMap:
         return self._owner.engine.sites
 
     @functools.cached_property
-    def _positions(self) -> int:
+    def positions_computed(self) -> int:
         """The number of positions with activations: the last sampled token was never an input."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1
 
@@ -373,18 +442,18 @@ class Run:
         """The ops that capture each point, as indices into the bound program."""
         captures: dict[int, list[int]] = {}
         for ordinal, op in enumerate(self._ops):
-            for point in op.points if op.kind == CAPTURE else ():
+            for point in op.points if captures_site(op) else ():
                 captures.setdefault(point, []).append(ordinal)
         return captures
 
     @functools.cached_property
     def _capture_of_path(self) -> dict[str, int]:
         """The index in the bound program of the `Capture` at each path."""
-        return {op.path: ordinal for ordinal, op in enumerate(self._ops) if op.kind == CAPTURE}
+        return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
         """The computed positions among ascending ones."""
-        return positions[: np.searchsorted(positions, self._positions)]
+        return positions[: np.searchsorted(positions, self.positions_computed)]
 
     def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
         """The site (or that of the `Capture` at a path), its refs, and the index of that `Capture` (None for a site).
@@ -417,8 +486,15 @@ class Run:
     @functools.cached_property
     def _projected(self) -> dict[int, int]:
         """The packed columns that each projected point's matrix applies to; 0 for the whole row."""
-        ops = [op for op in self._ops if isinstance(op.action, Keep) and op.action.products]
+        ops = [op for op in self._ops if captures_site(op) and isinstance(op.action, Keep) and op.action.products]
         return {point: op.columns for op in ops for point in op.points}
+
+    @functools.cached_property
+    def _pooled(self) -> dict[int, str]:
+        """The way in which each pooled point is pooled, by point."""
+        keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
+        return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
+                for point in points}  # fmt: skip
 
     def _site(self, site: Site | str) -> Site:
         """The site of a name, or of the `Capture` at a path."""
@@ -433,7 +509,7 @@ class Run:
     def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         ordinals = self._ordinals(point, ordinal, name)
         dtypes = self._dtypes(ordinals)
-        if any(_conditional(self._ops[i]) for i in ordinals):
+        if any(_conditional(self._stored_op(i)) for i in ordinals):
             positions, rows = merged([self._matching(point, i, name) for i in ordinals])
         else:
             positions, rows = self._stored(point, ordinal, name)
@@ -453,6 +529,8 @@ class Run:
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
         """The ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
         ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
+        if ordinal is not None and ordinal >= PROBE:
+            ordinals = [ordinal]
         if not ordinals:
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
         if self.closed:
@@ -461,18 +539,18 @@ class Run:
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
         """The capture dtypes of some ops."""
-        actions = [self._ops[i].action for i in ordinals]
+        actions = [self._stored_op(i).action for i in ordinals]
         return {DTYPES[action.dtype] for action in actions if isinstance(action, Keep)}
 
     def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
         """The positions captured at a point by one op or by all (None)."""
         if ordinal is None:
             return self._captured_computed[point]
-        return self._computed(position_array(self._ops[ordinal].ranges))
+        return self._computed(position_array(self._stored_op(ordinal).ranges))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The positions, and the mask of those that the op selects now that the tokens are known (None: all)."""
-        op = self._ops[ordinal]
+        op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
         return positions, np.isin(positions, self._select(self._op(op.path).tokens, self._limit))
@@ -492,7 +570,7 @@ class Run:
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
-        width = self.width_at(point)
+        width = self.width_at(point, ordinal)
         rows = rows if len(rows) else rows.reshape(0, width)
         if rows.shape[1] != width:
             raise PatchclampError(f"{name}: {width} numbers of each row were asked for, {rows.shape[1]} were captured")
@@ -535,7 +613,8 @@ class Run:
     @functools.cached_property
     def captured_bytes(self) -> int:
         """The approximate size of all captured rows as fp32, in bytes."""
-        return sum(map(self.bytes_at, self._captured))
+        probed = self._bound.probed_bytes(self.positions_computed) if self._bound is not None else 0
+        return sum(map(self.bytes_at, self._captured)) + probed
 
     def bytes_at(self, point: int) -> int:
         """The approximate size of one point's captured rows as fp32, in bytes."""
@@ -546,8 +625,10 @@ class Run:
         item = self._bound.captured_item_bytes.get(point, 4) if self._bound is not None else 4
         return self.bytes_at(point) * item // 4
 
-    def width_at(self, point: int) -> int:
-        """The number of captured values per row at a point."""
+    def width_at(self, point: int, ordinal: int | None = None) -> int:
+        """The number of captured values per row at a point, by one op or by all but probes (None)."""
+        if ordinal is not None and isinstance(keep := self._stored_op(ordinal).action, Keep) and keep.probe:
+            return keep.products
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
         return width or self._sites.points[point].width
 
@@ -568,7 +649,8 @@ class Run:
             name, _, layer = self._sites.label(point).rstrip("]").partition("[")
             by_name.setdefault(name, []).extend([layer] if layer else [])
         short = {name: [*of[:2], "…", of[-1]] if len(of) > 4 else of for name, of in by_name.items()}
-        return ", ".join(name + (f"[{', '.join(of)}]" if of else "") for name, of in short.items())
+        probes = [f"probe {name!r}" for name in self._probe_ops]
+        return ", ".join([*(name + (f"[{', '.join(of)}]" if of else "") for name, of in short.items()), *probes])
 
     def _repr_html_(self) -> str:
         """The text of prompt and generation, and the captured sites, for notebooks."""
@@ -584,6 +666,63 @@ class Run:
         captured = f"<p>captured: <code>{html.escape(self._summary())}</code></p>" if self.has_captures else ""
         text = f'<span style="opacity: 0.6">{"".join(prompt)}</span>{"".join(generated)}'
         return f'<div style="white-space: pre-wrap">{text}</div>{captured}'
+
+
+class _Probes(Mapping[str, "torch.Tensor"]):
+    """`run.probes`; results are read when they are asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._run.probed(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._run._probe_ops
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._run._probe_ops)
+
+    def __len__(self) -> int:
+        return len(self._run._probe_ops)
+
+    def __repr__(self) -> str:
+        return f"<probes: {', '.join(self) or 'none'}>"
+
+
+def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -> torch.Tensor | np.ndarray:
+    """The scores of a probe from its products W h [T, k]: [T, k], or [k] if they are pooled."""
+    if probe.bias is not None:
+        bias = probe.bias.array()
+        products = products + (bias if isinstance(products, np.ndarray) else products.new_tensor(bias))
+    return activated(products if probe.pool is None else pooled(products, probe.pool, name), probe.activation)
+
+
+def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tensor:
+    """Rows [T, ...] pooled to one, [...], in fp32. Raises `TokensError` if there are none."""
+    if len(rows) == 0:
+        raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
+    if pool == "last":
+        row = rows[-1]
+        return row.copy() if isinstance(row, np.ndarray) else row.clone()  # pyright: ignore[reportReturnType]
+    if isinstance(rows, np.ndarray):
+        row = rows.mean(0, dtype=np.float64) if pool == "mean" else rows.max(0)
+        return row.astype(np.float32)  # pyright: ignore[reportReturnType]
+    return rows.double().mean(0).float() if pool == "mean" else rows.float().amax(0)
+
+
+def activated(products: torch.Tensor | np.ndarray, activation: str | None) -> torch.Tensor | np.ndarray:
+    """Apply a probe's activation; softmax is over the last axis."""
+    if activation is None:
+        return products
+    if not isinstance(products, np.ndarray):
+        return products.softmax(-1) if activation == "softmax" else getattr(products, activation)()
+    if activation == "relu":
+        return np.maximum(products, 0)
+    if activation == "sigmoid":
+        return (1 / (1 + np.exp(-products.astype(np.float64)))).astype(np.float32)
+    powers = np.exp(products.astype(np.float64) - products.max(-1, keepdims=True))
+    return (powers / powers.sum(-1, keepdims=True)).astype(np.float32)
 
 
 class Captures(dict[str, "torch.Tensor"]):

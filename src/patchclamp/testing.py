@@ -46,13 +46,14 @@ from patchclamp.errors import (
 )
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
-from patchclamp.plan import STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import CAPTURE, STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import is_loaded
 from patchclamp.plan.room import stored_rows
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
+from patchclamp.store.tensors import PROBE
 from patchclamp.version import __version__
 
 BOS, EOS = 0, 1
@@ -185,7 +186,10 @@ class FakeEngine(Engine):
         if captured is None:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         row_of: dict[int, np.ndarray] = {}
-        at_point = (chunk for chunk in captured if chunk.point == point and op in (None, chunk.op))
+        at_point = (
+            chunk for chunk in captured
+            if chunk.point == point and (chunk.op < PROBE if op is None else chunk.op == op)
+        )  # fmt: skip
         for chunk in sorted(at_point, key=lambda chunk: chunk.op):
             row_of.update(zip(chunk.positions.tolist(), chunk.rows, strict=True))
         positions = sorted(row_of)
@@ -271,7 +275,8 @@ class FakeEngine(Engine):
 
     def _generate(self, writers: list[_ActiveRequest], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
-        self._captured |= {bound.run: [] for bound in bounds if bound.captured}  # other runs are never released
+        capturing = (bound for bound in bounds if any(op.kind == CAPTURE for op in bound.ops))
+        self._captured |= {bound.run: [] for bound in capturing}  # other runs are never released
         code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
         programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:

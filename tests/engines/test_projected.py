@@ -66,3 +66,67 @@ def test_less_leaves_the_worker(shallow):
         runs.append(lm.run(ids, max_tokens=1, capture=[capture]))
         held.append(lm.engine.status()["captured_bytes"])
     assert np.diff(held).tolist() == [4 * D * len(ids), 3 * 4 * len(W) * len(ids)]
+
+
+PROBES = [
+    pc.Probe(W, at=pc.resid_post[2], bias=np.ones(5), activation="softmax", name="softmax"),
+    pc.Probe(W[:1], at=pc.resid_post[2], name="one"),
+    pc.Probe(RNG.standard_normal((300, D)), at=pc.resid_post[2], tokens=pc.generated, name="many"),
+    pc.Probe(W, at=pc.resid_post[1:4], bias=-np.ones(5), activation="sigmoid", pool="mean", name="mean"),
+    pc.Probe("probe", at=pc.mlp_out[6], pool="max", name="max"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_probes_equal_their_formulas_on_the_rows_of_transformers(shallow, whole, mode):
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    lm.bank["probe"] = PUSH
+    runs = lm.run(list(PROMPTS), max_tokens=4, edits=EDITS, capture=[*PROBES, pc.Capture("resid_post[2]", pool="mean")])
+    sites = ["resid_post[1:4]", "mlp_out[6]"]
+    plain = shallow.get("transformers", "float32").run(list(PROMPTS), max_tokens=4, edits=EDITS[1], capture=sites)
+    for run, rows in zip(runs, plain, strict=True):
+        h, prompt = rows["resid_post[2]"], len(run.prompt_token_ids)
+        w = torch.from_numpy(W)
+        expected = {
+            "softmax": (h @ w.T + 1).softmax(-1),
+            "one": h @ w[:1].T,
+            "many": h[prompt:] @ torch.from_numpy(PROBES[2].weight.array()).T,
+            "mean": (rows["resid_post[1:4]"].mean(1) @ w.T - 1).sigmoid(),
+            "max": (rows["mlp_out[6]"] @ torch.from_numpy(PUSH)[:, None]).amax(0),
+        }
+        assert list(run.probes) == list(expected)
+        for name, scores in expected.items():
+            assert run.probes[name].shape == scores.shape, name
+            scale = 1 if name in ("softmax", "mean") else float(scores.abs().max())
+            assert float((run.probes[name] - scores).abs().max()) <= 1e-4 * scale, name
+        assert torch.allclose(run["resid_post[2]"], h.mean(0), atol=1e-4 * float(h.abs().max()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scores_equal_those_computed_from_rows_captured_in_the_same_run(shallow, mode):
+    """In one run both are of the same rows, so that they agree within fp32; a repeat with a warm cache, too."""
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    site, weight = pc.resid_post[5], torch.from_numpy(W)
+    probes = [pc.Probe(W, at=site, pool=pool, name=str(pool)) for pool in (None, "mean", "max", "last")]
+    for _ in range(2):
+        for run in lm.run(list(PROMPTS), max_tokens=3, capture=[*probes, site]):
+            products = run[site] @ weight.T
+            scale = float(products.abs().max())
+            for name, scores in (
+                ("None", products), ("mean", products.mean(0)), ("max", products.amax(0)), ("last", products[-1]),
+            ):  # fmt: skip
+                assert float((run.probes[name] - scores).abs().max()) <= 1e-5 * scale
+
+
+def test_samples_of_a_prompt_have_probes_of_their_own(shallow):
+    lm = shallow.get("vllm", "float32")
+    probe = pc.Probe(W, at=pc.resid_post[5], tokens=pc.generated, name="p")
+    runs = lm.run(
+        PROMPTS[0], n=3, temperature=1.0, sampling={"seed": 3}, max_tokens=4, capture=[probe, pc.resid_post[5]]
+    )
+    assert len({tuple(run.token_ids) for run in runs}) > 1
+    for run in runs:
+        rows = run["resid_post[5]"][len(run.prompt_token_ids) :]
+        assert torch.allclose(run.probes["p"], rows @ torch.from_numpy(W).T, atol=1e-4, rtol=1e-4)

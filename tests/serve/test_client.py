@@ -59,6 +59,14 @@ CASES = {
             pc.Capture("z[5, 3]", dtype="bfloat16", project=VECTOR[:64]),
         ]
     ),
+    "probed": dict(
+        capture=[
+            pc.Probe([VECTOR, VECTOR[::-1]], at=pc.resid_post[3], bias=[1, 2], activation="softmax", name="deception"),
+            pc.Probe(VECTOR, at=pc.resid_post[2:4], tokens=pc.token(198) | pc.prompt[0], name="newline"),
+            pc.Probe(VECTOR[:64], at=pc.z[5, 3], pool="mean", name="mean"),
+            pc.Capture(pc.resid_post, pool="max"),
+        ]
+    ),
     "noise": dict(edits=[pc.Noise(0.5, at=pc.resid_post[1], seed=3, relative=True)], capture=[pc.final_norm]),
     "by id": dict(edits=[pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198))], capture=[pc.embed @ pc.token(198)]),
     "sampled": dict(sampling={"n": 3, "temperature": 1.0, "seed": 11}, edits=[pc.Scale(0.5, at=pc.attn_out[1])]),
@@ -82,6 +90,10 @@ def check_same(a: pc.Run, b: pc.Run) -> None:
     assert a.answer.logprobs == b.answer.logprobs
     assert a.answer.top_logprobs == b.answer.top_logprobs
     assert (a.sites, a.acted) == (b.sites, b.acted)
+    assert list(a.probes) == list(b.probes)
+    for name in a.probes:
+        assert a.probe_positions(name) == b.probe_positions(name)
+        assert torch.equal(a.probes[name], b.probes[name])
     for site in a.sites:
         assert a.positions(site) == b.positions(site)
         assert a[site].dtype == b[site].dtype

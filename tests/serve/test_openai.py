@@ -72,6 +72,33 @@ def test_captures_may_be_sites_as_text(server, local):
     assert np.array_equal(rows["resid_post[2]"], run["resid_post[2]"].numpy())
 
 
+PROBES = [
+    pc.Probe(
+        [VECTOR, -VECTOR], at=pc.resid_post[3], tokens=pc.prompt[-2:], bias=[1, 2], activation="softmax", name="p"
+    ),
+    pc.Probe(VECTOR, at=pc.resid_post[1:3], pool="mean", name="mean"),
+    pc.Capture(pc.resid_post[4], pool="max"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_probes_are_numbers_in_the_answer_and_tensors_in_the_file(server, local, stream):
+    run = local.run(PROMPT, max_tokens=6, capture=PROBES)
+    response = complete(server, program(capture=PROBES, keep=True), stream=stream)
+    [told] = (list(response)[-1] if stream else response).model_extra["patchclamp"]["runs"]
+    files = [server.http().get(f"/v1/patchclamp/runs/{told['run']}/captures").content]
+    files += [base64.b64decode(told["captures"])] if told["captures"] is not None else []
+    for name in ("p", "mean"):
+        assert told["probes"][name]["positions"] == run.probe_positions(name)
+        assert np.array_equal(np.float32(told["probes"][name]["scores"]), run.probes[name].numpy())
+    for file in files:
+        captured = safetensors.numpy.load(file)
+        assert sorted(captured) == ["probe mean", "probe p", "resid_post[4]"]
+        assert np.array_equal(captured["probe p"], run.probes["p"].numpy())
+        assert np.array_equal(captured["probe mean"], run.probes["mean"].numpy())
+        assert np.array_equal(captured["resid_post[4]"], run["resid_post[4]"].numpy())
+
+
 def test_a_stream_has_the_same_parts_and_ours_at_its_end(server, local):
     run = local.run(PROMPT, max_tokens=6, edits=[STEERED])
     chunks = list(complete(server, program([STEERED]), stream=True))

@@ -2,7 +2,7 @@
 
 from patchclamp.language import ops
 from patchclamp.language.ops import *  # noqa: F403  whose `__all__` names the ops
-from patchclamp.language.ops import Op, SiteOp
+from patchclamp.language.ops import Op, Readout, SiteOp
 from patchclamp.language.program import Program
 from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site
 from patchclamp.language.tokens import (
@@ -25,8 +25,8 @@ from patchclamp.language.tokens import (
 from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Role", "SameRun", "Site",
-    "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "image",
+    "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role", "SameRun",
+    "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "image",
     "parse_site", "parse_tokens", "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

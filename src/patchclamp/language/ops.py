@@ -12,26 +12,32 @@ fuzz_mode       "noise" (default), or "scale": multiply embeddings by 1 − stre
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
+from patchclamp.language.probes import linear_model, read_probe, write_probe
 from patchclamp.language.site import At, Site, parse_edited_site, parse_site
 from patchclamp.language.tokens import Tokens, every, parse_tokens
 from patchclamp.language.values import (
     Converted,
     Named,
     Value,
+    ValueLike,
     Vector,
     as_direction,
     as_directions,
     as_dtype,
     as_flag,
     as_mask,
-    as_matrix,
     as_number,
+    as_numbers,
+    as_pool,
     as_seed,
     as_strength,
     as_value,
@@ -41,8 +47,9 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Replace", "Scale", "Use", "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "Zero",
 ]  # fmt: skip
+ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
@@ -50,6 +57,29 @@ def as_site(value: Site | At | str) -> Site:
     """Parse a site; `SiteOp` has already split `site @ tokens`."""
     assert not isinstance(value, At)
     return parse_site(value)
+
+
+def as_bias(value: ValueLike) -> Vector:
+    """Convert to numbers [k]."""
+    vector = as_numbers(value)
+    if not isinstance(vector, Vector):
+        raise ProgramError(f"expected numbers, got the name {vector.name!r}")
+    if len(vector.shape) != 1:
+        raise ShapeError(f"expected one number for each output, [k], got {list(vector.shape)}")
+    return vector
+
+
+def as_activation(value: object) -> str:
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise unknown("activation", str(value), ACTIVATIONS)
+    return value
+
+
+def as_probe_name(value: object) -> str:
+    """Check a probe's name: 1 to 64 letters, digits and _ . -"""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
+        raise ProgramError(f"expected a name of 1 to 64 letters, digits and _ . -, got {value!r:.100}")
+    return value
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +131,7 @@ class SiteOp(Op, _Placed, frozen=True):
                 raise ProgramError(f"the tokens are given twice: {both} and tokens={self.tokens}", "tokens")
             msgspec.structs.force_setattr(self, "at", both.site)
             msgspec.structs.force_setattr(self, "tokens", both.tokens)
-        if isinstance(self.at, str) and not isinstance(self, Capture):
+        if isinstance(self.at, str) and not isinstance(self, Readout):
             try:
                 parse_edited_site(self.at)
             except PatchclampError as error:
@@ -109,18 +139,83 @@ class SiteOp(Op, _Placed, frozen=True):
         super().__post_init__()
 
 
-class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
+class Readout(SiteOp, frozen=True):
+    """Base of ops that read rows and do not change them."""
+
+
+class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     """Record h after all preceding ops, in `dtype`: float32, bfloat16 or float16.
 
-    `project`, a matrix W [k, D] of at most 256 rows, records W h instead: k numbers rather than D, for probes,
-    directions or the first components of a PCA. W h is computed where the model runs, and rounded to fp32 and then to
-    `dtype`. A run captures a site either whole or through one W.
+    `project`, a matrix W [k, D] with at most D rows, records W h instead: k numbers rather than D, for directions or
+    the first components of a PCA. W h is computed where the model runs, and rounded to fp32 and then to `dtype`. A run
+    captures a site either whole or through one W; a `Probe` has a matrix of its own.
+
+    `pool` reduces the selected tokens to one row: their "mean", their "max" in each column, or the "last" of them.
     """
 
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     dtype: str = field(converter=as_dtype, default="float32")
-    project: Vector | Named | None = field(converter=optional(as_matrix), default=None)
+    project: Vector | Named | None = field(converter=optional(as_numbers), default=None)
+    pool: str | None = field(converter=optional(as_pool), default=None)
+
+
+class Probe(Readout, frozen=True, forbid_unknown_fields=True):
+    """A linear probe: activation(W h + b) for each selected token, k numbers computed where the model runs.
+
+    `weight` W is [k, D] or [D] (k = 1), `bias` b is [k]; `activation` is None, "sigmoid", "relu" or "softmax" (over
+    the k). With `pool`, "mean", "max" or "last", W h + b is pooled over the selected tokens and then activated: the
+    mean agrees with a probe that was fitted on mean rows. `run.probes[name]` is [T, k], or [k] if pooled. A site may
+    have many probes, and be captured as well.
+
+    Source: Alain and Bengio 2016 (arXiv:1610.01644).
+    """
+
+    weight: Vector | Named = field(converter=as_numbers)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    bias: Vector | None = field(converter=optional(as_bias), default=None)
+    activation: str | None = field(converter=optional(as_activation), default=None)
+    pool: str | None = field(converter=optional(as_pool), default=None)
+    name: str = field(converter=as_probe_name, default="")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        outputs = len(self.weight.rows()) if isinstance(self.weight, Vector) else None
+        if self.bias is not None and outputs is not None and self.bias.shape != (outputs,):
+            raise ShapeError(f"expected one number for each of {outputs} outputs, got {list(self.bias.shape)}", "bias")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], at: Site | At | str, *, tokens: Any = every, pool: str | None = None,
+        activation: str | None = None, name: str | None = None,
+    ) -> Probe:  # fmt: skip
+        """Load a probe from a .safetensors, .npz or .npy file: `weight` [k, D], and perhaps `bias` [k]. Other names for
+        these are `coef_` and `intercept_`. `name` defaults to the file's stem, `activation` to the one in the file's
+        metadata. Raises `ProgramError` or `ShapeError` for a file that is not a probe."""
+        arrays, metadata = read_probe(path)
+        return cls(
+            arrays["weight"], at, tokens, arrays.get("bias"), activation or metadata.get("activation") or None, pool,
+            Path(path).stem if name is None else name,
+        )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, model: Any, at: Site | At | str, *, name: str, tokens: Any = every, pool: str | None = None,
+        activation: str | None = None,
+    ) -> Probe:  # fmt: skip
+        """Make a probe from a fitted linear model of scikit-learn, or a pipeline of a `StandardScaler` and one (the
+        scaler is folded into weight and bias), or from a `torch.nn.Linear`. A logistic regression gets the activation
+        "sigmoid", one of several classes "softmax"; other models None."""
+        weight, bias, own = linear_model(model)
+        return cls(weight, at, tokens, bias, activation or own, pool, name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weight, bias and activation to a .safetensors file, for `load`. The site is not part of the file."""
+        if isinstance(self.weight, Named):
+            raise ProgramError(f"the weight is {self.weight.name!r} in a bank: save its numbers", "weight")
+        bias = None if self.bias is None else self.bias.array()
+        write_probe(path, self.weight.rows(), bias, self.activation)
 
 
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -270,16 +365,18 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 OPS: dict[str, type[Op]] = {  # the ops with a JSON form: all but `Apply`
-    kind.__name__.lower(): kind for kind in (*SiteOp.__subclasses__(), Use) if kind is not Apply
+    kind.__name__.lower(): kind
+    for kind in (*Readout.__subclasses__(), *SiteOp.__subclasses__(), Use)
+    if kind not in (Apply, Readout)
 }
 
 
-CaptureLike = Capture | Site | At | str
+CaptureLike = Readout | Site | At | str
 
 
-def as_capture(value: CaptureLike) -> Capture:
-    """Make a `Capture` from a site, `site @ tokens` or the text form of either; return a `Capture` unchanged."""
-    if isinstance(value, Capture):
+def as_capture(value: CaptureLike) -> Readout:
+    """Make a `Capture` from a site, `site @ tokens` or the text form of either; return a readout unchanged."""
+    if isinstance(value, Readout):
         return value
     if isinstance(value, str) and "@" in value:
         at, tokens = value.split("@", 1)

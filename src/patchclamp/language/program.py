@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.ops import OPS, Apply, Capture, CaptureLike, Op, Use, as_capture
+from patchclamp.language.ops import OPS, Apply, CaptureLike, Op, Probe, Readout, Use, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold vectors
+VECTORS = {"value", "mask", "direction", "directions", "project", "weight", "bias"}  # fields that hold vectors
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
@@ -28,7 +28,13 @@ class Program(PublicStruct, frozen=True):
     """The ops of one request: `edits` in order, then `capture`, which records the values after all edits."""
 
     edits: tuple[Op, ...] = ()
-    capture: tuple[Capture, ...] = ()
+    capture: tuple[Readout, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [(op.name, path) for path, op in self.ops if isinstance(op, Probe)]
+        twice = [(name, path) for i, (name, path) in enumerate(names) if name in dict(names[:i])]
+        if twice:
+            raise ProgramError(f"two probes are named {twice[0][0]!r}: give each its own name", f"{twice[0][1]}.name")
 
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
@@ -76,11 +82,10 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op as plain data. A null `project` is omitted, so that older programs keep their fingerprint."""
+    """The fields of an op as plain data. A null `project` or `pool` is omitted, so that older programs keep their
+    fingerprint."""
     fields = msgspec.to_builtins(op, enc_hook=str)
-    if fields.get("project", op) is None:
-        del fields["project"]
-    return fields
+    return {name: value for name, value in fields.items() if value is not None or name not in ("project", "pool")}
 
 
 def _texts(op: Op) -> dict[str, Any]:
@@ -103,9 +108,9 @@ def from_dict(data: object) -> Program:
             raise unknown("part of a program", key, ("edits", "capture"), key)
     edits, capture = (_read_ops(data.get(part, []), part) for part in ("edits", "capture"))
     for i, op in enumerate(capture):
-        if not isinstance(op, Capture):
-            raise ProgramError(f"expected a Capture, got {type(op).__name__}", f"capture[{i}]")
-    return Program(edits, tuple(op for op in capture if isinstance(op, Capture)))
+        if not isinstance(op, Readout):
+            raise ProgramError(f"expected a Capture or a Probe, got {type(op).__name__}", f"capture[{i}]")
+    return Program(edits, tuple(op for op in capture if isinstance(op, Readout)))
 
 
 def _read_ops(data: object, part: str) -> tuple[Op, ...]:

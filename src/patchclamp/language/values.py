@@ -348,7 +348,7 @@ def as_value(value: ValueLike) -> Value:
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 DTYPES = ("float32", "bfloat16", "float16")  # of captures
-MAX_PROJECTED = 256  # rows of a projected capture's matrix
+POOLS = ("mean", "max", "last")  # of captures
 
 
 def as_number(value: SupportsFloat) -> float:
@@ -401,6 +401,13 @@ def as_dtype(value: object, path: str | None = None) -> str:
     return name
 
 
+def as_pool(value: object) -> str:
+    """One of `POOLS`."""
+    if not isinstance(value, str) or value not in POOLS:
+        raise unknown("way to pool", str(value), POOLS)
+    return value
+
+
 def as_numbers(value: ValueLike) -> Vector | Named:
     vector = as_value(value)
     if not isinstance(vector, (Vector, Named)):
@@ -423,20 +430,6 @@ def as_mask(value: ValueLike) -> Vector | Named:
     if "bool" in str(getattr(value, "dtype", "")):
         return as_row(value * 1.0)  # type: ignore[operator]
     return as_row(value)
-
-
-def as_matrix(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [D] or [k, D], at most `MAX_PROJECTED` rows."""
-    if isinstance(vector := as_numbers(value), Vector):
-        check_matrix(vector)
-    return vector
-
-
-def check_matrix(matrix: Vector) -> None:
-    """Raise `ShapeError` for a matrix with more than `MAX_PROJECTED` rows."""
-    rows = len(matrix.rows())
-    if rows > MAX_PROJECTED:
-        raise ShapeError(f"expected a matrix of at most {MAX_PROJECTED} rows, got {list(matrix.shape)}")
 
 
 def as_directions(value: ValueLike) -> Vector | Named:

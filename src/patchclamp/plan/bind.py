@@ -15,10 +15,24 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
-from patchclamp.language import Apply, Capture, From, Named, Program, SameRun, Site, SiteOp, Tokens, Use, Vector, ops
+from patchclamp.language import (
+    Apply,
+    Capture,
+    From,
+    Named,
+    Program,
+    Readout,
+    SameRun,
+    Site,
+    SiteOp,
+    Tokens,
+    Use,
+    Vector,
+    ops,
+)
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
-from patchclamp.language.values import DTYPES, MAX_FP32, Value, ValueLike, as_value, check_matrix, orthonormal
+from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import (
     Action,
     Blend,
@@ -98,18 +112,30 @@ def lower(op: SiteOp, context: Context) -> Lowered:
 
 @lower.register
 def _capture(op: ops.Capture, context: Context) -> Lowered:
-    dtype = DTYPES.index(op.dtype)
+    dtype, pool = DTYPES.index(op.dtype), POOLS.index(op.pool) + 1 if op.pool else 0
     if op.project is None:
-        return Lowered(Keep(dtype, context.conditional))
+        return Lowered(Keep(dtype, context.conditional, pool=pool))
+    matrix = _matrix(op, op.project, "project", context)
+    return Lowered(Keep(dtype, context.conditional, context.put(matrix), len(matrix.rows()), pool))
+
+
+@lower.register
+def _probe(op: ops.Probe, context: Context) -> Lowered:
+    matrix, pool = _matrix(op, op.weight, "weight", context), POOLS.index(op.pool) + 1 if op.pool else 0
+    if op.bias is not None and op.bias.shape != (len(matrix.rows()),):
+        raise ShapeError(f"expected [{len(matrix.rows())}] numbers, got {list(op.bias.shape)}", "bias")
+    return Lowered(Keep(0, context.conditional, context.put(matrix), len(matrix.rows()), pool, op.name))
+
+
+def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
+    """The matrix of a readout, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite("logits are not projected: capture final_norm, by W times the unembedding", "at")
+        raise UnsupportedSite("logits are not projected: read final_norm, by W times the unembedding", "at")
     context.needs_whole_rows(op)
-    matrix = context.vector(op.project, "project")
-    try:
-        check_matrix(matrix)
-    except ShapeError as error:
-        raise error.under("project") from None
-    return Lowered(Keep(dtype, context.conditional, context.put(matrix), len(matrix.rows())))
+    matrix = context.vector(value, field)
+    if len(matrix.rows()) > matrix.shape[-1]:
+        raise ShapeError(f"expected a matrix [k, D] with at most D rows, got {list(matrix.shape)}", field)
+    return matrix
 
 
 @lower.register
@@ -313,7 +339,7 @@ class _Binder:
         """Bind an op: an edit once for each condition under which it acts, a capture once."""
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
-        if isinstance(op, Capture):
+        if isinstance(op, Readout):
             return _OpBinder(self, path, op, refs, Case(self.known.merged_of(cases)), len(cases) > 1).bound()
         cases = [case for case in cases if len(case.positions)]
         if not cases:
@@ -425,7 +451,7 @@ class _OpBinder:
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
         bound = BoundOp(
             self._path, lowered.action, tuple(point.number for point in points), lowered.values, ranges,
-            reaches_cache=not isinstance(self._op, Capture) and any(map(reaches_cache, points)),
+            reaches_cache=not isinstance(self._op, Readout) and any(map(reaches_cache, points)),
             columns=0 if columns is None or is_whole(self._op) else pack_columns(columns),
             condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
         )  # fmt: skip
@@ -443,7 +469,7 @@ class _OpBinder:
     def needs_whole_rows(self, op: SiteOp) -> None:
         ref = self._refs[0]
         if not self._sites.whole(ref):
-            what = "a projection" if isinstance(op, Capture) else type(op).__name__
+            what = "a projection" if isinstance(op, Readout) else type(op).__name__
             raise UnsupportedSite(
                 f"{what} needs a sum over the row, and {ref} is cut among {self._sites.shard_count(ref.point)} GPUs: "
                 f"name one head, as in {ref.name}[{ref.layer}, 0], or run with tensor_parallel_size=1",
@@ -497,7 +523,11 @@ class _OpBinder:
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
-        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]) and field != "project":
+        if (
+            parts is not None
+            and vector.shape == ((end - first) // parts[1], parts[1])
+            and field not in ("project", "weight")
+        ):
             vector = _flat(vector)
         columns = vector.shape[-1]
         if columns == width and (named or ref.columns in (None, (0, width))):

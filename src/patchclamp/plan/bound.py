@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
+from patchclamp.store.tensors import PROBE
 
 CAPTURE = 0  # record the row
 LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 omits its term (0 · inf would be NaN)
@@ -45,6 +46,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     conditional: True if some of its positions depend on generated tokens
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
+    pool: an index into `POOLS` plus 1; 0: each position has a row of its own
+    probe: the name of the probe that its products are for; "" if they are the site's
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -52,6 +55,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     conditional: bool = False
     matrix: str = ""
     products: int = 0
+    pool: int = 0
+    probe: str = ""
 
 
 class Linear(msgspec.Struct, frozen=True, array_like=True, tag=LINEAR):
@@ -188,7 +193,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The positions captured up to `max_tokens`, ascending, by point. Points with equal ranges share one array."""
         ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
         for op in self.ops:
-            for point in op.points if op.kind == CAPTURE else ():
+            for point in op.points if captures_site(op) else ():
                 ranges[point] += op.ranges
         positions = {of_point: position_array(of_point) for of_point in set(ranges.values())}
         return {point: positions[of_point] for point, of_point in ranges.items()}
@@ -196,15 +201,23 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @functools.cached_property
     def captured_width(self) -> dict[int, int]:
         """The numbers captured per row at each point; 0: all. `check_one_way` ensures that a point has only one."""
-        keeps = [(op.action.products, op.points) for op in self.ops if isinstance(op.action, Keep)]
-        return {point: products for products, points in keeps for point in points}
+        keeps = [(op.action, op.points) for op in self.ops if captures_site(op)]
+        return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
+
+    def probed_bytes(self, computed: int | None = None) -> int:
+        """The bytes of all probes' products in the first `computed` positions; None: in all, up to `max_tokens`."""
+        return sum(
+            4 * op.action.products * len(op.points) * max(min(stop, computed or stop) - start, 0)
+            for op in self.ops if isinstance(op.action, Keep) and op.action.probe
+            for start, stop, *_ in op.ranges
+        )  # fmt: skip
 
     @functools.cached_property
     def captured_item_bytes(self) -> dict[int, int]:
         """The most bytes per captured number at each point: 4 in fp32, 2 in bfloat16 and float16."""
         sizes: dict[int, int] = {}
         for op in self.ops:
-            if isinstance(op.action, Keep):
+            if isinstance(op.action, Keep) and captures_site(op):
                 size = 2 if op.action.dtype else 4
                 sizes |= {point: max(sizes.get(point, 2), size) for point in op.points}
         return sizes
@@ -226,23 +239,26 @@ def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raise `ProgramError` if one point is captured in two ways, since all rows of a point in a run have one width.
+    Probes are not concerned: each has rows of its own.
 
     label: returns the name of a point
     """
     ways: dict[int, BoundOp] = {}
     for op in ops:
-        for point in op.points if isinstance(op.action, Keep) else ():
+        for point in op.points if captures_site(op) else ():
             first = ways.setdefault(point, op)
             if first is not op and way_of(first) != way_of(op):
                 raise ProgramError(
                     f"{label(point)} is captured by {first.path[:200]} too, and otherwise: in a run a site is captured "
-                    "whole, or by one matrix; put the rows of both into one, or make two runs", op.path[:200]
+                    "whole, pooled, or by one matrix; put the rows of both into one, use pc.Probe, or make two runs",
+                    op.path[:200]
                 )  # fmt: skip
 
 
-def way_of(op: BoundOp) -> tuple[str, int]:
-    """A capture's matrix and the columns that it applies to; ("", 0) for a whole row."""
-    return (op.action.matrix, op.columns) if isinstance(op.action, Keep) else ("", 0)
+def way_of(op: BoundOp) -> tuple[str, int, str]:
+    """A capture's matrix, the columns that it applies to, and the path of a pooled one; ("", 0, "") for whole rows."""
+    assert isinstance(op.action, Keep)
+    return op.action.matrix, op.columns, op.path if op.action.pool else ""
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
@@ -272,6 +288,16 @@ def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Pos
 def pack_columns(columns: tuple[int, int]) -> int:
     """Pack columns first … end − 1 into one word of a record."""
     return columns[0] | columns[1] << 16
+
+
+def captures_site(op: BoundOp) -> bool:
+    """True if an op captures rows of its site, which a probe does not."""
+    return isinstance(op.action, Keep) and not op.action.probe
+
+
+def stored_op(op: BoundOp, ordinal: int) -> int:
+    """The number under which the rows of a program's op are stored."""
+    return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 
 def run_key(run: str, point: int) -> str:

@@ -68,7 +68,8 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
         for positions in bound.captured.values()  # points share them
     }
     width = bound.captured_width
-    return sum(4 * rows[id(at)] * (width[i] or sites.points[i].width) for i, at in bound.captured.items())
+    of_sites = sum(4 * rows[id(at)] * (width[i] or sites.points[i].width) for i, at in bound.captured.items())
+    return of_sites + bound.probed_bytes(computed)
 
 
 def resident_name(key: str, sharded: bool) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.values import DTYPES, MAX_FP32, MAX_PROJECTED
+from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
     BLEND,
@@ -240,6 +240,8 @@ def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None
 @_check_action.register
 def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
+    _need(0 <= action.pool <= len(POOLS), f"pool {action.pool}")
+    _need(len(action.probe) <= 64 and (not action.probe or bool(action.matrix)), "a probe with no matrix")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
@@ -250,7 +252,7 @@ def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     if not action.matrix:
         _need(action.products == 0 and not op.columns, "a capture of a part, or products with no matrix")
         return
-    _need(1 <= action.products <= MAX_PROJECTED, f"{action.products} products")
+    _need(1 <= action.products <= width, f"{action.products} products")
     _need(is_vector(action.matrix), "a matrix that is no vector")
     _need(frame.sizes.get(action.matrix) == (action.products, width), f"a matrix not of {action.products} rows")
     columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None

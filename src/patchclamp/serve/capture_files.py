@@ -1,7 +1,7 @@
 """A run's captures as a safetensors file with one tensor per captured site, produced while it is sent.
 
 tensors     `run[site]` in the dtype of the capture, named by site, such as "resid_post[3]"; for a capture among the
-            edits also by path, such as "edits[0] resid_post[3]"
+            edits also by path, such as "edits[0] resid_post[3]"; `run.probes[name]` as "probe NAME"
 metadata    `positions`: JSON, the position of each row by tensor; `prompt_token_ids` and `token_ids`: JSON
 
 The header comes first, because the positions that a run captured are known. The tensors follow, read from the engine a
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 PART_BYTES = 1 << 21  # of rows read at once, but at least one row
+PROBE_OF = "probe "  # before the name of a probe, in the name of its tensor
 MAX_LINE = 1 << 18  # characters per line of an event stream, because readers limit them
 SENT_BYTES = 1 << 18  # passed to the connection at once, which copies them
 Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
@@ -178,22 +179,29 @@ async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], N
 
 def captured_names(run: Run) -> list[str]:
     """The names of the tensors in a run's file."""
-    return list(dict(_names(run)))
+    return [*dict(_names(run)), *(PROBE_OF + name for name in run.probes)]
 
 
 def captured_file(run: Run) -> bytes:
     """The whole file of small captures. Blocks until the engine has sent them."""
     keys, file = dict(_names(run)), file_of(run)
-    return b"".join(
-        [file.header, *(bytes_of(run.read(keys[tensor.name], copy=False)).tobytes() for tensor in file.tensors)]
+    rows = (
+        run.read(keys[name], copy=False) if (name := tensor.name) in keys else run.probes[name.removeprefix(PROBE_OF)]
+        for tensor in file.tensors
     )
+    return b"".join([file.header, *(bytes_of(each).tobytes() for each in rows)])
 
 
 def file_of(run: Run) -> File:
     """A run's file, whose rows are read while it is sent."""
     layouts = {name: run.layout(key) for name, key in _names(run)}
     tensors = [FileTensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
-    positions = json.dumps({name: each.positions.tolist() for name, each in layouts.items()})
+    at = {name: each.positions.tolist() for name, each in layouts.items()}
+    for name in run.probes:
+        keys, read, shape = run.probe_layout(name)
+        at[PROBE_OF + name] = read.tolist()
+        tensors.append(FileTensor(PROBE_OF + name, "float32", shape, [_probe_window(run, name, keys, shape)]))
+    positions = json.dumps(at)
     ids = {"prompt_token_ids": json.dumps(run.prompt_token_ids), "token_ids": json.dumps(run.token_ids)}
     return File.of(tensors, {"positions": positions, **ids})
 
@@ -202,13 +210,23 @@ def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
     """Cuts the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
-    for begin, end in cut(len(positions), row_bytes):
+    for begin, end in [(0, len(positions))] if layout.pool else cut(len(positions), row_bytes):
         first, stop = positions[begin], positions[end - 1] + 1
         wanted = [(run.key, layout.ref.point, each.op, *each.between(first, stop)) for each in layout.stored]
         yield FileWindow(
             wanted, row_bytes * (end - begin),
             lambda captured, first=first, stop=stop: run.rows_between(layout, first, stop, captured),
         )  # fmt: skip
+
+
+def _probe_window(run: Run, name: str, keys: list[tuple[int, int]], shape: tuple[int, ...]) -> FileWindow:
+    """The window of a probe's results, which are few numbers."""
+
+    def rows(captured: list[Captured]) -> torch.Tensor:
+        run.take_fetched(dict(zip(keys, captured, strict=True)))
+        return run.probed(name)
+
+    return FileWindow([(run.key, *key, 0, run.positions_computed) for key in keys], bytes_in("float32", shape), rows)
 
 
 async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
@@ -30,7 +31,7 @@ from patchclamp.engines.vllm.compat.clients import http_error
 from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
-from patchclamp.language import Capture, Program, SiteOp, Use
+from patchclamp.language import Program, Readout, SiteOp, Use
 from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
@@ -156,7 +157,7 @@ class ProgramCall:
         edits = () if variant is None else variant.program.edits
         self.program: Program = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
         every = [op for _, op in self.program.ops]
-        captures = sum(isinstance(op, Capture) for op in every)
+        captures = sum(isinstance(op, Readout) for op in every)
         kept.limits.check("program_ops", len(every), "ops of the program", "edits")
         kept.limits.check("program_captures", captures, "captures of the program", "capture")
         if self.name is not None:
@@ -268,6 +269,8 @@ class ProgramCall:
                 path: [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
                 for path, positions in run.acted.items()
             }
+        if run.probes:
+            answer["probes"] = await asyncio.to_thread(probe_answers, run)
         if run.has_captures:
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
@@ -278,6 +281,20 @@ class ProgramCall:
             answer["captures"] = file
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or file is None else None
         return answer
+
+
+def probe_answers(run: Run) -> dict[str, Any]:
+    """The results of a run's probes as JSON; numbers that are not finite are null."""
+    return {
+        name: {"positions": run.probe_positions(name), "scores": _finite(run.probes[name].tolist())}
+        for name in run.probes
+    }
+
+
+def _finite(numbers: Any) -> Any:
+    if isinstance(numbers, list):
+        return [_finite(each) for each in numbers]
+    return numbers if math.isfinite(numbers) else None
 
 
 def in_request(error: PatchclampError) -> PatchclampError:

@@ -246,6 +246,7 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Tokens: TokensText,
     Value: Numbers | VectorValue | NamedValue | FromValue | SameRunValue,
     Vector | Named: Numbers | VectorValue | NamedValue,
+    Vector: list[float] | VectorValue,
 }
 
 
@@ -283,12 +284,19 @@ PatchclampRequest: type[Closed] = create_model(
     __base__=Closed,
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
     edits=(_list_of(ANY_OP), []),
-    capture=(_list_of(OP_MODELS["capture"] | SiteText), []),
+    capture=(_list_of(OP_MODELS["capture"] | OP_MODELS["probe"] | SiteText), []),
     run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
     keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
     tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),
     compare=(bool, Field(False, description="whether the unedited answer comes beside it; not with stream")),
 )
+
+
+class ProbeAnswer(BaseModel):
+    """The result of a probe."""
+
+    positions: list[int] = Field(description="of the tokens that it read")
+    scores: list[Any] = Field(description="[tokens, k], or [k] if pooled; with several layers, one of these for each")
 
 
 class RunAnswer(BaseModel):
@@ -302,6 +310,7 @@ class RunAnswer(BaseModel):
         None, description="by edit, half-open ranges of the positions that it acted on, for tokens",
         examples=[{"edits[0]": [[4, 5]]}],
     )  # fmt: skip
+    probes: dict[str, ProbeAnswer] | None = Field(None, description="the results of its probes, by name")
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 

@@ -18,7 +18,7 @@ import torch
 from patchclamp.errors import MissingSource
 from patchclamp.language.values import DTYPES
 from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
-from patchclamp.store.tensors import CapturedEntry, CaptureSource
+from patchclamp.store.tensors import PROBE, CapturedEntry, CaptureSource
 
 ALIGNED = 16  # byte alignment of regions
 MIN_VIEW_BYTES = 1 << 16  # less is copied, since a view keeps the memory of a whole chunk
@@ -91,13 +91,13 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """The entries of a run at a point, of one op or of all."""
+        """The entries of a run at a point, of one op, or of all that capture the site (None)."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
                 by_point[row[1]].append(CapturedEntry(*row))
         entries = self._by_point[run].get(point, [])
-        return entries if op is None else [entry for entry in entries if entry.op == op]
+        return [entry for entry in entries if (entry.op < PROBE if op is None else entry.op == op)]
 
     @property
     def steps(self) -> int:
@@ -298,7 +298,7 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        """The captured positions [T], ascending, and their rows [T, W], of one op or of all ops at the point.
+        """The captured positions [T], ascending, and their rows [T, W], of one op or of all at the point but probes.
 
         If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`; of two
         ops the later wins. Raises `MissingSource` for a run that is not kept.

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.language import Capture, Op, Program, Site, Vector
+from patchclamp.language import Op, Program, Readout, Site, Vector
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
 from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, to_float32
@@ -269,7 +269,7 @@ def as_entry(entry: Any) -> Entry:
         entry = edits()
     if isinstance(entry, Program) or _is_edits(entry):
         program = entry if isinstance(entry, Program) else Program.of(entry)
-        if program.capture or not program.edits or any(isinstance(op, Capture) for op in program.edits):
+        if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
             raise ProgramError("a named program has edits and captures nothing")
         return program
     return Vector.of(entry)

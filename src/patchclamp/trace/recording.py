@@ -36,7 +36,7 @@ from patchclamp.errors import (
     UnsupportedSite,
     describe_error,
 )
-from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
+from patchclamp.language import Capture, Program, Readout, SameRun, SiteOp, Zero
 from patchclamp.language.site import SITES, Site, parse_site
 from patchclamp.language.tokens import Positions, Range, Selection, Tokens, every, parse_tokens, prompt
 from patchclamp.language.values import Vector, as_array, as_number, check_dense
@@ -276,7 +276,7 @@ class Entry:
 
     @property
     def is_read(self) -> bool:
-        return isinstance(self.op, Capture)
+        return isinstance(self.op, Readout)
 
     @functools.cached_property
     def depths(self) -> list[Depth]:

@@ -25,7 +25,7 @@ from patchclamp.grade import Pace
 from patchclamp.language import Capture, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Range, Tokens, every
-from patchclamp.language.values import MAX_PROJECTED, as_array, as_dtype, as_file, as_flag, as_seed
+from patchclamp.language.values import as_array, as_dtype, as_file, as_flag, as_seed
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -61,6 +61,7 @@ from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, pr
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
 
 SHARD_ROWS = 131_072
+MAX_PROJECTED = 256  # rows of a matrix on the device: with more, the host is faster
 BATCH_BYTES = 1 << 29  # captured per batch, if that is between these numbers of tokens:
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
 FIRST_TOKENS = 256  # of the first batch; later ones grow according to speed

@@ -1,0 +1,100 @@
+"""Weights of linear probes: from files, and from fitted models of scikit-learn and PyTorch."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchclamp.errors import ProgramError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")}
+
+
+def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read `weight` and, if there is one, `bias` from a .safetensors, .npz or .npy file, and the file's metadata.
+
+    Raises `ProgramError` for a file of another kind or with other contents. Pickles are refused.
+    """
+    import numpy as np
+    import safetensors
+
+    file, metadata = Path(path), dict[str, str]()
+    try:
+        if file.suffix == ".safetensors":
+            with safetensors.safe_open(file, "np") as opened:
+                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  not a mapping
+                metadata = opened.metadata() or {}
+        elif file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as opened:
+                found = dict(opened)
+        elif file.suffix == ".npy":
+            found = {"weight": np.load(file, allow_pickle=False)}
+        else:
+            raise ProgramError(f"expected a .safetensors, .npz or .npy file, got {file.name!r}", "path")
+    except OSError as error:
+        raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+        raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
+    arrays = {part: found[name] for part, names in NAMES.items() for name in names[::-1] if name in found}
+    others = found.keys() - {name for names in NAMES.values() for name in names}
+    if "weight" not in arrays or others:
+        raise ProgramError(f"expected tensors weight and bias, got {', '.join(sorted(found)) or 'none'}", "path")
+    return arrays, metadata
+
+
+def write_probe(
+    path: str | os.PathLike[str], weight: np.ndarray, bias: np.ndarray | None, activation: str | None
+) -> None:
+    """Write a file for `read_probe`."""
+    from safetensors.numpy import save_file
+
+    if Path(path).suffix != ".safetensors":
+        raise ProgramError(f"expected a name that ends in .safetensors, got {Path(path).name!r}", "path")
+    tensors = {"weight": weight.copy()} | ({} if bias is None else {"bias": bias.copy()})
+    save_file(tensors, Path(path), {} if activation is None else {"activation": activation})
+
+
+def linear_model(model: Any) -> tuple[np.ndarray, np.ndarray | None, str | None]:
+    """The weight [k, D], bias [k] and activation of a fitted linear model, with the scalers before it folded in.
+
+    Raises `ProgramError` for a model that is not linear or not fitted.
+    """
+    import numpy as np
+
+    if hasattr(model, "steps"):  # a pipeline of scikit-learn
+        *scalers, (_, last) = model.steps
+        weight, bias, activation = linear_model(last)
+        weight, bias = weight.astype(np.float64), np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
+        for _, scaler in reversed(scalers):
+            if scaler in (None, "passthrough"):
+                continue
+            if type(scaler).__name__ != "StandardScaler" or not hasattr(scaler, "n_features_in_"):
+                raise ProgramError(f"expected fitted StandardScalers before the model, got {type(scaler).__name__}")
+            weight = weight if scaler.scale_ is None else weight / scaler.scale_
+            bias = bias if scaler.mean_ is None or not scaler.with_mean else bias - weight @ scaler.mean_
+        return weight, bias, activation
+    if hasattr(model, "coef_"):
+        weight, bias = np.atleast_2d(model.coef_), np.atleast_1d(np.asarray(model.intercept_, np.float64))
+        return weight, np.broadcast_to(bias, len(weight)), _activation(model, len(weight))
+    if hasattr(model, "in_features") and hasattr(model, "weight"):
+        weight, *biases = (
+            part.detach().float().cpu().numpy() for part in (model.weight, model.bias) if part is not None
+        )
+        return weight, biases[0] if biases else None, None
+    raise ProgramError(
+        f"expected a fitted linear model of scikit-learn or a torch.nn.Linear, got {type(model).__name__}", "model"
+    )
+
+
+def _activation(model: Any, outputs: int) -> str | None:
+    """The function by which a classifier makes probabilities of its products."""
+    if not hasattr(model, "predict_proba"):
+        return None
+    if getattr(model, "multi_class", "") == "ovr" and outputs > 1:
+        raise ProgramError("one-versus-rest probabilities are not a softmax; give activation=, or fit multinomially")
+    return "sigmoid" if outputs == 1 else "softmax"

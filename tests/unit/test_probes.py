@@ -1,0 +1,260 @@
+"""Probes and pooled captures on the fake engine: equal to arithmetic on captured rows, in every form and order."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+
+PROMPT = [1, 2, 3, 7, 5, 7, 8]
+D = 16
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softmax": lambda x: (
+        np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
+    ),
+}
+POOLS = {None: lambda x: x, "mean": lambda x: x.mean(0), "max": lambda x: x.max(0), "last": lambda x: x[-1]}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake", engine="fake") as lm:
+        yield lm
+
+
+def matrix(rng: np.random.Generator, k: int) -> np.ndarray:
+    return (rng.standard_normal((k, D)) / D**0.5).astype(np.float32)
+
+
+@pytest.mark.parametrize(("activation", "pool"), itertools.product(ACTIVATIONS, POOLS))
+def test_a_probe_equals_its_formula_on_captured_rows(lm, activation, pool):
+    rng = np.random.default_rng([len(str(activation)), len(str(pool))])
+    for k, tokens in ((1, pc.every), (3, pc.prompt[1:4]), (D, pc.generated), (2, pc.token(7))):
+        weight, bias = matrix(rng, k), rng.standard_normal(k).astype(np.float32)
+        probe = pc.Probe(
+            weight, at=pc.resid_post[1], tokens=tokens, bias=bias, activation=activation, pool=pool, name="p"
+        )
+        run = lm.run(PROMPT, max_tokens=4, capture=[probe, pc.resid_post[1] @ tokens])
+        products = np.asarray(run[pc.resid_post[1]]).astype(np.float64) @ weight.T.astype(np.float64) + bias
+        expected = ACTIVATIONS[activation](POOLS[pool](products))
+        assert run.probes["p"].shape == expected.shape
+        assert np.asarray(run.probes["p"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert run.probe_positions("p") == run.positions(pc.resid_post[1])
+
+
+def test_several_probes_and_a_capture_share_a_site(lm):
+    rng = np.random.default_rng(1)
+    weights = {f"p{k}": matrix(rng, k) for k in range(1, 6)}
+    probes = [pc.Probe(weight, at=pc.resid_mid[0], name=name) for name, weight in weights.items()]
+    run = lm.run(PROMPT, capture=[*probes[:3], pc.resid_mid[0], *probes[3:]], max_tokens=3)
+    rows = run[pc.resid_mid[0]]
+    assert list(run.probes) == list(weights)
+    assert rows.shape == (len(PROMPT) + 2, D)
+    for name, weight in weights.items():
+        assert run.probes[name] == pytest.approx(rows @ weight.T, rel=1e-5, abs=1e-5)
+    assert "probe 'p3'" in repr(run)
+    assert run.sites == ["resid_mid[0]"]
+
+
+def test_a_probe_of_several_layers_has_an_axis_of_layers(lm):
+    weight = matrix(np.random.default_rng(2), 2)
+    probes = [
+        pc.Probe(weight, at=pc.resid_post, name="all"),
+        pc.Probe(weight, at=pc.resid_post[[0, 2]], pool="max", name="two"),
+    ]
+    run = lm.run(PROMPT, capture=[*probes, pc.resid_post], max_tokens=1)
+    products = run[pc.resid_post] @ weight.T
+    assert run.probes["all"] == pytest.approx(products, rel=1e-5, abs=1e-5)
+    assert run.probes["two"] == pytest.approx(products[[0, 2]].max(1), rel=1e-5, abs=1e-5)
+
+
+def test_a_probe_reads_edited_rows_in_program_order(lm):
+    weight = matrix(np.random.default_rng(3), 1)
+    probe = pc.Probe(weight, at=pc.resid_post[1], name="before")
+    edits = [probe, pc.Scale(3.0, at=pc.resid_post[1]), pc.Capture(pc.resid_post[1])]
+    run = lm.run(PROMPT, edits=edits, capture=pc.Probe(weight, at=pc.resid_post[1], name="after"), max_tokens=1)
+    assert run.probes["after"] == pytest.approx(3 * run.probes["before"], rel=1e-5)
+    assert run.probes["after"] == pytest.approx(run[pc.resid_post[1]] @ weight.T, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool])
+def test_a_pooled_capture_has_one_row(lm, pool):
+    sites = [pc.resid_post, pc.z[1]]
+    whole = lm.run(PROMPT, capture=sites, max_tokens=4)
+    run = lm.run(PROMPT, capture=[pc.Capture(site, pool=pool) for site in sites], max_tokens=4)
+    for site in (pc.resid_post[1], pc.z[1], pc.z[1, 0]):
+        assert run[site] == pytest.approx(POOLS[pool](whole[site]), rel=1e-5, abs=1e-6)
+        assert run.positions(site) == whole.positions(site)
+    assert run[pc.resid_post] == pytest.approx(np.stack([POOLS[pool](rows) for rows in whole[pc.resid_post]]), rel=1e-5)
+    projected = lm.run(PROMPT, capture=pc.Capture(pc.resid_post[0], project=np.eye(D)[:2], pool=pool), max_tokens=4)
+    assert projected[pc.resid_post[0]] == pytest.approx(run[pc.resid_post[0]][:2], rel=1e-5)
+
+
+def test_a_pooled_capture_is_no_source(lm):
+    run = lm.run(PROMPT, capture=pc.Capture(pc.resid_post[1], pool="mean"), max_tokens=1)
+    with pytest.raises(pc.MissingSource, match="pooled"):
+        lm.run(PROMPT, edits=pc.Replace(pc.From(run, pc.resid_post[1]), at=pc.resid_post[1]))
+
+
+def test_an_empty_selection_cannot_be_pooled(lm):
+    probes = [
+        pc.Probe(np.ones(D), at=pc.resid_post[0], tokens=pc.generated, pool=pool, name=str(pool))
+        for pool in (None, "mean")
+    ]
+    run = lm.run(PROMPT, capture=probes, max_tokens=1)
+    assert run.probes["None"].shape == (0, 1)
+    with pytest.raises(pc.TokensError, match="pool"):
+        run.probes["mean"]
+
+
+W = np.ones((2, D), np.float32)
+INVALID = {
+    "no name": (lambda: pc.Probe(W, at=pc.resid_post[0]), pc.ProgramError, "name"),
+    "a name with a slash": (lambda: pc.Probe(W, at=pc.resid_post[0], name="a/b"), pc.ProgramError, "name"),
+    "bias of another size": (lambda: pc.Probe(W, at=pc.resid_post[0], bias=[1.0], name="p"), pc.ShapeError, "bias"),
+    "bias of two axes": (lambda: pc.Probe(W, at=pc.resid_post[0], bias=W, name="p"), pc.ShapeError, "bias"),
+    "bias by name": (lambda: pc.Probe(W, at=pc.resid_post[0], bias="b", name="p"), pc.ProgramError, "bias"),
+    "unknown activation": (lambda: pc.Probe(W, at=pc.resid_post[0], activation="tanh", name="p"), pc.UnknownName, "activation"),
+    "unknown pool": (lambda: pc.Probe(W, at=pc.resid_post[0], pool="sum", name="p"), pc.UnknownName, "pool"),
+    "NaN": (lambda: pc.Probe([[float("nan")] * D], at=pc.resid_post[0], name="p"), pc.ShapeError, "weight"),
+    "capture with unknown pool": (lambda: pc.Capture(pc.resid_post[0], pool="sum"), pc.UnknownName, "pool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_probe_is_refused_with_its_field(case):
+    make, error, path = INVALID[case]
+    with pytest.raises(error) as raised:
+        make()
+    assert raised.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("capture", "path"),
+    [
+        ([pc.Probe(W, at=pc.resid_post[0], name="p")] * 2, "capture[1].name"),
+        ([pc.Probe(np.ones((2, D + 1)), at=pc.resid_post[0], name="p")], "capture[0].weight"),
+        ([pc.Probe(W, at=pc.logits, name="p")], "capture[0].at"),
+        ([pc.Probe(np.ones((D + 1, D)), at=pc.resid_post[0], name="p")], "capture[0].weight"),
+        ([pc.Capture(pc.resid_post[0], pool="mean"), pc.resid_post[0]], "capture[1]"),
+        ([pc.Capture(pc.resid_post[0], pool="mean"), pc.Capture(pc.resid_post[0], pc.prompt[0], pool="mean")], "capture[1]"),
+        ([pc.Probe("nothing", at=pc.resid_post[0], name="p")], "capture[0].weight"),
+    ],
+)  # fmt: skip
+def test_a_probe_that_does_not_fit_is_refused_with_its_path(lm, capture, path):
+    with pytest.raises(pc.PatchclampError) as raised:
+        lm.run(PROMPT, capture=capture)
+    assert raised.value.path == path
+
+
+def test_an_unknown_probe_names_those_that_there_are(lm):
+    run = lm.run(PROMPT, capture=pc.Probe(W, at=pc.resid_post[0], name="deception"), max_tokens=1)
+    assert "deceptio" not in run.probes
+    with pytest.raises(pc.UnknownName, match="deception"):
+        run.probes["deceptio"]
+    run.close()
+    with pytest.raises(pc.MissingSource, match="closed"):
+        run.probes["deception"]
+
+
+def test_programs_with_probes_have_a_text_form():
+    probe = pc.Probe(
+        W, at=pc.resid_post[0:2], tokens=pc.prompt[-1], bias=[1.0, 2.0], activation="softmax", pool="last", name="p"
+    )
+    program = pc.Program.of([], [probe, pc.Capture(pc.z[0], pool="mean")])
+    assert pc.Program.from_json(program.to_json()) == program
+    assert program.fingerprint == pc.Program.from_json(program.to_json()).fingerprint
+
+
+# -- files and fitted models
+
+
+def test_files_of_all_kinds_load(tmp_path):
+    weight, bias = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
+    probe = pc.Probe(weight, at=pc.resid_post[3], bias=bias, activation="sigmoid", name="x")
+    probe.save(tmp_path / "deception.safetensors")
+    np.savez(tmp_path / "deception.npz", coef_=weight, intercept_=bias)
+    np.save(tmp_path / "deception.npy", weight)
+    for suffix, has_bias, activation in (
+        (".safetensors", True, "sigmoid"),
+        (".npz", True, None),
+        (".npy", False, None),
+    ):
+        loaded = pc.Probe.load(tmp_path / f"deception{suffix}", at=pc.resid_post[3] @ pc.prompt[-1])
+        assert loaded.name == "deception"
+        assert (loaded.weight, loaded.activation) == (probe.weight, activation)
+        assert loaded.bias == (probe.bias if has_bias else None)
+        assert str(loaded.tokens) == "prompt[-1]"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".pkl", ".pt"])
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"{}", b"\xff" * 64, (1 << 62).to_bytes(8, "little") + b"{}"])
+def test_hostile_files_are_refused(tmp_path, suffix, data):
+    file = tmp_path / f"probe{suffix}"
+    file.write_bytes(data)
+    with pytest.raises(pc.ProgramError) as raised:
+        pc.Probe.load(file, at=pc.resid_post[0])
+    assert raised.value.path == "path"
+
+
+class _Evil:
+    def __reduce__(self):
+        raise AssertionError("a pickle was loaded")
+
+
+def test_pickles_in_arrays_are_refused(tmp_path):
+    for name, save in (("p.npy", np.save), ("p.npz", lambda file, array: np.savez(file, weight=array))):
+        save(tmp_path / name, np.array([{"a": 1}], dtype=object))
+        with pytest.raises(pc.ProgramError):
+            pc.Probe.load(tmp_path / name, at=pc.resid_post[0])
+
+
+def test_files_with_other_tensors_are_refused(tmp_path):
+    np.savez(tmp_path / "p.npz", weight=np.ones((1, 4)), scaler=np.ones(4))
+    np.savez(tmp_path / "q.npz", bias=np.ones(1))
+    np.savez(tmp_path / "n.npz", weight=np.array([[np.nan, 1.0]]))
+    np.savez(tmp_path / "w.npz", weight=np.ones((2, 3, 4)))
+    for name in ("p", "q", "n", "w", "missing"):
+        with pytest.raises(pc.PatchclampError):
+            pc.Probe.load(tmp_path / f"{name}.npz", at=pc.resid_post[0])
+
+
+def test_a_torch_linear_becomes_a_probe():
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(5, 2)
+    probe = pc.Probe.of(layer, at=pc.resid_post[0], name="linear")
+    rows = torch.randn(4, 5)
+    assert isinstance(probe.weight, pc.Vector)
+    assert probe.bias is not None
+    np.testing.assert_allclose(
+        rows.numpy() @ probe.weight.array().T + probe.bias.array(), layer(rows).detach(), atol=1e-6
+    )
+    assert pc.Probe.of(torch.nn.Linear(5, 2, bias=False), at=pc.resid_post[0], name="linear").bias is None
+
+
+def test_fitted_models_of_scikit_learn_become_probes():
+    linear, pipeline = pytest.importorskip("sklearn.linear_model"), pytest.importorskip("sklearn.pipeline")
+    from sklearn.preprocessing import StandardScaler
+
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((200, 6)) * np.arange(1, 7) + 3
+    for classes in (2, 3):
+        labels = (rows @ rng.standard_normal((6, classes))).argmax(1)
+        for steps in ((linear.LogisticRegression(),), (StandardScaler(), linear.LogisticRegression())):
+            model = pipeline.make_pipeline(*steps).fit(rows, labels)
+            probe = pc.Probe.of(model, at=pc.resid_post[0], name="fitted")
+            assert isinstance(probe.weight, pc.Vector)
+            assert probe.bias is not None
+            products = rows @ probe.weight.rows().T + probe.bias.array()
+            scores = ACTIVATIONS[probe.activation](products)
+            expected = model.predict_proba(rows)
+            np.testing.assert_allclose(scores, expected if classes > 2 else expected[:, 1:], atol=1e-4)
+    ridge = linear.Ridge().fit(rows, rows[:, 0])
+    assert pc.Probe.of(ridge, at=pc.resid_post[0], name="ridge").activation is None
+    for wrong in (linear.LogisticRegression(), object(), pipeline.make_pipeline(StandardScaler(), linear.Ridge())):
+        with pytest.raises(pc.ProgramError):
+            pc.Probe.of(wrong, at=pc.resid_post[0], name="wrong")
