@@ -202,9 +202,9 @@ class Candidates:
         return self.graded.value((logprobs.tolist(), {}))
 
     def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by differences: central ones
-        below 0, the largest log-probability."""
-        up = np.minimum(STEP, -logprobs / 2)
+        """The derivative of the metric with respect to the log-probability of each token, by central differences; at 0,
+        which is certainty, by one-sided ones. Steps shrink near 0, where log-odds and the like bend."""
+        up = np.minimum(STEP, -logprobs / 16)
         down = np.where(up > 0, up, STEP)
         slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
                   for above, below in zip(np.diag(up), np.diag(down), strict=True)]  # fmt: skip
@@ -294,6 +294,11 @@ class GradientStudy(Study):
         cells = self.candidates(lm, self)
         _, factor = cells.scale
         estimates = factor * cells.estimates(self.steps)
+        if cells.graded.custom is not None and cells.ids[0] != cells.ids[1] and not np.nan_to_num(estimates).any():
+            raise ProgramError(
+                f"every estimate is 0: {cells.graded.metric} does not change with the log-probabilities of these runs; "
+                "expected a smooth metric, such as a difference of log-probabilities", "metric"
+            )  # fmt: skip
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]
         drawn = np.random.default_rng(self.seed).choice(rest, min(self.sample, len(rest)), replace=False)
