@@ -35,10 +35,10 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Zoom, _spread, job_of, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Zoom, _spread, job_of, zoom_in
 from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
-from patchclamp.studies.study import keeping
+from patchclamp.studies.study import Reporter, keeping
 from patchclamp.studies.sweep_result import PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
@@ -317,7 +317,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     assert graded.runs == 4
     assert sizes[0] == 4
     assert set(sizes[:-1]) == {4, 8}
-    assert sum(sizes) == 4 * planned([20]) == 4 * (20 + len(values.baselines))
+    assert sum(sizes) == 4 * (20 + len(values.baselines))
     assert len(values.baselines) >= BASELINES
     assert len(set(values.baselines.tolist())) == 1
     assert values.baselines[0] == values.trials[0]
@@ -549,7 +549,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
     submit = lm.engine.submit
     monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
     sweep = patch_sweep(lm, **(ASKED | pairs), check=lambda plan: None)
-    assert sum(sizes) == 2 * 2 * questions + planned([rows * length] * 2, 4) * questions + 2, (
+    assert sum(sizes) == 2 * 2 * questions + 2 * len(list(_spread(rows * length, 4))) * questions + 2, (
         "and both sides, and sources"
     )
     assert sweep.each.size == shown[0][0]
@@ -616,11 +616,33 @@ def test_unpatched_runs_are_kept_batch_by_batch(monkeypatch):
         np.testing.assert_array_equal(resumed.each, pc.studies.patch_sweep(lm, **asked).each)
 
 
-def test_the_number_of_trials_is_computed_without_making_them():
-    for count in (*range(60), 1000, 1001):
-        for reruns in (1, 3, 8, 32):
-            assert planned([count, 5], reruns) == sum(len(list(_spread(one, reruns))) for one in (count, 5))
-    assert planned([10**15], 8) > 10**15
+class Counted(Reporter):
+    """Counts the progress of a study."""
+
+    def begin(self, what, total):
+        self.total, self.done = total, 0
+
+    def advance(self, done):
+        self.done += done
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_progress_counts_cells_without_reruns(lm, name, tmp_path):
+    """One for every pair or seed, also of a study that goes on from its file."""
+    functions = {"zoom": patch_sweep, "paths of pairs": path_patch}
+    study, told = functions.get(name) or getattr(pc.studies, name), Counted()
+    for _ in range(2):
+        sweep = study(lm, **STUDIES[name], show_progress=told, resume=tmp_path / "a.jsonl")
+        run = int(np.isfinite(sweep.each).sum()) + len(sweep.blocks)
+        assert told.done == run
+        assert told.done <= told.total if name == "zoom" else told.done == told.total
+
+
+def test_progress_counts_every_draw_of_a_cell(lm):
+    told = Counted()
+    source = Resampled(prompts=[CORRUPT, "The dog is in the"], draws=2)
+    sweep = ablation_sweep(lm, prompt=CLEAN, answer=7, foil=9, source=source, show_progress=told)
+    assert told.done == told.total == 2 * sweep.values.size
 
 
 class TestMatch:

@@ -311,8 +311,11 @@ class GradientStudy(Study):
             try:
                 programs = [[], *([cells.edit(number, sources)] for number in chosen), []]
                 job = serving.grade_job(cells.ids[1], programs, cells.graded.scores)
-                with progress("verifying", len(programs), show_progress) as advance:
-                    [grades] = serving.graded([job], lambda i, grades, which: advance(len(which)), batch)
+                with progress("verifying", len(chosen), show_progress) as advance:
+                    patched = range(1, len(chosen) + 1)  # the first and the last are reruns of the corrupt prompt
+                    [grades] = serving.graded(
+                        [job], lambda i, grades, which: advance(int(np.isin(which, patched).sum())), batch
+                    )
             finally:
                 for run in sources:
                     run.close()
