@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.plots import style
 from patchclamp.store.journal import Journal
 from patchclamp.studies import (
     Resampled,
@@ -678,6 +679,26 @@ class TestMatch:
                 scores = lm.run(target, max_tokens=1, score=[7, 9], edits=[op]).scores
                 assert values[0] == scores[7] - scores[9]
         assert (sweep.values[:, 0] != sweep.baseline).any()
+
+    @pytest.mark.parametrize("study", [patch_sweep, path_patch])
+    def test_a_match_replaces_the_alignment_of_prompts_of_one_length(self, lm, study):
+        """Tokens that it leaves without a partner are listed, and tokens of two matches are not."""
+        asked = dict(clean=self.LONG, corrupt=[1, 12, 13, 14, 5, 6], answer=7, foil=9)
+        match = pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3])
+        sweep = study(lm, **asked, positions=[match])
+        assert sweep.alignment == ((0, 0), (2, 1), (3, 2), (4, 4), (5, 5))
+        assert [(side, p) for side, p, _ in sweep.skipped] == [("clean", 1), ("corrupt", 3)]
+        if study is patch_sweep:
+            twice = [match, pc.studies.Match(clean=3, corrupt=3), 1]
+            sweep = study(lm, **asked, positions=twice)
+            assert {(2, 1), (3, 2), (3, 3), (1, 1)} <= set(sweep.alignment)
+            assert not sweep.skipped
+
+    def test_the_label_tells_spaces_of_tokens_from_those_around_the_arrow(self, lm):
+        sweep = patch_sweep(lm, clean="a b c d", corrupt="a e d", answer=7, foil=9,
+                            positions=[{"clean": "span(' b c')", "corrupt": "span(' e')"}])  # fmt: skip
+        assert sweep.columns[0].label == "␣e ← ␣c"
+        assert style.visible(sweep.columns[0].label) == sweep.columns[0].label
 
     def test_each_pair_of_prompts_has_its_own(self, lm):
         several = [pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3]),

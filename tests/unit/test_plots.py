@@ -546,6 +546,11 @@ class TestPage:
         _, page = page_of(SWEEPS["skipped positions"], tmp_path)
         assert [token for token, mark in page.tokens() if mark == "skipped"] == ["␣Louvre", "␣Col", "osseum"]
         assert "5 of 6 clean and 5 of 7 corrupt positions are paired" in page.prose
+        twice = make_sweep(
+            corrupt_tokens=SHORTER, alignment=((0, 0), (1, 1), (1, 2), *((c, c + 1) for c in range(2, 6)))
+        )
+        _, page = page_of(twice, tmp_path)
+        assert "6 of 6 clean and 7 of 7 corrupt positions are paired" in page.prose
 
     def test_hostile_tokens_stay_text(self, tmp_path):
         text, page = page_of(SWEEPS["hostile tokens"], tmp_path)

@@ -451,9 +451,8 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             for strip in self.strips
         )
         if len(self.strips) == 2:
-            both = [len(strip.tokens) for strip in self.strips]
-            paired = both[0] - len(self.strips[0].skipped)
-            prompts += (f"<p>{paired} of {both[0]} clean and {paired} of {both[1]} corrupt positions are paired. "
+            paired = [f"{len(of.tokens) - len(of.skipped)} of {len(of.tokens)} {of.side}" for of in self.strips]
+            prompts += (f"<p>{' and '.join(paired)} positions are paired. "
                         "Coloured tokens differ; dashed ones have no partner and are not patched.</p>")  # fmt: skip
         yield "Prompts", prompts
         runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in self.anchors]

@@ -163,11 +163,9 @@ class Candidates:
         self.ids: list[list[int]] = [list(of.ids) for of in (one, other)]
         self.tokens: list[tuple[str, ...]] = [of.tokens for of in (one, other)]
         matched = () if study.match is None else study.match.pairs(lm, one, other, "match")
-        clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
-        rest = (pair for pair in inputs.align(one.ids, other.ids, study.match is not None).pairs
-                if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
-        pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
-        labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
+        alignment = inputs.with_pairs(inputs.align(one.ids, other.ids, study.match is not None), matched)
+        pairs = sorted(alignment.pairs, key=lambda pair: pair[1])
+        labels = {(a, b): inputs.matched_label(self.tokens[1][b], self.tokens[0][a]) for a, b in matched}
         self.columns: tuple[Column, ...] = tuple(
             Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
         )

@@ -177,7 +177,7 @@ def _pair_columns(
         pairs = match.pairs(lm, clean, corrupt, path)
         texts = ["".join(of.tokens[pair[side]] for pair in pairs) for side, of in enumerate((clean, corrupt))]
         written, read = reversed(texts) if denoising else texts
-        return Column(label or f"{written} ← {read}", *zip(*pairs, strict=True))
+        return Column(label or inputs.matched_label(written, read), *zip(*pairs, strict=True))
 
     return tuple(inputs.columns_of(lm, words, sorted(partner), positions, *of, make, matched))
 
