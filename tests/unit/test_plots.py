@@ -414,6 +414,33 @@ class TestPicture:
         marked = {(int(y), int(x)) for x, y in dots.get_xydata()}
         assert marked == {(row, column) for row in range(30) for column in range(6)} - {(2, 3), (7, 1)}
 
+    @pytest.mark.parametrize(("low", "high", "extend"), [
+        (None, None, "neither"), (-10.5, None, "min"), (None, 4.5, "max"), (-11.0, 5.0, "both"), (-10.001, 4.001, "neither"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("side", ["clean above corrupt", "clean below corrupt"])
+    def test_the_colour_bar_marks_the_ends_beyond_which_cells_lie(self, low, high, extend, side):
+        sign = 1.0 if side == "clean above corrupt" else -1.0
+        sweep = make_sweep(clean=4.0 * sign, corrupt=-3.0 * sign)
+        values = sweep.values.copy()
+        for cell, value in enumerate((low, high)):
+            if value is not None:
+                values[0, cell] = value * sign
+        heatmap = msgspec.structs.replace(sweep, values=values).picture()
+        drawn = [axes._colorbar.extend for axes in heatmap.draw().axes if hasattr(axes, "_colorbar")]
+        flipped = {"min": "max", "max": "min"}.get(extend, extend)
+        assert drawn == [extend if sign > 0 else flipped]
+        bar = heatmap.figure().layout.coloraxis.colorbar
+        ends = dict(zip(bar.tickvals, bar.ticktext, strict=True))
+        assert ends[4.0 * sign].startswith("≥" if sign > 0 else "≤") == (extend in ("max", "both"))
+        assert ends[4.0 * sign].endswith(f"clean {style.number(4.0 * sign)}")
+        assert (-10.0 * sign in ends) == (extend in ("min", "both"))
+        assert ends[-3.0 * sign] == f"corrupt {style.number(-3.0 * sign)}"
+
+    def test_the_caption_names_the_marks_that_are_drawn(self):
+        small, large = (said(with_grid(make_sweep(layers=layers), _0_2_3=4.0).picture().draw()) for layers in (4, 30))
+        assert "Grey numbers: not above" in small
+        assert "Dots: not above" in large
+
     def test_cells_that_were_not_run_are_hatched(self):
         sweep = make_sweep(("resid_pre", "embed"), layers=3)
         figure = with_gaps(sweep, slice(1, 2)).picture().draw()
