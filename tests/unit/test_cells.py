@@ -756,3 +756,39 @@ class TestMatch:
         for study, rest in ((ablation_sweep, {}), (causal_trace, {"subject": pc.prompt[1]})):
             with pytest.raises(pc.ProgramError, match=r"^positions\[0\]: .*match"):
                 study(lm, prompt=self.LONG, answer=7, foil=9, positions=[match], **rest)
+
+
+PATHS = dict(clean=[1, 2, 3, 4], corrupt=[1, 12, 13, 4], answer=7, foil=9)
+EARLY = PATHS | dict(receivers=["logits"], positions=pc.prompt[1:3])
+
+
+class TestPathsWithoutEffect:
+    """Paths to the end of the model from earlier tokens, with attention frozen."""
+
+    @pytest.mark.parametrize("freeze", [("z", "mlp_out"), "attn_out", "z"])
+    @pytest.mark.parametrize("direction", ["denoising", "noising"])
+    def test_they_are_0_and_the_result_and_a_warning_say_why(self, lm, caplog, freeze, direction):
+        result = path_patch(lm, **EARLY, freeze=freeze, direction=direction)
+        assert np.abs(result.effect).max() < 1e-6
+        assert "by construction" in result.notice
+        assert result.notice in result.picture().note
+        assert [result.notice in record.getMessage() for record in caplog.records] == [True]
+        assert type(result).load(result.to_bytes()).notice == result.notice
+
+    @pytest.mark.parametrize("other", [
+        dict(positions=pc.prompt[1:4]), dict(positions=None), dict(freeze="mlp_out"), dict(receivers=["v[2, 0]"]),
+        dict(answer=[7, 8]),
+    ])  # fmt: skip
+    def test_other_paths_have_no_notice_and_an_effect(self, lm, caplog, other):
+        result = path_patch(lm, **(EARLY | other))
+        assert np.nanmax(np.abs(result.effect)) > 1e-6
+        assert not result.notice
+        assert not caplog.records
+
+    def test_the_figure_names_the_tokens_of_the_senders(self, lm):
+        match = pc.studies.Match(clean=1, corrupt=2)
+        for direction, text in (("denoising", "{1} ← {0}"), ("noising", "{0} ← {1}")):
+            result = path_patch(lm, **PATHS, positions=match, direction=direction)
+            tokens = style.visible(result.clean_tokens[1]), style.visible(result.corrupt_tokens[2])
+            assert f"Senders are patched at {text.format(*tokens)}." in result.picture().note
+        assert "Senders" not in path_patch(lm, **PATHS).picture().note
