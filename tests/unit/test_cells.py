@@ -725,6 +725,19 @@ class TestMatch:
             scores = lm.run(corrupt, max_tokens=1, score=[7, 9], edits=edits).scores
         assert result.values[0, 0] == scores[7] - scores[9]
 
+    @pytest.mark.parametrize(("wrong", "path"), [
+        ({"clean": 99, "corrupt": 1}, "positions.clean"), ({"clean": 1, "corrupt": 99}, "positions.corrupt"),
+        ({"clean": "prompt[1:4]", "corrupt": 1, "align": "each"}, "positions"), ("span('zz')", "positions"),
+        (None, "positions"),
+    ])  # fmt: skip
+    def test_the_error_of_a_senders_selection_has_the_path_of_the_argument(self, lm, wrong, path):
+        for count in (1, 2):
+            with pytest.raises(pc.TokensError) as caught:
+                path_patch(
+                    lm, clean=[self.LONG] * count, corrupt=[self.SHORT] * count, answer=7, foil=9, positions=wrong
+                )
+            assert caught.value.path == (path if count == 1 else f"pair 0.{path}")
+
     def test_a_match_that_is_not_in_a_list_is_refused_because_a_mapping_labels_columns(self, lm):
         match = {"clean": "prompt[1:4]", "corrupt": "prompt[1:3]"}
         with pytest.raises(pc.ProgramError) as caught:

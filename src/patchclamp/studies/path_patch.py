@@ -80,7 +80,10 @@ class PathPatch(PairGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         _check_mixers(lm)
-        cases = self.cases(lm, _at(self.positions, self.clean))
+        try:
+            cases = self.cases(lm, _at(self.positions, self.clean))
+        except PatchclampError as error:  # the label of the column is not the caller's
+            raise type(error)(error.message, (error.path or "").replace(f"[{SENT!r}]", "")) from None
         rows = _senders(lm, self.senders, self.layers, self.group)
         receivers, frozen = _receivers(lm, self.receivers), _frozen(self.freeze)
         for i, case in enumerate(cases):
@@ -296,4 +299,4 @@ def _at(positions: Any, clean: Any) -> dict[str, Any]:
         )  # fmt: skip
     if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
         raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
-    return {"all tokens": Positions("prompt") if positions is None else positions}
+    return {SENT: Positions("prompt") if positions is None else positions}
