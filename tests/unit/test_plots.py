@@ -670,3 +670,12 @@ def test_a_notebook_gets_the_data_of_the_figure():
     assert figure["data"][0]["type"] == sweep.figure().data[0].type
     assert bundle["text/plain"] == repr(sweep)
     assert "plotly" in bundle["text/html"]
+    assert "plotly" in sweep._repr_html_()
+
+
+def test_a_notebook_draws_a_figure_once(monkeypatch):
+    made = []
+    figure = PatchSweepResult.figure
+    monkeypatch.setattr(PatchSweepResult, "figure", lambda self: made.append(self) or figure(self))
+    assert make_sweep()._repr_mimebundle_()
+    assert len(made) == 1
