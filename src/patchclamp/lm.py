@@ -526,8 +526,8 @@ class LM:
         """Fetches the captures of many runs in few engine calls, at some sites or (None) all: for each run a dict of
         its tensors by site name, such as "resid_post[3]", which also takes sites: `fetched[0][pc.resid_post]` is
         [L, T, W]. A site of all layers stands for those that a run captured. The tensors equal
-        `run.read(site, copy=copy)`. Raises `MissingSource` for a site that a run did not capture, and a failed run's
-        own error."""
+        `run.read(site, copy=copy)`; names of the same rows, such as "resid_post[0]" and "resid_pre[1]", share one
+        tensor. Raises `MissingSource` for a site that a run did not capture, and a failed run's own error."""
         runs, chunk, size = runs_of(runs), [], 0
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else []
@@ -550,10 +550,13 @@ class LM:
                 self._fetch(chunk)
                 chunk, size = [], 0
         self._fetch(chunk)
-        return [
-            Captures({places[ref][0]: run.rows_of(*places[ref], ref, copy=copy) for ref in of_run}, self.sites)
-            for run, of_run in zip(runs, wanted, strict=True)
-        ]
+        same = {ref: (ref.point, ref.index, ref.columns, self.sites.parts(ref.name)) for ref in places}
+        found: list[Captures] = []
+        for run, of_run in zip(runs, wanted, strict=True):
+            chosen = {same[ref]: ref for ref in of_run}
+            rows = {key: run.rows_of(*places[ref], ref, copy=copy) for key, ref in chosen.items()}
+            found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites))
+        return found
 
     def _sites_of(self, sites: Any) -> list[Site]:
         try:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import patchclamp as pc
 from patchclamp.cli.study_commands import app
 from patchclamp.studies import (
+    AttributionPatching,
     attribution_patching,
     direct_attribution,
     edge_attribution,
@@ -19,6 +20,7 @@ from patchclamp.studies import (
     patch_sweep,
     patchscope,
 )
+from patchclamp.studies.study import Reporter
 
 from ..models import of_family, with_words
 from ..reference import readouts
@@ -271,6 +273,38 @@ class TestAttributionPatching:
         assert np.isfinite(attribution_patching(lm, **asked, metric=log_odds).estimates).all()
         assert len(seen) > 4
         assert max(seen) <= 0
+
+    @pytest.mark.parametrize("logprob", [-5.0, -0.1, -1e-3, -1e-4, -1e-6])
+    def test_the_derivative_is_exact_near_certainty(self, shallow, logprob):
+        """Of a metric that bends there: the log-odds of p have the derivative 1 / (1 − p)."""
+        metric = pc.studies.Metric(lambda p: p.answer - np.log(-np.expm1(p.answer)), name="log_odds")
+        study = AttributionPatching(**PATCHED | dict(foil=None, metric=metric, layers=[1]))
+        cells = AttributionPatching.candidates(shallow.get("transformers", "float32"), study)
+        [slope] = cells._slopes(np.array([logprob])).values()
+        assert slope == pytest.approx(-1 / np.expm1(logprob), rel=2e-3)
+
+    def test_a_metric_of_steps_is_refused(self, shallow):
+        """Its derivative is 0 everywhere, which would rank cells at random."""
+        lm, favoured = shallow.get("transformers", "float32"), lambda p: p.answer > p.foil
+        for study in (attribution_patching, edge_attribution):
+            with pytest.raises(pc.ProgramError, match="every estimate is 0") as caught:
+                study(lm, **PATCHED, metric=favoured)
+            assert caught.value.path == "metric"
+
+    def test_progress_counts_verified_cells_without_reruns(self, shallow):
+        told = []
+
+        class Counted(Reporter):
+            def begin(self, what, total):
+                told.append(-total)
+
+            def advance(self, done):
+                told.append(done)
+
+        attribution_patching(shallow.get("transformers", "float32"), **PATCHED, layers=[1], verify=3, sample=2,
+                             show_progress=Counted())  # fmt: skip
+        assert told[0] == -5
+        assert sum(told) == 0
 
     def test_the_likeliest_tokens_have_no_gradient(self, shallow):
         with pytest.raises(pc.ProgramError, match="no gradient") as caught:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.plots import style
 from patchclamp.store.journal import Journal
 from patchclamp.studies import (
     Resampled,
@@ -35,10 +36,10 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.grid import BASELINES, Cells, Zoom, _spread, job_of, planned, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Zoom, _spread, job_of, zoom_in
 from patchclamp.studies.inputs import Row
 from patchclamp.studies.metric import FLIPS, grade, spread
-from patchclamp.studies.study import keeping
+from patchclamp.studies.study import Reporter, keeping
 from patchclamp.studies.sweep_result import PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
@@ -317,7 +318,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     assert graded.runs == 4
     assert sizes[0] == 4
     assert set(sizes[:-1]) == {4, 8}
-    assert sum(sizes) == 4 * planned([20]) == 4 * (20 + len(values.baselines))
+    assert sum(sizes) == 4 * (20 + len(values.baselines))
     assert len(values.baselines) >= BASELINES
     assert len(set(values.baselines.tolist())) == 1
     assert values.baselines[0] == values.trials[0]
@@ -549,7 +550,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
     submit = lm.engine.submit
     monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
     sweep = patch_sweep(lm, **(ASKED | pairs), check=lambda plan: None)
-    assert sum(sizes) == 2 * 2 * questions + planned([rows * length] * 2, 4) * questions + 2, (
+    assert sum(sizes) == 2 * 2 * questions + 2 * len(list(_spread(rows * length, 4))) * questions + 2, (
         "and both sides, and sources"
     )
     assert sweep.each.size == shown[0][0]
@@ -616,11 +617,33 @@ def test_unpatched_runs_are_kept_batch_by_batch(monkeypatch):
         np.testing.assert_array_equal(resumed.each, pc.studies.patch_sweep(lm, **asked).each)
 
 
-def test_the_number_of_trials_is_computed_without_making_them():
-    for count in (*range(60), 1000, 1001):
-        for reruns in (1, 3, 8, 32):
-            assert planned([count, 5], reruns) == sum(len(list(_spread(one, reruns))) for one in (count, 5))
-    assert planned([10**15], 8) > 10**15
+class Counted(Reporter):
+    """Counts the progress of a study."""
+
+    def begin(self, what, total):
+        self.total, self.done = total, 0
+
+    def advance(self, done):
+        self.done += done
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_progress_counts_cells_without_reruns(lm, name, tmp_path):
+    """One for every pair or seed, also of a study that goes on from its file."""
+    functions = {"zoom": patch_sweep, "paths of pairs": path_patch}
+    study, told = functions.get(name) or getattr(pc.studies, name), Counted()
+    for _ in range(2):
+        sweep = study(lm, **STUDIES[name], show_progress=told, resume=tmp_path / "a.jsonl")
+        run = int(np.isfinite(sweep.each).sum()) + len(sweep.blocks)
+        assert told.done == run
+        assert told.done <= told.total if name == "zoom" else told.done == told.total
+
+
+def test_progress_counts_every_draw_of_a_cell(lm):
+    told = Counted()
+    source = Resampled(prompts=[CORRUPT, "The dog is in the"], draws=2)
+    sweep = ablation_sweep(lm, prompt=CLEAN, answer=7, foil=9, source=source, show_progress=told)
+    assert told.done == told.total == 2 * sweep.values.size
 
 
 class TestMatch:
@@ -657,6 +680,26 @@ class TestMatch:
                 assert values[0] == scores[7] - scores[9]
         assert (sweep.values[:, 0] != sweep.baseline).any()
 
+    @pytest.mark.parametrize("study", [patch_sweep, path_patch])
+    def test_a_match_replaces_the_alignment_of_prompts_of_one_length(self, lm, study):
+        """Tokens that it leaves without a partner are listed, and tokens of two matches are not."""
+        asked = dict(clean=self.LONG, corrupt=[1, 12, 13, 14, 5, 6], answer=7, foil=9)
+        match = pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3])
+        sweep = study(lm, **asked, positions=[match])
+        assert sweep.alignment == ((0, 0), (2, 1), (3, 2), (4, 4), (5, 5))
+        assert [(side, p) for side, p, _ in sweep.skipped] == [("clean", 1), ("corrupt", 3)]
+        if study is patch_sweep:
+            twice = [match, pc.studies.Match(clean=3, corrupt=3), 1]
+            sweep = study(lm, **asked, positions=twice)
+            assert {(2, 1), (3, 2), (3, 3), (1, 1)} <= set(sweep.alignment)
+            assert not sweep.skipped
+
+    def test_the_label_tells_spaces_of_tokens_from_those_around_the_arrow(self, lm):
+        sweep = patch_sweep(lm, clean="a b c d", corrupt="a e d", answer=7, foil=9,
+                            positions=[{"clean": "span(' b c')", "corrupt": "span(' e')"}])  # fmt: skip
+        assert sweep.columns[0].label == "␣e ← ␣c"
+        assert style.visible(sweep.columns[0].label) == sweep.columns[0].label
+
     def test_each_pair_of_prompts_has_its_own(self, lm):
         several = [pc.studies.Match(clean=pc.prompt[1:4], corrupt=pc.prompt[1:3]),
                    pc.studies.Match(clean=pc.prompt[1:3], corrupt=pc.prompt[1:4])]  # fmt: skip
@@ -681,6 +724,19 @@ class TestMatch:
                      pc.Replace(pc.From(base, later), at=later, tokens=pc.prompt)]  # fmt: skip
             scores = lm.run(corrupt, max_tokens=1, score=[7, 9], edits=edits).scores
         assert result.values[0, 0] == scores[7] - scores[9]
+
+    @pytest.mark.parametrize(("wrong", "path"), [
+        ({"clean": 99, "corrupt": 1}, "positions.clean"), ({"clean": 1, "corrupt": 99}, "positions.corrupt"),
+        ({"clean": "prompt[1:4]", "corrupt": 1, "align": "each"}, "positions"), ("span('zz')", "positions"),
+        (None, "positions"),
+    ])  # fmt: skip
+    def test_the_error_of_a_senders_selection_has_the_path_of_the_argument(self, lm, wrong, path):
+        for count in (1, 2):
+            with pytest.raises(pc.TokensError) as caught:
+                path_patch(
+                    lm, clean=[self.LONG] * count, corrupt=[self.SHORT] * count, answer=7, foil=9, positions=wrong
+                )
+            assert caught.value.path == (path if count == 1 else f"pair 0.{path}")
 
     def test_a_match_that_is_not_in_a_list_is_refused_because_a_mapping_labels_columns(self, lm):
         match = {"clean": "prompt[1:4]", "corrupt": "prompt[1:3]"}
@@ -713,3 +769,39 @@ class TestMatch:
         for study, rest in ((ablation_sweep, {}), (causal_trace, {"subject": pc.prompt[1]})):
             with pytest.raises(pc.ProgramError, match=r"^positions\[0\]: .*match"):
                 study(lm, prompt=self.LONG, answer=7, foil=9, positions=[match], **rest)
+
+
+PATHS = dict(clean=[1, 2, 3, 4], corrupt=[1, 12, 13, 4], answer=7, foil=9)
+EARLY = PATHS | dict(receivers=["logits"], positions=pc.prompt[1:3])
+
+
+class TestPathsWithoutEffect:
+    """Paths to the end of the model from earlier tokens, with attention frozen."""
+
+    @pytest.mark.parametrize("freeze", [("z", "mlp_out"), "attn_out", "z"])
+    @pytest.mark.parametrize("direction", ["denoising", "noising"])
+    def test_they_are_0_and_the_result_and_a_warning_say_why(self, lm, caplog, freeze, direction):
+        result = path_patch(lm, **EARLY, freeze=freeze, direction=direction)
+        assert np.abs(result.effect).max() < 1e-6
+        assert "by construction" in result.notice
+        assert result.notice in result.picture().note
+        assert [result.notice in record.getMessage() for record in caplog.records] == [True]
+        assert type(result).load(result.to_bytes()).notice == result.notice
+
+    @pytest.mark.parametrize("other", [
+        dict(positions=pc.prompt[1:4]), dict(positions=None), dict(freeze="mlp_out"), dict(receivers=["v[2, 0]"]),
+        dict(answer=[7, 8]),
+    ])  # fmt: skip
+    def test_other_paths_have_no_notice_and_an_effect(self, lm, caplog, other):
+        result = path_patch(lm, **(EARLY | other))
+        assert np.nanmax(np.abs(result.effect)) > 1e-6
+        assert not result.notice
+        assert not caplog.records
+
+    def test_the_figure_names_the_tokens_of_the_senders(self, lm):
+        match = pc.studies.Match(clean=1, corrupt=2)
+        for direction, text in (("denoising", "{1} ← {0}"), ("noising", "{0} ← {1}")):
+            result = path_patch(lm, **PATHS, positions=match, direction=direction)
+            tokens = style.visible(result.clean_tokens[1]), style.visible(result.corrupt_tokens[2])
+            assert f"Senders are patched at {text.format(*tokens)}." in result.picture().note
+        assert "Senders" not in path_patch(lm, **PATHS).picture().note

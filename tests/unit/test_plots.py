@@ -414,6 +414,33 @@ class TestPicture:
         marked = {(int(y), int(x)) for x, y in dots.get_xydata()}
         assert marked == {(row, column) for row in range(30) for column in range(6)} - {(2, 3), (7, 1)}
 
+    @pytest.mark.parametrize(("low", "high", "extend"), [
+        (None, None, "neither"), (-10.5, None, "min"), (None, 4.5, "max"), (-11.0, 5.0, "both"), (-10.001, 4.001, "neither"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("side", ["clean above corrupt", "clean below corrupt"])
+    def test_the_colour_bar_marks_the_ends_beyond_which_cells_lie(self, low, high, extend, side):
+        sign = 1.0 if side == "clean above corrupt" else -1.0
+        sweep = make_sweep(clean=4.0 * sign, corrupt=-3.0 * sign)
+        values = sweep.values.copy()
+        for cell, value in enumerate((low, high)):
+            if value is not None:
+                values[0, cell] = value * sign
+        heatmap = msgspec.structs.replace(sweep, values=values).picture()
+        drawn = [axes._colorbar.extend for axes in heatmap.draw().axes if hasattr(axes, "_colorbar")]
+        flipped = {"min": "max", "max": "min"}.get(extend, extend)
+        assert drawn == [extend if sign > 0 else flipped]
+        bar = heatmap.figure().layout.coloraxis.colorbar
+        ends = dict(zip(bar.tickvals, bar.ticktext, strict=True))
+        assert ends[4.0 * sign].startswith("≥" if sign > 0 else "≤") == (extend in ("max", "both"))
+        assert ends[4.0 * sign].endswith(f"clean {style.number(4.0 * sign)}")
+        assert (-10.0 * sign in ends) == (extend in ("min", "both"))
+        assert ends[-3.0 * sign] == f"corrupt {style.number(-3.0 * sign)}"
+
+    def test_the_caption_names_the_marks_that_are_drawn(self):
+        small, large = (said(with_grid(make_sweep(layers=layers), _0_2_3=4.0).picture().draw()) for layers in (4, 30))
+        assert "Grey numbers: not above" in small
+        assert "Dots: not above" in large
+
     def test_cells_that_were_not_run_are_hatched(self):
         sweep = make_sweep(("resid_pre", "embed"), layers=3)
         figure = with_gaps(sweep, slice(1, 2)).picture().draw()
@@ -546,6 +573,11 @@ class TestPage:
         _, page = page_of(SWEEPS["skipped positions"], tmp_path)
         assert [token for token, mark in page.tokens() if mark == "skipped"] == ["␣Louvre", "␣Col", "osseum"]
         assert "5 of 6 clean and 5 of 7 corrupt positions are paired" in page.prose
+        twice = make_sweep(
+            corrupt_tokens=SHORTER, alignment=((0, 0), (1, 1), (1, 2), *((c, c + 1) for c in range(2, 6)))
+        )
+        _, page = page_of(twice, tmp_path)
+        assert "6 of 6 clean and 7 of 7 corrupt positions are paired" in page.prose
 
     def test_hostile_tokens_stay_text(self, tmp_path):
         text, page = page_of(SWEEPS["hostile tokens"], tmp_path)
@@ -638,3 +670,12 @@ def test_a_notebook_gets_the_data_of_the_figure():
     assert figure["data"][0]["type"] == sweep.figure().data[0].type
     assert bundle["text/plain"] == repr(sweep)
     assert "plotly" in bundle["text/html"]
+    assert "plotly" in sweep._repr_html_()
+
+
+def test_a_notebook_draws_a_figure_once(monkeypatch):
+    made = []
+    figure = PatchSweepResult.figure
+    monkeypatch.setattr(PatchSweepResult, "figure", lambda self: made.append(self) or figure(self))
+    assert make_sweep()._repr_mimebundle_()
+    assert len(made) == 1

@@ -99,6 +99,9 @@ def test_a_view_is_asked_for():
     run = LM.run([5, 6], max_tokens=1, capture=[pc.resid_post[1]])
     view = run.read(pc.resid_post[1], copy=False)
     assert np.shares_memory(view, LM.fetch([run], copy=False)[0]["resid_post[1]"])
+    fetched = LM.fetch([run])[0]
+    assert fetched["resid_post[1]"] is fetched["resid_pre[2]"]  # copied once
+    assert not np.shares_memory(view, fetched["resid_post[1]"])
     assert not np.shares_memory(view, run[pc.resid_post[1]])
 
 

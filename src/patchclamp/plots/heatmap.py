@@ -1,7 +1,7 @@
 """`Heatmap`: a grid of metric values over a baseline run, from any study, as a picture and as a page.
 
-White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots mark effects within the
-noise floor, an outline the best cell, and hatching cells that were not run.
+White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots, or grey numbers, mark
+effects within the noise floor, an outline the best cell, and hatching cells that were not run.
 """
 
 from __future__ import annotations
@@ -185,6 +185,13 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return ColourRange(centre, half if to_goal else largest or half or 1.0, self.towards, to_goal, blue_above)
 
     @property
+    def clipped(self) -> tuple[bool, bool]:
+        """True for the low and the high end of the colour scale if cells lie beyond it, and have its colour."""
+        scale, shown = self.scale, np.concatenate([panel.shown for panel in self.panels])
+        slack = max(self.noise_floor, 1e-3 * scale.half)
+        return bool((shown < scale.low - slack).any()), bool((shown > scale.high + slack).any())
+
+    @property
     def anchors(self) -> list[Anchor]:
         """The baseline and, if there is one, the goal."""
         return [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
@@ -261,15 +268,15 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             f"{percent(part)} of the way to {goal.name}")  # fmt: skip
         return f"{row} @ {shorten(visible(label), limit)}, {number(spot.value)} ({effect})"
 
-    def _notes(self) -> list[str]:
-        """The sentences below the picture."""
+    def _notes(self, numbers: bool) -> list[str]:
+        """The sentences below the picture. `numbers`: True if cells have room for their values."""
         best = self.ranked(1)
         notes = [f"Best (outlined): {self.describe(best[0], LONGEST_LABEL)}."] if best else []
         missing = any(np.isnan(panel.values).any() and panel.coarse is None for panel in self.panels)
         if any(panel.coarse is not None for panel in self.panels):
             notes.append("Paler cells were patched together with their block.")
         if any(self.faint(panel.values).any() for panel in self.panels):
-            notes.append("Dots: not above the noise floor.")
+            notes.append(f"{'Grey numbers' if numbers else 'Dots'}: not above the noise floor.")
         notes += ["Hatched: not run."] if missing else []
         if self.skipped:
             listed = ", ".join(f"{quoted(token)} ({side} {position})" for side, position, token in self.skipped)
@@ -295,7 +302,9 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         width = max(across * (cell_width * len(labels) + 0.9) + 0.4, 8.4)
         intervals = self.intervals
         tall = 0.17 * len(intervals) + 0.5
-        figure = style.new_figure(self.title, self._notes(), width, height + (tall if intervals else 0))
+        figure = style.new_figure(
+            self.title, self._notes(_has_room(cell_width, cell_height)), width, height + (tall if intervals else 0)
+        )
         places = figure.add_gridspec(len(lines) + bool(intervals), across,
                                      height_ratios=[*heights, tall] if intervals else heights)  # fmt: skip
         grid = np.array([[figure.add_subplot(places[i, j]) for j in range(across)] for i in range(len(lines))])
@@ -326,7 +335,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         style.label_columns(axes, labels, width)
         style.label_rows(axes, [str(layer) for layer in panel.rows] if panel.rows[0] is not None else [], height)
         faint = self.faint(panel.values)
-        if width >= 0.48 and height >= 0.25:
+        if _has_room(width, height):
             decimals = 2 if scale.half >= 0.5 else 3
             for (row, column), value in np.ndenumerate(panel.values):
                 if not np.isnan(value):
@@ -355,7 +364,9 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
         scale = self.scale
         shades = ScalarMappable(Normalize(scale.low, scale.high), style.colour_map(self.scale.colours, "none"))
-        bar = figure.colorbar(shades, ax=list(grid.flat), location="top", shrink=0.5, aspect=32, anchor=(0.0, 0.0))
+        extend = {(True, False): "min", (False, True): "max", (True, True): "both"}.get(self.clipped, "neither")
+        bar = figure.colorbar(shades, ax=list(grid.flat), location="top", shrink=0.5, aspect=32, anchor=(0.0, 0.0),
+                              extend=extend)  # fmt: skip
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
         ticks = {anchor.value: anchor for anchor in reversed(self.anchors)}
         shown = [value for value in ticks if scale.low - 1e-9 <= value <= scale.high + 1e-9]
@@ -420,12 +431,16 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             figure.add_shape(type="rect", xref="x domain", yref="y domain", x0=0, x1=1, y0=0, y1=1, fillcolor="white",
                              line_width=0, layer="below", **at)  # fmt: skip
             figure.update_xaxes(title_text=f"effect on {self.metric}", zeroline=True, **at)
+        ticks = {anchor.value: f"{anchor.name} {number(anchor.value)}" for anchor in reversed(self.anchors)}
+        for end, sign, clipped in zip((scale.low, scale.high), "≤≥", self.clipped, strict=True):
+            if clipped:  # plotly's colour bars have no pointed ends
+                near = next((value for value in ticks if abs(value - end) < 1e-6 * scale.half), end)
+                ticks[near] = f"{sign} {ticks.get(near, number(end))}"
         figure.update_layout(
             coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
                        "colorbar": {"title": {"text": self.metric, "side": "right"}, "y": 1, "yanchor": "top",
                                     "lenmode": "pixels", "len": min(height - 60, 420),
-                                    "tickvals": [anchor.value for anchor in self.anchors],
-                                    "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in self.anchors]}},
+                                    "tickvals": list(ticks), "ticktext": list(ticks.values())}},
         )  # fmt: skip
         return style.lay_out(figure, height)
 
@@ -451,9 +466,8 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             for strip in self.strips
         )
         if len(self.strips) == 2:
-            both = [len(strip.tokens) for strip in self.strips]
-            paired = both[0] - len(self.strips[0].skipped)
-            prompts += (f"<p>{paired} of {both[0]} clean and {paired} of {both[1]} corrupt positions are paired. "
+            paired = [f"{len(of.tokens) - len(of.skipped)} of {len(of.tokens)} {of.side}" for of in self.strips]
+            prompts += (f"<p>{' and '.join(paired)} positions are paired. "
                         "Coloured tokens differ; dashed ones have no partner and are not patched.</p>")  # fmt: skip
         yield "Prompts", prompts
         runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in self.anchors]
@@ -467,3 +481,8 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
                          signed(self.effect(spot.value)), percent(self.share(spot.value))))  # fmt: skip
         goal = "share" if self.goal is None else f"share of the way to {self.goal.name}"
         yield "Best cells", style.table(rows, ("site", self.axis, "position", self.metric, "effect", goal))
+
+
+def _has_room(width: float, height: float) -> bool:
+    """True if cells of this size in inches have room for their values."""
+    return width >= 0.48 and height >= 0.25

@@ -182,8 +182,7 @@ class _RowCandidates(Candidates):
 class AttributionPatching(GradientStudy):
     """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
 
-    The metric is logit(answer) − logit(foil), or log p(answer) without a foil. `run(lm, on=...)` patches on another
-    `LM`, such as the serving engine.
+    `run(lm, on=...)` patches on another `LM`, such as the serving engine.
 
     Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
     `UnsupportedSite` for sites without a gradient, and the error of any run.

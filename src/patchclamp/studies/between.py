@@ -163,11 +163,9 @@ class Candidates:
         self.ids: list[list[int]] = [list(of.ids) for of in (one, other)]
         self.tokens: list[tuple[str, ...]] = [of.tokens for of in (one, other)]
         matched = () if study.match is None else study.match.pairs(lm, one, other, "match")
-        clean_at, corrupt_at = ({pair[side] for pair in matched} for side in (0, 1))  # these win over the alignment
-        rest = (pair for pair in inputs.align(one.ids, other.ids, study.match is not None).pairs
-                if pair[0] not in clean_at and pair[1] not in corrupt_at)  # fmt: skip
-        pairs = sorted((*matched, *rest), key=lambda pair: pair[1])
-        labels = {(a, b): f"{self.tokens[1][b]} ← {self.tokens[0][a]}" for a, b in matched}
+        alignment = inputs.with_pairs(inputs.align(one.ids, other.ids, study.match is not None), matched)
+        pairs = sorted(alignment.pairs, key=lambda pair: pair[1])
+        labels = {(a, b): inputs.matched_label(self.tokens[1][b], self.tokens[0][a]) for a, b in matched}
         self.columns: tuple[Column, ...] = tuple(
             Column(labels.get((a, b), self.tokens[1][b]), (a,), (b,)) for a, b in pairs
         )
@@ -202,9 +200,9 @@ class Candidates:
         return self.graded.value((logprobs.tolist(), {}))
 
     def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by differences: central ones
-        below 0, the largest log-probability."""
-        up = np.minimum(STEP, -logprobs / 2)
+        """The derivative of the metric with respect to the log-probability of each token, by central differences; at 0,
+        which is certainty, by one-sided ones. Steps shrink near 0, where log-odds and the like bend."""
+        up = np.minimum(STEP, -logprobs / 16)
         down = np.where(up > 0, up, STEP)
         slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
                   for above, below in zip(np.diag(up), np.diag(down), strict=True)]  # fmt: skip
@@ -294,6 +292,11 @@ class GradientStudy(Study):
         cells = self.candidates(lm, self)
         _, factor = cells.scale
         estimates = factor * cells.estimates(self.steps)
+        if cells.graded.custom is not None and cells.ids[0] != cells.ids[1] and not np.nan_to_num(estimates).any():
+            raise ProgramError(
+                f"every estimate is 0: {cells.graded.metric} does not change with the log-probabilities of these runs; "
+                "expected a smooth metric, such as a difference of log-probabilities", "metric"
+            )  # fmt: skip
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]
         drawn = np.random.default_rng(self.seed).choice(rest, min(self.sample, len(rest)), replace=False)
@@ -306,8 +309,11 @@ class GradientStudy(Study):
             try:
                 programs = [[], *([cells.edit(number, sources)] for number in chosen), []]
                 job = serving.grade_job(cells.ids[1], programs, cells.graded.scores)
-                with progress("verifying", len(programs), show_progress) as advance:
-                    [grades] = serving.graded([job], lambda i, grades, which: advance(len(which)), batch)
+                with progress("verifying", len(chosen), show_progress) as advance:
+                    patched = range(1, len(chosen) + 1)  # the first and the last are reruns of the corrupt prompt
+                    [grades] = serving.graded(
+                        [job], lambda i, grades, which: advance(int(np.isin(which, patched).sum())), batch
+                    )
             finally:
                 for run in sources:
                     run.close()

@@ -177,7 +177,7 @@ def _pair_columns(
         pairs = match.pairs(lm, clean, corrupt, path)
         texts = ["".join(of.tokens[pair[side]] for pair in pairs) for side, of in enumerate((clean, corrupt))]
         written, read = reversed(texts) if denoising else texts
-        return Column(label or f"{written} ← {read}", *zip(*pairs, strict=True))
+        return Column(label or inputs.matched_label(written, read), *zip(*pairs, strict=True))
 
     return tuple(inputs.columns_of(lm, words, sorted(partner), positions, *of, make, matched))
 
@@ -362,9 +362,8 @@ class GridPlan:
 
     @property
     def total(self) -> int:
-        """The number of graded trials, including reruns."""
-        parts = self.parts(self.cells) if self.zooming is None else [range(self.zooming.most)]
-        return sum(planned([len(part) * self.draws] * self.units, self.reruns) for part in parts)
+        """The number of trials, one for each place, unit and draw; for a zoom, the largest possible number."""
+        return self.most * self.units * self.draws
 
     # -- content
 
@@ -380,10 +379,6 @@ class GridPlan:
         if not places:
             raise ProgramError("no cell to patch: no site has a value at any of the positions")
         return places
-
-    @property
-    def cells(self) -> list[GridPlace]:
-        return [self.place([r], [p]) for r, p in self.places]
 
     @functools.cached_property
     def zooming(self) -> Zoom | None:
@@ -691,7 +686,7 @@ class Cells:
     """Grades trials on `lm`; those that run as requests, up to `batch` at a time. Values in `journal` are not computed
     again.
 
-    advance: called with the number of trials that have finished
+    advance: called with the number of trials that have finished, without reruns
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
@@ -743,7 +738,7 @@ class Cells:
                     by_round.setdefault(plan[at][0], []).append(at)
             for number, of in by_round.items():
                 tell(number, np.array([plan[at][1] for at in of]), values[of])
-            self._advance(len(which))
+            self._advance(sum(map(len, by_round.values())))
 
         def read(which: np.ndarray, new: list[float]) -> None:
             values[len(known) + which] = new
@@ -792,11 +787,6 @@ class Cells:
             read(which, [graded[i].value(record) for record in new])
 
         return self._lm.graded(jobs, tell, self._batch, route)
-
-
-def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
-    """The number of trials and reruns that `Cells.run` makes for rounds with these numbers of trials."""
-    return sum(count + -(-count // max(count // reruns, 1)) + 1 for count in counts)
 
 
 def _spread(count: int, reruns: int) -> Iterator[int | None]:

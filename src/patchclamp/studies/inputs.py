@@ -24,6 +24,7 @@ from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_ind
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt as PlanPrompt
+from patchclamp.plots.style import visible
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.metric import Metric
@@ -396,15 +397,18 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
 
 
 def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignment:
-    """An alignment with further pairs, of positions that have no partner yet."""
-    clean, corrupt = set(alignment.clean_only), set(alignment.corrupt_only)
-    added: list[tuple[int, int]] = []
-    for a, b in pairs:
-        if a in clean and b in corrupt:
-            added.append((a, b))
-            clean.remove(a)
-            corrupt.remove(b)
-    return Alignment(tuple(sorted((*alignment.pairs, *added))), tuple(sorted(clean)), tuple(sorted(corrupt)))
+    """An alignment with chosen pairs, which replace the other pairs of their positions."""
+    chosen = set(pairs)
+    clean, corrupt = ({pair[side] for pair in chosen} for side in (0, 1))
+    paired = chosen | {pair for pair in alignment.pairs if pair[0] not in clean and pair[1] not in corrupt}
+    alone = [sorted({*only, *(pair[side] for pair in alignment.pairs)} - {pair[side] for pair in paired})
+             for side, only in enumerate((alignment.clean_only, alignment.corrupt_only))]  # fmt: skip
+    return Alignment(tuple(sorted(paired)), *map(tuple, alone))
+
+
+def matched_label(written: str, read: str) -> str:
+    """The label of matched tokens. Spaces at their ends are visible, to tell them from those around the arrow."""
+    return f"{visible(written)} ← {visible(read)}"
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ from patchclamp.studies.sweep_result import PathPatchResult
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")
 ATTENTION, MLP = ("z", "attn_out"), ("neurons", "mlp_out")  # senders
+logger: logging.Logger = logging.getLogger(__name__)
+
+SENT = "senders"  # the label of their positions
 SENDERS_AT_ONCE = 64  # senders whose receivers' inputs are kept at a time
 
 
@@ -76,7 +80,10 @@ class PathPatch(PairGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         _check_mixers(lm)
-        cases = self.cases(lm, _at(self.positions, self.clean))
+        try:
+            cases = self.cases(lm, _at(self.positions, self.clean))
+        except PatchclampError as error:  # the label of the column is not the caller's
+            raise type(error)(error.message, (error.path or "").replace(f"[{SENT!r}]", "")) from None
         rows = _senders(lm, self.senders, self.layers, self.group)
         receivers, frozen = _receivers(lm, self.receivers), _frozen(self.freeze)
         for i, case in enumerate(cases):
@@ -98,11 +105,31 @@ class _PathPlan(GridPlan):
     ) -> None:  # fmt: skip
         settings = {"receivers": [list(map(str, of.sites)) for of in receivers], "frozen": frozen}
         super().__init__(lm, study, PathPatchResult, cases, rows, direction=study.direction, seed=study.seed,
-                         settings=settings, extra={"frozen": frozen}, verb="patching paths")  # fmt: skip
+                         settings=settings, verb="patching paths")  # fmt: skip
         self.receivers, self.frozen = receivers, frozen
+        self.extra = {"frozen": frozen, "notice": self._notice}
         self.reruns = MIN_RERUNS
         if not self.possible.any():
             raise ProgramError("no receiver is downstream of any sender", "receivers")
+        if self._notice:
+            logger.warning("patchclamp: %s", self._notice)
+
+    @functools.cached_property
+    def _notice(self) -> str:
+        """The reason why the effect on the end of the model is 0 by construction; "" if it is not, as for an answer
+        of several tokens, whose later ones attend to the patched tokens."""
+        ends = [of.label for of in self.receivers if not of.sites]
+        frozen = [name for name in self.frozen if name in ATTENTION]
+        reached = any(
+            case.side(self.written).last in getattr(case.columns[0], self.written)
+            or any(suffix for score in case.graded.scores for suffix, _ in score) for case in self.cases
+        )  # fmt: skip
+        if reached or not ends or not frozen:
+            return ""
+        return (f"The effect on {' and '.join(ends)} is 0 by construction: it is measured at the last token, the "
+                "senders are patched at earlier tokens, and attention, the only way between tokens, is frozen "
+                f"({', '.join(frozen)}). Patch the last token too, choose an input of a later layer as the receiver, "
+                "or leave attention out of freeze=.")  # fmt: skip
 
     def _possible(self, row: Row, p: int) -> bool:
         sites = self.receivers[p].sites  # those that are not downstream keep their unpatched values
@@ -272,4 +299,4 @@ def _at(positions: Any, clean: Any) -> dict[str, Any]:
         )  # fmt: skip
     if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
         raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
-    return {"all tokens": Positions("prompt") if positions is None else positions}
+    return {SENT: Positions("prompt") if positions is None else positions}

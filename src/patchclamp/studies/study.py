@@ -204,18 +204,16 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
 
     def _repr_html_(self) -> str | None:
         """The figure, shown by notebooks; None, for the plain text, if there is no figure or no plotly."""
-        try:
-            return self.figure()._repr_html_()
-        except (PatchclampError, NotImplementedError):
-            return None
+        return self._repr_mimebundle_().get("text/html")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The figure's data, which JupyterLab and VS Code draw without the web; its HTML, which loads plotly from the
         web, is for others."""
-        page = self._repr_html_()
-        if page is None:
+        try:
+            figure = self.figure()
+        except (PatchclampError, NotImplementedError):
             return {}
-        data = msgspec.json.decode(self.figure().to_json() or "{}")
+        data, page = msgspec.json.decode(figure.to_json() or "{}"), figure._repr_html_()
         return {"application/vnd.plotly.v1+json": data, "text/html": page, "text/plain": repr(self)}
 
     def to_bytes(self) -> bytes:

@@ -17,7 +17,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
 from patchclamp.plots.style import number, quoted, visible
-from patchclamp.studies.inputs import Column, Row, check_whole, layers_in, panels_of
+from patchclamp.studies.inputs import Column, Row, check_whole, layers_in, matched_label, panels_of
 from patchclamp.studies.metric import METRICS
 from patchclamp.studies.study import StudyResult
 
@@ -316,9 +316,11 @@ class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
     """Path patching: rows are senders, columns receivers (`path_patch`).
 
     frozen: the sites that were frozen to the unpatched run between the two
+    notice: the reason why the effect on the logits is 0 by construction, if it is
     """
 
     frozen: tuple[str, ...]
+    notice: str = ""
 
     done: ClassVar[str] = "Patching the paths from senders to receivers"
     cell: ClassVar[str] = "the {patched} run with the way from a sender to a receiver patched from the {other} run"
@@ -459,6 +461,12 @@ def _note(sweep: Sweep) -> str:
         if trace is not None:
             of = f"{of} and {units // pairs} noise seeds each" if pairs > 1 else f"{units} noise seeds"
         notes.append(f"Means over {of}" + ("; the first is shown." if pairs > 1 else "."))
+    if isinstance(sweep, PathPatchResult):
+        at, sides = sweep.columns[0], (sweep.corrupt_tokens, sweep.clean_tokens)
+        if len(at.clean) < max(map(len, sides)):
+            texts = ["".join(tokens[p] for p in of) for tokens, of in zip(sides, (at.corrupt, at.clean), strict=True)]
+            notes.append(f"Senders are patched at {matched_label(*texts[:: 1 if sweep.patched == 'corrupt' else -1])}.")
+        notes += [sweep.notice] if sweep.notice else []
     return " ".join(notes)
 
 
