@@ -130,7 +130,7 @@ def _probe(op: ops.Probe, context: Context) -> Lowered:
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
     """The matrix of a readout, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite("logits are not projected: read final_norm, by W times the unembedding", "at")
+        raise UnsupportedSite("logits are not projected: capture final_norm, by W times the unembedding", "at")
     context.needs_whole_rows(op)
     matrix = context.vector(value, field)
     if len(matrix.rows()) > matrix.shape[-1]:
