@@ -50,6 +50,7 @@ from patchclamp.errors import (
     CapacityError,
     EngineError,
     MissingSource,
+    NotFinite,
     PatchclampError,
     ProgramError,
     TokensError,
@@ -62,10 +63,11 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, Run
+from patchclamp.run import Captures, Rows, Run, activated, pooled_by_run
 from patchclamp.sites import SiteMap
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
+from patchclamp.store.tensors import cast, overflowed
 from patchclamp.stream import Stream, wake
 
 if TYPE_CHECKING:
@@ -558,6 +560,62 @@ class LM:
             found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites))
         return found
 
+    def rows(self, runs: Iterable[Run], sites: Any = None) -> dict[str, Rows]:
+        """Read the captures of many runs as one array for each site, at some sites or (None) at those of the first run,
+        in one engine call a site: `lm.rows(runs)["resid_post[3]"].values` is [R, D], with the run and the position of
+        each row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site
+        that a run did not capture, or captured by token id, and a failed run's own error."""
+        runs = runs_of(runs)
+        if not runs:
+            return {}
+        asked = self._sites_of(sites) if sites is not None else []
+        refs = [ref for at in asked for ref in runs[0].captured_layers(at)]
+        if sites is None:  # each point once: resid_post[3] is resid_pre[4]
+            refs = list({ref.point: ref for ref in runs[0].captured_of(self.sites.refs())}.values())
+        found: dict[str, Rows] = {}
+        for ref in refs:
+            rows, pool = self._gathered(runs, ref.point)
+            values = np.asarray(runs[0].shaped(parse_site(str(ref)), ref, rows.values))
+            rows = msgspec.structs.replace(rows, values=values)
+            found[str(ref)] = pooled_by_run(rows, pool, len(runs), str(ref)) if pool else rows
+        return found
+
+    def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
+        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
+        engine call a probe. Raises as `rows` does."""
+        runs = runs_of(runs)
+        found: dict[str, Rows] = {}
+        for name, probe in runs[0].program.probes.items() if runs else ():
+            [ref, *others] = self.sites.resolve(probe.at)
+            if others:
+                raise ProgramError(f"the probe {name!r} reads several layers: read run.probes[{name!r}]", name)
+            rows, pool = self._gathered(runs, ref.point, name)
+            values = rows.values if probe.bias is None else rows.values + probe.bias.array()
+            rows = msgspec.structs.replace(rows, values=values)
+            rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
+            found[name] = msgspec.structs.replace(rows, values=np.asarray(activated(rows.values, probe.activation)))
+        return found
+
+    def _gathered(self, runs: Sequence[Run], point: int, probe: str = "") -> tuple[Rows, str]:
+        """The rows of a point, or of a probe, in many runs, and how they are pooled."""
+        name = probe or self.sites.label(point)
+        ways = {run.capture_way(point, probe): None for run in runs}
+        if len(ways) > 1:
+            raise MissingSource(f"{name} was captured in several ways: read it run by run")
+        [way] = ways
+        run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
+        computed = position < np.array([each.positions_computed for each in runs])[run]
+        if not computed.all():
+            kept = np.flatnonzero(computed)
+            run, position, rows = run[kept], position[kept], rows[kept]
+        expected = [each.expected_rows(point, way.number) for each in runs]
+        if not np.array_equal(np.bincount(run, minlength=len(runs)), expected):
+            raise PatchclampError(f"{name}: other positions were captured than were asked for")
+        rows = cast(rows, way.dtype) if way.dtype != "float32" else rows
+        if overflowed(rows) is not None:
+            raise NotFinite(f"{name} has numbers above 65,504, the largest of float16", "capture")
+        return Rows(rows if isinstance(rows, np.ndarray) else rows.float().numpy(), run, position), way.pool
+
     def _sites_of(self, sites: Any) -> list[Site]:
         try:
             asked = [parse_site(site) for site in as_list(sites)]
@@ -567,8 +625,8 @@ class LM:
         except PatchclampError as error:
             raise error.under("sites") from None
 
-    def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
-        """Fetches the captures of (run, (point, None)) pairs and stores them in their runs."""
+    def _fetch(self, chunk: Sequence[tuple[Run, tuple[int, int | None]]]) -> None:
+        """Fetches the captures of (run, (point, op)) pairs and stores them in their runs."""
         captured = self.engine.fetch_many([(run.key, *key) for run, key in chunk]) if chunk else []
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})

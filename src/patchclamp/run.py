@@ -15,10 +15,11 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp
 from patchclamp.language.site import SITES, parse_site
+from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, POOLS, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
-from patchclamp.plan.bound import Keep, acted, captures_site, pack_columns, position_array, stored_op
+from patchclamp.plan.bound import Compare, Keep, acted, captures_site, pack_columns, position_array, stored_op
 from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.tensors import PROBE, cast, merged, overflowed
 
@@ -61,6 +62,16 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     pool: str | None = None
+
+
+class CaptureWay(NamedTuple):
+    """The way in which rows were captured: by the op with this number (None: by all), how they are pooled, their width
+    and their dtype."""
+
+    number: int | None
+    pool: str
+    width: int
+    dtype: str
 
 
 class Owner(Protocol):
@@ -219,14 +230,14 @@ class Run:
         self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True
     ) -> torch.Tensor:
         """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
-        rows = self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
+        rows = self.shaped(at, ref, self._fetch(ref, ordinal, name)[1])
         if ref.point in self._pooled:
             return pooled(rows, self._pooled[ref.point], name)
         if not copy:
             return rows  # pyright: ignore[reportReturnType]  arrays are the fake engine's
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
 
-    def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
+    def shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         """Slices and shapes the rows of a point into those of one site."""
         parts = self._sites.parts(at.name)
         if parts is None or ref.point in self._projected:
@@ -269,11 +280,19 @@ class Run:
 
     @property
     def acted(self) -> dict[str, list[int]]:
-        """The ascending positions that each edit acted on, by path ("edits[0]"). The token ids determine them."""
+        """The ascending positions that each edit acted on, by path ("edits[0]", or "edits[0].edits[1]" in a `When`).
+        The token ids determine them, and the scores of probes in conditions."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self.positions_computed], np.int64)
         if self._bound is None:
             return {}
-        return {path: positions.tolist() for path, positions in acted(self._bound, tokens, self._ids_of).items()}
+        positions = acted(self._bound, tokens, self._ids_of, self._tested)
+        return {path: of_edit.tolist() for path, of_edit in positions.items()}
+
+    def _tested(self, test: BoundOp) -> tuple[np.ndarray, np.ndarray]:
+        """The positions and the products that a condition compared, from its probe."""
+        assert isinstance(test.action, Compare)
+        positions, [products] = self._products(test.action.probe)
+        return positions, np.asarray(products)[:, test.ranges[0].row]
 
     @property
     def idle_edits(self) -> list[str]:
@@ -306,8 +325,7 @@ class Run:
         keys = [(point, number) for point in points]
         if self.closed and not self._fetched.keys() >= set(keys):
             raise MissingSource(f"run {self.key} was closed before {op} was read")
-        unread = [key for key in keys if key not in self._fetched and key not in self._prefetched]
-        if unread:
+        if unread := [key for key in keys if key not in self._fetched and key not in self._prefetched]:
             captured = self._owner.engine.fetch_many([(self.key, *key) for key in unread])
             self.take_fetched(dict(zip(unread, captured, strict=True)))
         for key in keys:
@@ -315,12 +333,31 @@ class Run:
                 self._fetched[key] = self._read(*key, op)
         return self._fetched[keys[0]][0], [self._fetched[key][1] for key in keys]
 
+    def capture_way(self, point: int, probe: str = "") -> CaptureWay:
+        """The way in which a point was captured, or read by a probe. Raises `MissingSource` where rows have to be read
+        run by run."""
+        self.answer  # noqa: B018  raises the run's own error
+        number = self._probe_ops.get(probe) if probe else None
+        ordinals = [number] if number is not None else [] if probe else self._captures_at.get(point, [])
+        name = f"the probe {probe!r}" if probe else self._sites.label(point)
+        if not ordinals or self.closed:
+            raise MissingSource(f"run {self.key} {'was closed' if self.closed else f'did not capture {name}'}")
+        if any(_conditional(self._stored_op(i)) for i in ordinals):
+            raise MissingSource(f"{name} was captured by token id: read it run by run")
+        dtypes, pool = self._dtypes(ordinals), self._pooled.get(point, "")
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        return CaptureWay(number, (self.program.probes[probe].pool or "") if probe else pool,
+                          self.width_at(point, number), dtype)  # fmt: skip
+
+    def expected_rows(self, point: int, number: int | None) -> int:
+        """The number of positions captured at a point by one op, or by all (None)."""
+        return len(self._expected(point, number))
+
     def probe_layout(self, name: str) -> tuple[list[tuple[int, int]], np.ndarray, tuple[int, ...]]:
         """The engine's captures that `run.probes[name]` is made from, each a point and the number of an op, its
         positions, and its shape, without reading it."""
         number = self._probe_ops[name]
-        bound, op = self._stored_op(number), self._op(self._stored_op(number).path)
-        assert isinstance(op, Probe)
+        bound, op = self._stored_op(number), self.program.probes[name]
         assert isinstance(bound.action, Keep)
         positions, selected = self._selected(number, self._expected(bound.points[0], number))
         positions = positions if selected is None else positions[selected]
@@ -330,8 +367,7 @@ class Run:
     def probed(self, name: str) -> torch.Tensor:
         """`run.probes[name]`."""
         _, products = self._products(name)
-        op = self._op(self._stored_op(self._probe_ops[name]).path)
-        assert isinstance(op, Probe)
+        op = self.program.probes[name]
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
         return stacked(scores) if is_stacked(op.at) else scores[0]
 
@@ -393,7 +429,7 @@ class Run:
             stored = [Stored(ordinal, self._expected(ref.point, ordinal))]
         wanted = [each.positions if each.selected is None else each.positions[each.selected] for each in stored]
         positions = wanted[0] if len(stored) == 1 else np.unique(np.concatenate(wanted))
-        empty = self._shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
+        empty = self.shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
         dtypes = self._dtypes(ordinals)
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         pool = self._pooled.get(ref.point)
@@ -414,7 +450,7 @@ class Run:
         positions, rows = parts[0] if len(parts) == 1 else merged(parts)
         rows = rows if layout.pool else cast(rows, layout.dtype)
         self._check_range(rows, positions, str(layout.ref))
-        rows = self._shaped(layout.at, layout.ref, rows)
+        rows = self.shaped(layout.at, layout.ref, rows)
         return torch.as_tensor(pooled(rows, layout.pool, str(layout.ref)) if layout.pool else rows)
 
     @property
@@ -668,6 +704,26 @@ class Run:
         return f'<div style="white-space: pre-wrap">{text}</div>{captured}'
 
 
+class Rows(PublicStruct, frozen=True, eq=False):
+    """Rows of many runs as one array, from `lm.rows` and `lm.probes`, ascending by run and position.
+
+    values: [R, ...], a row of a site, or the scores [k] of a probe
+    run: the index of each row's run among the runs that were given, [R]
+    position: the position of each row's token, [R]; the last that was read, where rows are pooled
+    """
+
+    values: np.ndarray
+    run: np.ndarray
+    position: np.ndarray
+
+    def to_frame(self) -> Any:
+        """The rows as a table: run, position, and a column for each number."""
+        import pandas
+
+        columns = self.values.reshape(len(self.values), -1).T
+        return pandas.DataFrame({"run": self.run, "position": self.position} | dict(enumerate(columns)))
+
+
 class _Probes(Mapping[str, "torch.Tensor"]):
     """`run.probes`; results are read when they are asked for."""
 
@@ -698,6 +754,21 @@ def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -
     return activated(products if probe.pool is None else pooled(products, probe.pool, name), probe.activation)
 
 
+def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
+    """The rows of each of `runs` runs pooled to one. Raises `TokensError` if a run has none."""
+    count = np.bincount(rows.run, minlength=runs)
+    if not count.all():
+        raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
+    first, last = np.cumsum(count) - count, np.cumsum(count) - 1
+    values = rows.values[last]
+    if pool == "mean":
+        sums = np.add.reduceat(rows.values, first, dtype=np.float64)
+        values = (sums / count.reshape(-1, *[1] * (sums.ndim - 1))).astype(np.float32)
+    elif pool == "max":
+        values = np.maximum.reduceat(rows.values, first)
+    return Rows(values, np.arange(runs), rows.position[last])
+
+
 def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tensor:
     """Rows [T, ...] pooled to one, [...], in fp32. Raises `TokensError` if there are none."""
     if len(rows) == 0:
@@ -715,12 +786,13 @@ def activated(products: torch.Tensor | np.ndarray, activation: str | None) -> to
     """Apply a probe's activation; softmax is over the last axis."""
     if activation is None:
         return products
-    if not isinstance(products, np.ndarray):
-        return products.softmax(-1) if activation == "softmax" else getattr(products, activation)()
+    if not isinstance(products, np.ndarray):  # by the same arithmetic on every engine
+        return products.new_tensor(activated(products.numpy(), activation))
     if activation == "relu":
         return np.maximum(products, 0)
     if activation == "sigmoid":
-        return (1 / (1 + np.exp(-products.astype(np.float64)))).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return (1 / (1 + np.exp(-products.astype(np.float64)))).astype(np.float32)
     powers = np.exp(products.astype(np.float64) - products.max(-1, keepdims=True))
     return (powers / powers.sum(-1, keepdims=True)).astype(np.float32)
 

@@ -351,7 +351,7 @@ class _Programs:
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
         """Plan a step whose rows have these token ids [R]; return its in-place tap(kind, layer, rows)."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
-        self._buffer = np.zeros(plan.size, np.float32)
+        self._buffer, bits_R = np.zeros(plan.size, np.float32), np.zeros(batch.rows, np.int64)
 
         def tap(kind: str, layer: int | None, h_RW: np.ndarray) -> None:
             point = self._number[kind, layer]
@@ -360,7 +360,7 @@ class _Programs:
                 if self._sampled[point]:
                     rows, tokens = plan.sampled, token_R[batch.row + batch.count - 1]
                 before_RW = h_RW.copy()
-                step = (plan, self._bank, self._buffer, tokens, self._apply)
+                step = (plan, self._bank, self._buffer, tokens, self._apply, bits_R)
                 edited_R = reference.apply(h_RW, rows, point, self._table, *step)
                 failed_R = edited_R & ~np.isfinite(h_RW).all(axis=1)
                 h_RW[failed_R] = before_RW[failed_R]

@@ -130,3 +130,23 @@ def test_samples_of_a_prompt_have_probes_of_their_own(shallow):
     for run in runs:
         rows = run["resid_post[5]"][len(run.prompt_token_ids) :]
         assert torch.allclose(run.probes["p"], rows @ torch.from_numpy(W).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_runs_are_read_as_one_array(shallow, mode):
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    prompts = [list(range(5, 5 + n)) for n in (1, 40, 7, 7, 22)]
+    probe = pc.Probe(W, at=pc.resid_post[3], bias=np.ones(5), activation="sigmoid", name="p")
+    runs = lm.run(prompts * 2, max_tokens=3, capture=[pc.resid_post[2:5], pc.Capture(pc.z[3], dtype="bfloat16"), probe])
+    del runs[3]  # its rows stay in between
+    for found, read in (
+        (lm.rows(runs), lambda run, name: run[name].float()),
+        (lm.probes(runs), lambda run, name: run.probes[name]),
+    ):
+        for name, rows in found.items():
+            assert np.array_equal(rows.values, torch.cat([read(run, name) for run in runs]).numpy()), name
+            positions = [position for run in runs for position in range(len(run.prompt_token_ids) + 2)]
+            assert rows.position.tolist() == positions
+            assert (np.diff(rows.run) >= 0).all()
+    assert len(lm.rows(runs)) == 4

@@ -33,11 +33,11 @@ from patchclamp.plan import (
     StepPlan,
     make_plan,
 )
-from patchclamp.plan.bound import pack_columns
+from patchclamp.plan.bound import NEVER, pack_columns
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.cuda_step import CudaStep
 from tests.reference.admitting import Table
-from tests.reference.records import record_array
+from tests.reference.records import decisions, record_array
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASKED = {"cpu": [0, 2], "cuda": [0, 1, 2]}
@@ -62,6 +62,8 @@ def tables_of(
         "origin_of_row": position.astype(np.int32) - behind, "first": table.first.reshape(-1), "records": table.records.view(np.int32),
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    made["bits_of_row"] = torch.zeros(batch.rows, dtype=torch.int32, device=device)
+    made["latches"] = torch.from_numpy(table.latches.copy()).reshape(-1).to(device)
     made["stride"] = torch.tensor([stride]).to(device)
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
     return SimpleNamespace(
@@ -118,6 +120,9 @@ def records(
                 ids = IDS + int(rng.integers(0, 200)), int(rng.integers(1, 300))
                 made.append((start, start + length, MATCH, ids[1], ids[0], float(rng.integers(0, 2))))
                 counts[point] += 1
+            if kind not in (CAPTURE, STORE, APPLY) and point < POINTS - 1:
+                deciding = decisions(rng, point, start, start + length, int(width[point]), BANK)
+                made, counts[point] = made + deciding, counts[point] + len(deciding)
             columns = 0
             if (
                 (kind not in (CAPTURE, STORE) or (kind == CAPTURE and y)) and point < POINTS - 1 and rng.random() < 0.3
@@ -165,7 +170,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     stride, behind = 16 * int(rng.integers(0, 9)), int(rng.integers(0, 4))
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device, stride, behind)
     kept = torch.zeros(in_bytes.size + behind * stride + 16, dtype=torch.uint8, device=device)
-    expected = torch.zeros(in_numbers.size)
+    expected, bits_R = torch.zeros(in_numbers.size), np.zeros(batch.rows, np.int64)
     failed, calls = set(), []
     step: Any = CudaStep.__new__(CudaStep)
     step.tables, step._plan, step._batch, step._steps, step.code = tables, in_bytes, batch, 0, code
@@ -176,7 +181,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
         mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
         mine_R = torch.from_numpy(token[batch.sampled_rows] if sampled[point] else token)
-        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code)
+        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code, None, bits_R)
         failed |= set() if bad is None else set(bad.tolist())
         given = hidden.clone(), None if residual is None else residual.clone()
         for again in range(2 if device == "cuda" else 1):  # what was launched before is launched in another way
@@ -194,6 +199,10 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
                 whole = (got.cpu(), want) if residual is None or not sums else (got.cpu() + residual.cpu(), sum(mine))
                 assert close(*whole) if sums else torch.equal(bits(got.cpu()), bits(want)), (told, dtype, point)
                 found[f"{told} {str(dtype)[6:]}"] = found.get(f"{told} {str(dtype)[6:]}", 0) + 1
+    assert np.array_equal(tables.bits_of_row.cpu().numpy(), bits_R), "bits of rows"
+    assert np.array_equal(tables.latches.cpu().numpy(), table.latches.reshape(-1)), "latches"
+    found["bits of rows"] = found.get("bits of rows", 0) + int(np.count_nonzero(bits_R))
+    found["latches"] = found.get("latches", 0) + int((table.latches < NEVER).sum())
     stored = tables.bank.cpu()[STORED:], bank[STORED:]
     assert (close if sums else torch.equal)(*([part.view(-1, 1) for part in stored] if sums else map(bits, stored))), (
         "stored"

@@ -19,6 +19,7 @@ from patchclamp.plan import (
     NOISE,
     PROJECT,
     STORE,
+    TEST,
     Batch,
     ProgramTable,
     StepPlan,
@@ -26,7 +27,7 @@ from patchclamp.plan import (
 )
 from patchclamp.plan.bound import pack_columns
 from tests.reference.admitting import Table
-from tests.reference.records import record_array
+from tests.reference.records import decisions, record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
 POINTS, BANK = len(WIDTHS), 28 * 20
@@ -44,6 +45,7 @@ class Step(msgspec.Struct):
     kept: np.ndarray
     tokens: np.ndarray
     last: np.ndarray
+    bits: np.ndarray
 
 
 def numbers(draw: np.random.Generator, *shape: int) -> np.ndarray:
@@ -59,7 +61,7 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
     for point, count in enumerate(counts):
         for ordinal in range(count):
             start, length, step = int(draw.integers(0, 12)), int(draw.integers(1, 7)), int(draw.integers(0, 2))
-            kind, (x, y) = int(draw.choice(kinds)), draw.choice(FACTORS, 2)
+            kind, (x, y) = int(draw.choice([kind for kind in kinds if kind != TEST])), draw.choice(FACTORS, 2)
             value, other = draw.integers(0, BANK // WIDTHS[point] - 7, 2) * WIDTHS[point]
             if kind == CAPTURE:
                 value, x, y = ordinal, float(draw.integers(0, 3)), float(draw.integers(0, 4) * (PROJECT in kinds))
@@ -73,6 +75,9 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
             if kind not in (CAPTURE, STORE) and draw.random() < 0.3:
                 made.append((start, start + length, MATCH, int(draw.integers(1, 8)), BANK, float(draw.integers(0, 2))))
                 counts[point] += 1
+            if TEST in kinds and kind not in (CAPTURE, STORE) and not SAMPLED[point]:
+                deciding = decisions(draw, point, start, start + length, int(WIDTHS[point]), BANK)
+                made, counts[point] = made + deciding, counts[point] + len(deciding)
             first, end = sorted(draw.choice(WIDTHS[point] + 1, 2, replace=False).tolist())
             of_part = kind not in (CAPTURE, STORE) or (kind == CAPTURE and y)
             columns = pack_columns((first, end)) if of_part and draw.random() < 0.3 else 0
@@ -81,6 +86,7 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
 
 
 EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE, STORE]
+DECIDING = [*EXACT, TEST]  # with records that decide whether others act
 
 
 @st.composite
@@ -99,7 +105,8 @@ def steps(draw, kinds: list[int] = EXACT) -> Step:
     ids, stored = np.sort(rng.integers(0, 12, 8)).astype(np.float32), np.zeros(7 * 28 * MAX_STORES, np.float32)
     bank = np.concatenate([numbers(rng, BANK), ids, np.zeros(STORED - BANK - 8, np.float32), stored])
     tokens = rng.integers(0, 12, batch.rows)
-    return Step(table, plan, bank, values, numbers(rng, plan.size), tokens, batch.row + batch.count - 1)
+    return Step(table, plan, bank, values, numbers(rng, plan.size), tokens, batch.row + batch.count - 1,
+                np.zeros(batch.rows, np.int64))  # fmt: skip
 
 
 def rows_of(step: Step, point: int):
@@ -107,8 +114,8 @@ def rows_of(step: Step, point: int):
 
 
 def by_reference(step: Step, point: int, h: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    given = (rows_of(step, point), point, step.table, step.plan, step.bank, kept, tokens_of(step, point))
-    return reference.apply(h, *given)
+    given = (rows_of(step, point), point, step.table, step.plan, step.bank, kept, tokens_of(step, point), None)
+    return reference.apply(h, *given, step.bits)
 
 
 def tokens_of(step: Step, point: int) -> np.ndarray:
@@ -117,11 +124,12 @@ def tokens_of(step: Step, point: int) -> np.ndarray:
 
 def by_fused(
     step: Step, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor,
-    bank: torch.Tensor | None = None,
+    bank: torch.Tensor | None = None, bits: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     bank = torch.from_numpy(step.bank) if bank is None else bank
     tokens = torch.from_numpy(tokens_of(step, point))
-    fused.apply(hidden, residual, rows_of(step, point), point, step.table, step.plan, bank, kept, tokens)
+    fused.apply(hidden, residual, rows_of(step, point), point, step.table, step.plan, bank, kept, tokens,
+                None, None, step.bits if bits is None else bits)  # fmt: skip
 
 
 def bits(array) -> list:
@@ -131,14 +139,18 @@ def bits(array) -> list:
 # -- fused against reference
 
 
-@given(steps())
+@given(steps(DECIDING))
 def test_fused_equals_reference_bit_for_bit(step):
     kept, kept_fused = step.kept.copy(), torch.from_numpy(step.kept.copy())
-    bank = torch.from_numpy(step.bank.copy())
+    bank, bits_fused = torch.from_numpy(step.bank.copy()), step.bits.copy()
     for point, value in enumerate(step.values):
         h, hidden = value.copy(), torch.from_numpy(value.copy())
+        latches = step.table.latches.copy()
         edited = by_reference(step, point, h, kept)
-        by_fused(step, point, hidden, None, kept_fused, bank)
+        mine, step.table.latches[:] = step.table.latches.copy(), latches
+        by_fused(step, point, hidden, None, kept_fused, bank, bits_fused)
+        assert np.array_equal(bits_fused, step.bits)
+        assert np.array_equal(mine, step.table.latches)
         assert bits(hidden) == bits(h)
         assert bits(bank) == bits(step.bank)
         assert bits(kept_fused) == bits(kept)

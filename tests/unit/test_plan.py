@@ -35,6 +35,7 @@ from patchclamp.plan.bound import (
     BoundOp,
     BoundProgram,
     Condition,
+    Guard,
     Keep,
     Linear,
     Noisy,
@@ -755,7 +756,7 @@ def test_a_key_says_all_of_an_op_but_where_it_stands(field):
     op = BoundOp("edits[0]", Linear(1.0, 1.0), (3,), ("v:abc",), (PositionRange(2, 6, 0, 1),), reaches_cache=True)
     other = {"path": "edits[1]", "action": Linear(1.0, 2.0), "points": (4,), "values": ("v:abd",),
              "ranges": (PositionRange(2, 6, 1, 1),), "columns": 1 << 16, "condition": Condition("o", False),
-             "reaches_cache": False}[field]  # fmt: skip
+             "guard": Guard(1), "reaches_cache": False}[field]  # fmt: skip
     made, alike = key_of(op), key_of(msgspec.structs.replace(op, **{field: other}))
     if field == "reaches_cache":
         assert alike is None

@@ -258,3 +258,45 @@ def test_fitted_models_of_scikit_learn_become_probes():
     for wrong in (linear.LogisticRegression(), object(), pipeline.make_pipeline(StandardScaler(), linear.Ridge())):
         with pytest.raises(pc.ProgramError):
             pc.Probe.of(wrong, at=pc.resid_post[0], name="wrong")
+
+
+# -- many runs at once
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_rows_and_probes_of_many_runs_equal_those_of_each(chunk):
+    lm, rng = pc.LM("fake", engine="fake", chunk=chunk), np.random.default_rng(6)
+    probes = [pc.Probe(matrix(rng, 3), at=pc.resid_post[1], bias=[1, 2, 3], activation="softmax", name="each")]
+    probes += [
+        pc.Probe(matrix(rng, 2), at=pc.z[1], pool=pool, activation="sigmoid", name=pool) for pool in POOLS if pool
+    ]
+    capture = [pc.resid_post, pc.z[1, 1] @ pc.prompt, pc.Capture(pc.mlp_out[0], pool="mean"), *probes]
+    prompts = [PROMPT[: 1 + n % len(PROMPT)] for n in (3, 0, 6, 2, 5)]
+    runs = lm.run(prompts, max_tokens=4, capture=capture)
+    for found, read in (
+        (lm.probes(runs), lambda run, name: run.probes[name]),
+        (lm.rows(runs), lambda run, name: run[name]),
+    ):
+        assert len(found) >= 4
+        for name, rows in found.items():
+            for i, run in enumerate(runs):
+                mine = rows.run == i
+                np.testing.assert_allclose(rows.values[mine] if mine.sum() > 1 or read(run, name).ndim == rows.values.ndim
+                                           else rows.values[mine][0], read(run, name), rtol=1e-6, atol=1e-7)  # fmt: skip
+                if name in run.sites and name != "mlp_out[0]":
+                    assert rows.position[mine].tolist() == run.positions(name)
+    assert list(lm.rows(runs, [pc.resid_post[2], "mlp_out[0]"])) == ["resid_post[2]", "mlp_out[0]"]
+    frame = lm.probes(runs)["each"].to_frame()
+    assert list(frame.columns) == ["run", "position", 0, 1, 2]
+    assert len(frame) == sum(len(run.probes["each"]) for run in runs)
+
+
+def test_many_runs_that_cannot_be_read_at_once_are_refused(lm):
+    runs = [lm.run(PROMPT, capture=capture, max_tokens=2) for capture in (
+        pc.resid_post[0], pc.Capture(pc.resid_post[0], project=W), pc.resid_post[0] @ pc.token(7), pc.embed)]  # fmt: skip
+    for pair in ((0, 1), (2, 2), (0, 3)):
+        with pytest.raises(pc.PatchclampError):
+            lm.rows([runs[i] for i in pair], pc.resid_post[0])
+    assert lm.rows([]) == lm.probes([]) == {}
+    with pytest.raises(pc.ProgramError):
+        lm.rows(runs[0])

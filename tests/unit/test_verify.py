@@ -14,11 +14,15 @@ from patchclamp.plan.bound import (
     BLEND,
     LINEAR,
     PROJECT,
+    All,
     Blend,
     BoundOp,
     BoundProgram,
+    Compare,
     Condition,
+    Guard,
     Keep,
+    Latch,
     Linear,
     Noisy,
     PositionRange,
@@ -165,6 +169,63 @@ def test_what_no_binder_makes_is_refused(wrong):
     check(*changed(op))
     with pytest.raises(ProgramError, match=r"edits\[0\]: (no binder makes this|RunCode does not)"):
         check(*changed(op, **fields))
+
+
+A, B = (
+    pc.Probe([V, V[::-1]], at=f"resid_post[{layer}]", bias=[1, 2], name=name) for layer, name in ((0, "a"), (1, "b"))
+)
+CONDITIONAL = [
+    pc.When((A > 1) & ~(B[1] <= 2), [pc.Add(V, "resid_post[2]", "prompt[1:]"), pc.Zero("mlp_out[2]")]),
+    pc.When(A[1] > 0, pc.Zero("mlp_out[1]"), scope="onwards"), pc.When(B > 0, pc.Zero("resid_post[1]"), scope="prompt"),
+]  # fmt: skip
+# by name: the index of an op of the bound `CONDITIONAL`, and fields of it that no binder makes so
+WRONG_DECISIONS = {
+    "a test of a probe that is not kept": (1, {"action": Compare(0.0, False, 0, "c")}),
+    "a test of another matrix": (1, {"values": (KEY,)}),
+    "a test of another product": (1, {"ranges": (PositionRange(0, 8, 2),)}),
+    "a test of several products": (1, {"ranges": (PositionRange(0, 8, 0, 1),)}),
+    "a test at other positions": (1, {"ranges": (PositionRange(0, 7),)}),
+    "a test at another point": (1, {"points": (point("resid_post[1]"),)}),
+    "a test of columns": (1, {"columns": pack_columns((0, 2))}),
+    "a bit that is not there": (1, {"action": Compare(0.0, False, 31, "a")}),
+    "a negative bit": (1, {"action": Compare(0.0, False, -1, "a")}),
+    "a bit of another test": (3, {"action": Compare(0.0, False, 0, "b")}),
+    "no number": (1, {"action": Compare(float("nan"), False, 0, "a")}),
+    "bits that are not set": (4, {"action": All(2, 1 << 9, 1 << 9)}),
+    "bits beyond a word": (4, {"action": All(2, 1 << 31, 0)}),
+    "wanted bits outside the mask": (4, {"action": All(2, 1, 2)}),
+    "bits before they are set": (4, {"points": (point("embed"),)}),
+    "values for a decision": (4, {"values": (KEY,)}),
+    "a guard of a bit that is not set": (5, {"guard": Guard(20)}),
+    "a guard of a latch that is not set": (5, {"guard": Guard(0, 5)}),
+    "an edit before its condition": (5, {"points": (point("resid_mid[0]"),)}),
+    "a guard of logits": (6, {"points": (point("logits"),), "reaches_cache": False, "ranges": (PositionRange(4, 8),)}),
+    "a guard of a capture": (0, {"guard": Guard(0)}),
+    "two probes of one name": (2, {"action": Keep(0, False, vector_key(pc.Vector.of([V, V[::-1]])), 2, 0, "a")}),
+}
+
+
+def test_decisions_that_no_binder_makes_are_refused():
+    program, sizes = bound(CONDITIONAL)
+    check(program, sizes)
+    names = [(op.path, type(op.action).__name__) for op in program.ops]
+    assert [name for _, name in names[:5]] == ["Keep", "Compare", "Keep", "Compare", "All"], names
+    latched = [i for i, op in enumerate(program.ops) if isinstance(op.action, Latch)]
+    wrong = WRONG_DECISIONS | {
+        "latches beyond those of a request": (latched[0], {"action": Latch(0, 8)}),
+        "a negative latch": (latched[0], {"action": Latch(0, -1)}),
+        "a latch twice": (latched[1], {"action": Latch(0, 0)}),
+        "a latch of a bit that is not set": (latched[0], {"action": Latch(30, 0)}),
+    }
+    for name, (i, fields) in wrong.items():
+        ops = list(program.ops)
+        ops[i] = msgspec.structs.replace(ops[i], **fields)
+        forged = msgspec.structs.replace(program, ops=tuple(ops))
+        try:
+            check(forged, {KEY: (9, 4), **sizes})
+        except ProgramError:
+            continue
+        pytest.fail(name)
 
 
 def test_a_point_is_captured_in_one_way():

@@ -448,6 +448,16 @@ class Engine(Protocol):
         """Call `fetch` for each (run, point, op), in one round trip. Meant for many small captures."""
         return [self.fetch(run, point, op) for run, point, op in wanted]
 
+    def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
+        """The rows of a point in many runs, of one op or of all, as one array: the index of each row's run, its
+        position, and the rows [R, W], ascending by run and position. They may be the captured memory itself."""
+        captured = self.fetch_many([(run, point, op) for run in runs])
+        run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
+        rows = np.concatenate(
+            [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
+        )
+        return run, np.concatenate([positions for positions, _ in captured]), rows
+
     def release(self, runs: list[str]) -> None:
         """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call
         this at any moment, so it must not wait for a lock."""

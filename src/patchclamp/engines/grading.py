@@ -19,7 +19,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import APPLY, CAPTURE, STORE, BoundProgram
+from patchclamp.plan.bound import APPLY, CAPTURE, STORE, TEST, BoundProgram
 from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.store.named import SourceRun
 
@@ -83,13 +83,13 @@ def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tup
     return suffixes, [[term(*each) for each in score] for score in scores]
 
 
-REASONS = {APPLY: "Apply", CAPTURE: "captures", STORE: "values of the same run"}
+REASONS = {TEST: "conditions", APPLY: "Apply", CAPTURE: "captures", STORE: "values of the same run"}
 
 
 def refused_of(programs: Iterable[BoundProgram | None]) -> dict[int, str]:
     """The reasons why programs cannot run in batches, by number."""
-    kinds = [() if bound is None else [op.kind for op in bound.ops if op.kind in REASONS] for bound in programs]
-    return {number: REASONS[of[0]] for number, of in enumerate(kinds) if of}
+    kinds = [set() if bound is None else {op.kind for op in bound.ops} & REASONS.keys() for bound in programs]
+    return {number: next(REASONS[kind] for kind in REASONS if kind in of) for number, of in enumerate(kinds) if of}
 
 
 class Grades(PublicStruct, frozen=True, eq=False):

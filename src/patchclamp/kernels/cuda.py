@@ -20,6 +20,7 @@ from patchclamp import plan
 from patchclamp.kernels import noise
 from patchclamp.kernels.relaunch import relauncher
 from patchclamp.plan import RECORD
+from patchclamp.plan.bound import LATCHES
 
 MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per program; wider rows take passes of PASS_BLOCK
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), factor, columns
@@ -28,6 +29,8 @@ COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
 APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
+TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
+MAX_LATCHES = tl.constexpr(LATCHES)
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -105,7 +108,7 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
-    needs = (kind == BLEND) | (kind == PROJECT) | ((kind == LINEAR) & (y != 0.0))
+    needs = (kind == BLEND) | (kind == PROJECT) | (kind == TEST) | ((kind == LINEAR) & (y != 0.0))
     needs = needs & (position >= start) & (position < stop)
     return tl.load(bank + begins + columns, mask=columns < tl.where(needs, width, 0), other=0.0)
 
@@ -179,15 +182,27 @@ def _capture(
 
 
 @triton.jit
+def _when(latch, bit, position, bits, latched, latches):
+    """True if a bit of the row is set, or, with a latch of at least 0, if its position is not after the row's. A latch
+    that this row has set itself may not be in memory yet."""
+    number = tl.maximum(latch, 0).to(tl.int32)
+    first = tl.load(latches + number)
+    from_latch = (position >= first) | (((latched >> number) & 1) != 0)
+    return tl.where(latch < 0, ((bits >> bit) & 1) != 0, from_latch)
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-    origin_of_row, stride, bank, kept, quantiles,
+    origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: these
     are all columns of the row. The next record and its vector are prefetched while one is applied."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # for wider rows, two vectors do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
+    before, latched = _look(bits_of_row + row), 0  # latched: the latches that this row has set
+    bits = before
     start, stop, kind, step, value, x, y, word = _record(records, begin)
     v, number = 0.0, begin
     if AHEAD:
@@ -196,7 +211,8 @@ def _walk(
         record = records + number.to(tl.int64) * WORDS
         if not AHEAD:
             start, stop, kind, step, value, x, y, word = _record(records, number)
-        holds, matched = (position >= start) & (position < stop) & (matched != 0), 1
+        applies = matched != 0
+        holds, matched = (position >= start) & (position < stop) & applies, 1
         if AHEAD:
             coming = tl.minimum(number + 1, end - 1)
             start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, word_2 = _record(records, coming)
@@ -225,6 +241,23 @@ def _walk(
                 h = tl.where(changed & (a != 0.0), edit, h)
             elif kind == MATCH:  # if it does not match, the next record is skipped
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
+            elif kind == TEST:  # other is the bit; the product is computed as a capture's
+                against = _loaded(v, bank, columns, inside, width, position, start, 0, value, ALIGNED, AHEAD)
+                product = tl.sum(tl.where(inside & changed, h * against, 0.0), axis=0)
+                above = tl.where(y != 0.0, product >= x, product > x).to(tl.int32)
+                bit = _look((record + 8).to(tl.pointer_type(tl.int64))).to(tl.int32)
+                bits = (bits & ~(1 << bit)) | (above << bit)
+            elif kind == ALL:  # value is the mask, other the wanted bits, x 1 if negated, step the bit
+                wanted = _look((record + 8).to(tl.pointer_type(tl.int64))).to(tl.int32)
+                alike = ((bits & value.to(tl.int32)) == wanted) != (x != 0.0)
+                bits = (bits & ~(1 << step)) | (alike.to(tl.int32) << step)
+            elif kind == LATCH:
+                is_set = (bits >> step) & 1
+                tl.atomic_min(latches + value, position, mask=(is_set != 0) & KEEP)
+                latched = latched | (is_set << value.to(tl.int32))
+            elif kind == WHEN:
+                held = _when(value, step, position, bits, latched, latches)
+                matched = held.to(tl.int32)
             elif kind == STORE:
                 tl.store(bank + value + (position - start).to(tl.int64) * width + columns, h, mask=inside & KEEP)
             elif kind == PROJECT:
@@ -247,17 +280,20 @@ def _walk(
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
                     noise = _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK)
                     h = tl.where(changed, h + factor * noise, h)
+        if (kind == WHEN) & (applies == 0):  # the condition on the token before it does not hold
+            matched = 0
         number += 1
         if AHEAD:
             start, stop, kind, step, value, x, y = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2
             v, word = v_2, word_2
+    tl.store(bits_of_row + row, bits, mask=(bits != before) & KEEP)
     return h, edited
 
 
 @triton.jit
 def _sums(
     hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-    origin_of_row, stride, bank, kept, quantiles,
+    origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """Store in each record the factor from its op's sum over the whole row, as edited by the records before it."""
@@ -277,7 +313,7 @@ def _sums(
                 inside = columns < width
                 h = _read(hidden, residual, columns, inside, PAIR)
                 h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, token_of_row,
-                             records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                             records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
                              SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
                 if kind == PROJECT:
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
@@ -330,7 +366,7 @@ def _between(records, begin, end, phase):
 @triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase", "turn"])
 def _site(
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, rank_of_sample, generation,
-    first, records, base, offset, origin_of_row, stride, bank, quantiles, bad, points,
+    first, records, base, offset, origin_of_row, stride, bank, quantiles, bits_of_row, latches, bad, points,
     hidden, residual, hidden_stride, residual_stride, width, kept, point, phase, turn,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
@@ -353,18 +389,20 @@ def _site(
         begin, end = _between(records, begin, end, phase)
     if begin == end:
         return
+    latches += slot * MAX_LATCHES
     hidden += out_row * hidden_stride
     residual += out_row * residual_stride
     edited, finite = 0, 1
     if PASSES > 1:
         _sums(hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-              origin_of_row, stride, bank, kept, quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
+              origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+              PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
     for block in range(PASSES):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
         h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                          records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                          records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
                           SAMPLED, True, ALIGNED, PASSES == 1, BLOCK)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
@@ -379,7 +417,7 @@ def _site(
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
             h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                              records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                              records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
                               SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
@@ -446,7 +484,8 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 
 # in the order of the kernel's parameters
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "rank_of_sample",
-        "generation", "first", "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles")  # fmt: skip
+        "generation", "first", "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles",
+        "bits_of_row", "latches")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 

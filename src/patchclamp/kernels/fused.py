@@ -16,9 +16,24 @@ import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.kernels.transfer import to_device
-from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
+from patchclamp.plan import (
+    APPLY,
+    BLEND,
+    CAPTURE,
+    DECIDE,
+    LATCH,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    STORE,
+    TEST,
+    WHEN,
+    ProgramTable,
+    StepPlan,
+)
 from patchclamp.plan.step import RowLabels
-from patchclamp.plan.table import columns_of
+from patchclamp.plan.table import columns_of, named
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 Late = list[tuple[np.ndarray, torch.Tensor]]
@@ -37,11 +52,13 @@ def apply(
     token_R: torch.Tensor | None = None,
     code: CodeRunner | None = None,
     late: Late | None = None,
+    bits_R: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Apply a point's records to the rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
+    bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
 
     A row whose edits are not finite in the tensor's dtype is left unchanged, since cached keys and values would spread
     NaN to other requests. Returns the slots of such rows. With `late` and a single tensor it returns None, does not
@@ -58,10 +75,19 @@ def apply(
     for i in range(int((last - first).max())):
         index = np.flatnonzero(first + i < last)  # the rows that have an i-th record
         records = table.records[first[index] + i]
-        acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index]
-        matched[index] = True
+        when = records["kind"] == WHEN
+        acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index] & ~when
+        if when.any():  # after a MATCH that does not match, the edit is skipped too
+            held = _held(
+                records[when], at[index[when]], rows.slot[at[index[when]]], position[index[when]], table, bits_R
+            )
+            held &= matched[index[when]]
+            matched[index] = True
+            matched[index[when]] = held
+        else:
+            matched[index] = True
         index, records = index[acts], records[acts]
-        edited[index[~np.isin(records["kind"], (CAPTURE, MATCH, STORE))]] = True
+        edited[index[~np.isin(records["kind"], (CAPTURE, MATCH, STORE, *DECIDE))]] = True
         for kind in np.unique(records["kind"]):
             some, alike = index[records["kind"] == kind], records[records["kind"] == kind]
             if kind == CAPTURE:
@@ -70,6 +96,9 @@ def apply(
                 _rows(bank_B, h_AW.shape[1]).index_copy_(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
                 )
+            elif kind in DECIDE:
+                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+                _decide(int(kind), h_AW, some, named(alike, int(kind)), at, bits_R, rows, table, bank_B)
             elif kind == MATCH:
                 assert token_R is not None, "a record needs token ids, and the engine gave none"
                 matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
@@ -146,6 +175,47 @@ def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torc
     matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
     parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
     return torch.cat([part_AK.float() for part_AK in parts])
+
+
+def _held(
+    records: np.ndarray, row: np.ndarray, slot: np.ndarray, position: np.ndarray, table: ProgramTable,
+    bits_R: np.ndarray | None,
+) -> np.ndarray:  # fmt: skip
+    """True for each row at which its `WHEN` record holds."""
+    assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+    fields = named(records, WHEN)
+    is_set = bits_R[row] >> fields["bit"] & 1 == 1
+    return np.where(fields["latch"] < 0, is_set, position >= table.latches[slot, fields["latch"]])
+
+
+def _decide(
+    kind: int, h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, at: np.ndarray, bits_R: np.ndarray,
+    rows: RowLabels, table: ProgramTable, bank_B: torch.Tensor,
+) -> None:  # fmt: skip
+    """Set the bits of rows, or latch their positions."""
+    row, bit = at[index], fields["bit"].astype(np.int64)
+    if kind == LATCH:
+        is_set = bits_R[row] >> bit & 1 == 1
+        slot, latch = rows.slot[row[is_set]], fields["latch"][is_set]
+        np.minimum.at(table.latches, (slot, latch), rows.position[row[is_set]])
+        return
+    if kind == TEST:
+        product = _tested(h_AW, index, fields, bank_B)
+        held = np.where(fields["inclusive"] != 0, product >= fields["threshold"], product > fields["threshold"])
+    else:
+        held = ((bits_R[row] & fields["mask"]) == fields["wanted"]) != (fields["negated"] != 0)
+    bits_R[row] = bits_R[row] & ~(1 << bit) | held << bit
+
+
+def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
+    """The products of rows with the vectors of their tests, fp32 [A], summed in fp64."""
+    product = np.zeros(len(index), np.float32)
+    tests, which = np.unique(fields[["vector", "columns"]], return_inverse=True)
+    for i in range(len(tests)):
+        some, columns, first = which == i, columns_of(tests[i]), int(tests["vector"][i])
+        v_W = bank_B[first : first + h_AW.shape[1]][columns].double()
+        product[some] = (h_AW[_on(h_AW, index[some])][:, columns].double() @ v_W).float().cpu().numpy()
+    return product
 
 
 def _run(

@@ -10,7 +10,22 @@ from collections.abc import Callable
 import numpy as np
 
 from patchclamp.kernels.noise import normals
-from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
+from patchclamp.plan import (
+    ALL,
+    APPLY,
+    BLEND,
+    CAPTURE,
+    LATCH,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    STORE,
+    TEST,
+    WHEN,
+    ProgramTable,
+    StepPlan,
+)
 from patchclamp.plan.step import RowLabels
 from patchclamp.plan.table import columns_of, named
 
@@ -25,28 +40,49 @@ def apply(
     kept_K: np.ndarray,
     token_R: np.ndarray | None = None,
     code: Callable[[int, np.ndarray, int, np.ndarray], np.ndarray | None] | None = None,
+    bits_R: np.ndarray | None = None,
 ) -> np.ndarray:
     """Apply a point's records to fp32 rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
     Returns edited [R] bool.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
+    bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
     """
     width = h_RW.shape[1]
     ranges = {int(number): i for i, number in enumerate(plan.layout.range_number)}
     regions = {int(number): i for i, number in enumerate(plan.layout.region_number)}
     edited_R = np.zeros(len(h_RW), bool)
+    bits_R = np.zeros(len(h_RW), np.int64) if bits_R is None else bits_R
     for r in range(len(h_RW)):
         slot, position, matched = int(rows.slot[r]), int(rows.position[r]), True
         for number in range(table.first[slot, point], table.first[slot, point + 1]):
             kind = int(table.records["kind"][number])
             record, applies, matched = named(table.records[number : number + 1], kind)[0], matched, True
+            if kind == WHEN:  # after a MATCH that does not match, the edit is skipped too
+                latch, latched = int(record["latch"]), table.latches[slot]
+                held = bool(bits_R[r] >> record["bit"] & 1) if latch < 0 else position >= latched[latch]
+                matched = applies and held
+                continue
             if not applies or not record["start"] <= position < record["stop"]:
                 continue
             if kind == MATCH:
                 assert token_R is not None
                 ids = bank_B[record["ids"] : record["ids"] + record["count"]]
                 matched = (token_R[r] in ids) == (record["expected"] == 1)
+            elif kind == TEST:
+                product = _product(h_RW[r], record, bank_B)
+                _set(
+                    bits_R,
+                    r,
+                    record,
+                    product >= record["threshold"] if record["inclusive"] else product > record["threshold"],
+                )
+            elif kind == ALL:
+                _set(bits_R, r, record, (bits_R[r] & record["mask"] == record["wanted"]) != bool(record["negated"]))
+            elif kind == LATCH:
+                if bits_R[r] >> record["bit"] & 1:
+                    table.latches[slot, record["latch"]] = min(table.latches[slot, record["latch"]], position)
             elif kind == CAPTURE:
                 i, region = ranges[int(record["range"])], regions[int(record["region"])]
                 kept_W = products(h_RW[r], record, bank_B) if record["products"] else h_RW[r]
@@ -63,6 +99,18 @@ def apply(
             else:
                 h_RW[r, columns_of(record)], edited_R[r] = _edited(h_RW[r], record, position, bank_B), True
     return edited_R
+
+
+def _set(bits_R: np.ndarray, r: int, record: np.void, held: bool) -> None:
+    """Set or clear a record's bit of a row."""
+    bits_R[r] = bits_R[r] & ~(1 << int(record["bit"])) | int(held) << int(record["bit"])
+
+
+def _product(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.float32:
+    """The product of a row's columns with the vector of a test, summed in fp64."""
+    begin, columns = int(record["vector"]), columns_of(record)
+    v_W = bank_B[begin : begin + len(h_W)][columns]
+    return np.float32(v_W.astype(np.float64) @ h_W[columns].astype(np.float64))
 
 
 def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray) -> np.ndarray:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
+from patchclamp.language.conditions import Condition, Output, check_condition
 from patchclamp.language.probes import linear_model, read_probe, write_probe
 from patchclamp.language.site import At, Site, parse_edited_site, parse_site
-from patchclamp.language.tokens import Tokens, every, parse_tokens
+from patchclamp.language.tokens import Tokens, as_integer, every, parse_tokens
 from patchclamp.language.values import (
     Converted,
     Named,
@@ -34,6 +35,7 @@ from patchclamp.language.values import (
     as_directions,
     as_dtype,
     as_flag,
+    as_items,
     as_mask,
     as_number,
     as_numbers,
@@ -47,8 +49,9 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When", "Zero",
 ]  # fmt: skip
+SCOPES = ("token", "prompt", "onwards")  # of `When`
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
@@ -80,6 +83,23 @@ def as_probe_name(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
         raise ProgramError(f"expected a name of 1 to 64 letters, digits and _ . -, got {value!r:.100}")
     return value
+
+
+def as_scope(value: object) -> str:
+    if not isinstance(value, str) or value not in SCOPES:
+        raise unknown("scope", str(value), SCOPES)
+    return value
+
+
+def as_conditional_edits(value: Op | Iterable[Op]) -> tuple[Op, ...]:
+    """Make a tuple of edits from one or several."""
+    edits = (value,) if isinstance(value, Op) else tuple(as_items(value, "edits"))
+    for i, edit in enumerate(edits):
+        if not isinstance(edit, SiteOp) or isinstance(edit, (Readout, Apply)):
+            raise ProgramError(f"expected an edit such as pc.Add(...), got {type(edit).__name__}", f"[{i}]")
+    if not edits:
+        raise ProgramError("expected at least one edit")
+    return edits
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,6 +205,22 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         if self.bias is not None and outputs is not None and self.bias.shape != (outputs,):
             raise ShapeError(f"expected one number for each of {outputs} outputs, got {list(self.bias.shape)}", "bias")
 
+    def __getitem__(self, output: int) -> Output:
+        """One of the k outputs, to compare with a number in a condition: `probe[2] > 0.5`."""
+        return Output(self, as_integer(output))
+
+    def __gt__(self, threshold: float) -> Condition:
+        return self[0] > threshold
+
+    def __ge__(self, threshold: float) -> Condition:
+        return self[0] >= threshold
+
+    def __lt__(self, threshold: float) -> Condition:
+        return self[0] < threshold
+
+    def __le__(self, threshold: float) -> Condition:
+        return self[0] <= threshold
+
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], at: Site | At | str, *, tokens: Any = every, pool: str | None = None,
@@ -285,6 +321,27 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(op, **changed)
 
 
+class When(Op, frozen=True, forbid_unknown_fields=True):
+    """Apply edits only where a condition on probes holds, decided where the model runs while the request runs.
+
+    `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, joined by `&`, `|` and `~`. It
+    holds at no token that one of its probes does not read. By `scope` the edits act
+
+    - "token": at each token where it holds, of their own `tokens`;
+    - "prompt": from the last token of the prompt on, if it holds there;
+    - "onwards": from the first token on where it holds.
+
+    The edits must come after the probes: in later layers, or, for "token", at the same site. The scores of the probes
+    are in `run.probes`, and `run.acted` has the tokens where each edit acted.
+
+    Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
+    """
+
+    condition: Condition = field(converter=check_condition)
+    edits: tuple[Op, ...] = field(converter=as_conditional_edits)
+    scope: str = field(converter=as_scope, default="token")
+
+
 class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Multiply h by `factor`."""
 
@@ -366,7 +423,7 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 OPS: dict[str, type[Op]] = {  # the ops with a JSON form: all but `Apply`
     kind.__name__.lower(): kind
-    for kind in (*Readout.__subclasses__(), *SiteOp.__subclasses__(), Use)
+    for kind in (*Readout.__subclasses__(), *SiteOp.__subclasses__(), Use, When)
     if kind not in (Apply, Readout)
 }
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.ops import OPS, Apply, CaptureLike, Op, Probe, Readout, Use, as_capture
+from patchclamp.language.conditions import comparisons, condition_data, read_condition
+from patchclamp.language.ops import OPS, Apply, CaptureLike, Op, Probe, Readout, Use, When, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection
@@ -31,10 +32,7 @@ class Program(PublicStruct, frozen=True):
     capture: tuple[Readout, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [(op.name, path) for path, op in self.ops if isinstance(op, Probe)]
-        twice = [(name, path) for i, (name, path) in enumerate(names) if name in dict(names[:i])]
-        if twice:
-            raise ProgramError(f"two probes are named {twice[0][0]!r}: give each its own name", f"{twice[0][1]}.name")
+        self.probes  # noqa: B018  raises
 
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
@@ -48,6 +46,18 @@ class Program(PublicStruct, frozen=True):
         """Every op with its path, in order."""
         yield from ((f"edits[{i}]", op) for i, op in enumerate(self.edits))
         yield from ((f"capture[{i}]", op) for i, op in enumerate(self.capture))
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """Its probes by name, those in conditions included. Raises `ProgramError` if two have one name."""
+        named, read = dict[str, Probe](), list[Probe]()
+        for path, op in self.ops:
+            compared = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else []
+            for probe in [op] if isinstance(op, Probe) else compared:
+                if named.setdefault(probe.name, probe) != probe or (probe is op and probe in read):
+                    raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", f"{path}.name")
+            read += [op] if isinstance(op, Probe) else []
+        return named
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +88,15 @@ def to_dict(program: Program) -> dict[str, Any]:
     for path, op in program.ops:
         if isinstance(op, Apply):
             raise ProgramError("Apply is code, and cannot be saved or sent", path)
-    return {part: [_fields(op) | _texts(op) for op in getattr(program, part)] for part in ("edits", "capture")}
+    return {part: [_data(op) for op in getattr(program, part)] for part in ("edits", "capture")}
+
+
+def _data(op: Op) -> dict[str, Any]:
+    """An op as plain data."""
+    if isinstance(op, When):
+        edits = [_data(edit) for edit in op.edits]
+        return {"type": "when", "condition": condition_data(op.condition, _data), "edits": edits, "scope": op.scope}
+    return _fields(op) | _texts(op)
 
 
 def _fields(op: Op) -> dict[str, Any]:
@@ -113,13 +131,20 @@ def from_dict(data: object) -> Program:
     return Program(edits, tuple(op for op in capture if isinstance(op, Readout)))
 
 
-def _read_ops(data: object, part: str) -> tuple[Op, ...]:
-    if not isinstance(data, list):
+def _read_ops(data: object, part: str, depth: int = 0) -> tuple[Op, ...]:
+    if not isinstance(data, list) or depth > 1:  # an edit of `When` is no `When`
         raise ProgramError("expected a list of ops", part)
-    return tuple(_read_op(op, f"{part}[{i}]") for i, op in enumerate(data))
+    return tuple(_read_op(op, f"{part}[{i}]", depth) for i, op in enumerate(data))
 
 
-def _read_op(data: object, path: str) -> Op:
+def _read_probe(data: object, path: str) -> Probe:
+    probe = _read_op(data, path)
+    if not isinstance(probe, Probe):
+        raise ProgramError(f"expected a Probe, got {type(probe).__name__}", path)
+    return probe
+
+
+def _read_op(data: object, path: str, depth: int = 0) -> Op:
     if isinstance(data, str) and path.startswith("capture"):  # a site
         return _read_at(as_capture, data, path)
     if not isinstance(data, dict):
@@ -134,6 +159,9 @@ def _read_op(data: object, path: str) -> Op:
     for field in sorted(needed, key=lambda field: field != "at"):
         if field not in fields:
             raise ProgramError(f"{kind.__name__} needs {field!r}", path)
+    if kind is When:
+        fields["condition"] = read_condition(fields["condition"], f"{path}.condition", _read_probe)
+        fields["edits"] = _read_ops(fields["edits"], f"{path}.edits", depth + 1)
     for field in ("at", "tokens"):
         if field in fields and not isinstance(fields[field], str) and (kind is not Use or fields[field] is not None):
             raise ProgramError("expected the text form, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")

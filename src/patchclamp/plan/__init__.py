@@ -7,14 +7,19 @@ Batch         --make_plan--->  StepPlan       the slot of each row, and the buff
 
 from patchclamp.plan.bind import Code, SourceRun, bind
 from patchclamp.plan.bound import (
+    ALL,
     APPLY,
     BLEND,
     CAPTURE,
+    DECIDE,
+    LATCH,
     LINEAR,
     MATCH,
     NOISE,
     PROJECT,
     STORE,
+    TEST,
+    WHEN,
     BoundOp,
     BoundProgram,
     PositionRange,
@@ -24,6 +29,7 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
-    "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE", "Batch", "BoundOp",
-    "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
+    "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE",
+    "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun",
+    "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

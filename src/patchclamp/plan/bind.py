@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from patchclamp.language import (
     Capture,
     From,
     Named,
+    Probe,
     Program,
     Readout,
     SameRun,
@@ -28,18 +30,27 @@ from patchclamp.language import (
     Tokens,
     Use,
     Vector,
+    When,
     ops,
 )
+from patchclamp.language.conditions import Above, Every, Not, comparisons
+from patchclamp.language.conditions import Condition as ProbeCondition
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import (
+    BITS,
+    LATCHES,
     Action,
+    All,
     Blend,
     BoundOp,
     BoundProgram,
+    Compare,
     Condition,
+    Guard,
     Keep,
+    Latch,
     Linear,
     Noisy,
     PositionRange,
@@ -306,10 +317,18 @@ class _Binder:
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
         self.own_keys = itertools.count()
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
+        self._probes: set[str] = set()  # names of probes in conditions so far
+        self._bits, self._latches = itertools.count(), itertools.count()
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
         """Bind an op, or the edits of the program that it uses; `users`: the chain of `Use` that leads to the op."""
         try:
+            if isinstance(op, When):
+                conditional = self._when(path, op)
+                self.known.count(record_count(conditional))
+                return conditional
+            if isinstance(op, Probe) and op.name in self._probes:
+                return []  # a condition reads it
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
                 bound = self._bind(path, op)
@@ -334,6 +353,129 @@ class _Binder:
         if self._used_edits > MAX_USED_EDITS:
             raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
         return [op.scaled(edit) for edit in program.edits]
+
+    def _when(self, path: str, op: When) -> list[BoundOp]:
+        """Bind conditional edits: first what reads the probes and decides, then the edits with their guard."""
+        ops: list[BoundOp] = []
+        bits: dict[Above, int] = {}
+        last: Point | None = None  # the last point that a probe of the condition reads
+        within = np.ones(self.limit, bool)  # the positions that all of them read
+        try:
+            for each in comparisons(op.condition):
+                point, read, tests = self._comparison(f"{path}.condition", each, bits)
+                within &= np.isin(np.arange(self.limit), read)
+                last = point if last is None or self.sites.depth(point.number) > self.sites.depth(last.number) else last
+                ops += tests
+        except PatchclampError as error:
+            raise error.under("condition") from None
+        assert last is not None
+        where = position_ranges(np.flatnonzero(within), None)
+        if not where:
+            raise TokensError("no token is read by all its probes, so that it never holds", "condition")
+
+        def decide(action: Action) -> int:
+            ops.append(BoundOp(f"{path}.condition", action, (last.number,), (), where))
+            return action.bit if isinstance(action, All) else 0
+
+        def bit_of(condition: ProbeCondition, negated: bool = False) -> int:
+            """The bit that a condition sets, or its negation."""
+            if isinstance(condition, Not):
+                return bit_of(condition.condition, not negated)
+            parts = condition.conditions if isinstance(condition, Every) else (condition,)
+            if isinstance(condition, Above) and not negated:
+                return bits[condition]
+            mask = sum({1 << (bits[part] if isinstance(part, Above) else bit_of(part)) for part in parts})
+            return decide(All(self._next_bit(), mask, mask, negated))
+
+        guard = Guard(bit_of(op.condition))
+        if op.scope != "token":
+            latch = next(self._latches)
+            if latch >= LATCHES:
+                raise ProgramError(f"a program has at most {LATCHES} conditions with scope prompt or onwards", "scope")
+            if op.scope == "prompt":
+                end = len(self.prompt.ids) - 1
+                where = tuple(PositionRange(end, end + 1) for each in where if each.start <= end < each.stop)
+                if not where:
+                    raise TokensError(
+                        "its probes do not read the last token of the prompt, where it is decided", "condition"
+                    )
+            decide(Latch(guard.bit, latch))
+            guard = Guard(0, latch)
+        first = where[0].start
+        return [*ops, *itertools.chain.from_iterable(
+            self._conditional(f"{path}.edits[{i}]", edit, guard, last, first) for i, edit in enumerate(op.edits)
+        )]  # fmt: skip
+
+    def _next_bit(self) -> int:
+        bit = next(self._bits)
+        if bit >= BITS:
+            raise ProgramError(f"the conditions of a program have more than {BITS} parts")
+        return bit
+
+    def _comparison(self, path: str, each: Above, bits: dict[Above, int]) -> tuple[Point, np.ndarray, list[BoundOp]]:
+        """The point that a comparison's probe reads, its positions, and the ops that read it and set a bit."""
+        probe = each.probe
+        if probe.pool is not None:
+            raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its request has ended", "pool")
+        refs, cases = self._resolve(probe), self.select(probe.tokens, self._resolve(probe)[0])
+        point = self.sites.points[refs[0].point]
+        if len(refs) > 1 or self.sites.shard_count(point.number) > 1 or self.sites.stages > 1:
+            raise UnsupportedSite(
+                f"a condition reads one layer, which all workers have whole, and not {probe.at}", "at"
+            )
+        if point.rows == "sampled":
+            raise UnsupportedSite(f"{refs[0]} exists only where a token is sampled: a condition cannot read it", "at")
+        if len(cases) != 1 or not cases[0].alone:
+            raise TokensError(
+                f"{probe.tokens} depends on tokens to come: a condition's probe reads positions", "tokens"
+            )
+        ops = [] if probe.name in self._probes else self._bind(path, probe)
+        self._probes.add(probe.name)
+        if each in bits:
+            return point, cases[0].positions, ops
+        bits[each] = self._next_bit()
+        matrix = _OpBinder(self, path, probe, refs, cases[0], False).vector(probe.weight, "weight")
+        threshold, row = product_above(each, len(matrix.rows())), each.output
+        ranges = tuple(one._replace(row=row) for one in position_ranges(cases[0].positions, None))
+        columns = refs[0].columns
+        compare = Compare(threshold, each.inclusive, bits[each], probe.name)
+        ops.append(BoundOp(
+            path, compare, (point.number,), (self.put(matrix),), ranges,
+            columns=0 if columns is None else pack_columns(columns),
+        ))  # fmt: skip
+        return point, cases[0].positions, ops
+
+    def _conditional(self, path: str, edit: Op, guard: Guard, last: Point, first: int) -> list[BoundOp]:
+        """The ops of a conditional edit, from position `first` on."""
+        assert isinstance(edit, SiteOp)
+        try:
+            bound = self._bind(path, edit)
+            for op in bound:
+                for point in op.points if op.is_edit else ():
+                    depth = self.sites.depth(point) - self.sites.depth(last.number)
+                    if depth < 0 or (depth == 0 and point != last.number):
+                        raise UnsupportedSite(
+                            f"{self.sites.label(point)} is not after {self.sites.label(last.number)}, where the "
+                            "condition is decided", "at"
+                        )  # fmt: skip
+                    if depth == 0 and guard.latch >= 0 and first < len(self.prompt.ids) - 1:
+                        raise UnsupportedSite(
+                            "with scope onwards, an edit at the probe's own site needs a probe of generated tokens: "
+                            "give the probe tokens=pc.generated, or edit a later layer", "at"
+                        )  # fmt: skip
+                    if self.sites.points[point].rows == "sampled":
+                        raise UnsupportedSite(f"{self.sites.label(point)} cannot be edited under a condition", "at")
+        except PatchclampError as error:
+            raise error.under(path.rpartition(".")[2]) from None
+        guarded = [
+            msgspec.structs.replace(op, guard=guard, ranges=_from(op.ranges, first)) if op.is_edit else op
+            for op in bound
+        ]
+        if not any(op.ranges for op in guarded if op.is_edit):
+            raise TokensError(
+                "it selects no token at which the condition could hold", f"{path.rpartition('.')[2]}.tokens"
+            )
+        return guarded
 
     def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
         """Bind an op: an edit once for each condition under which it acts, a capture once."""
@@ -620,6 +762,30 @@ class _OpBinder:
             )
         if not is_part_alike(read[0], written[0]):
             raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
+
+
+def product_above(each: Above, outputs: int) -> float:
+    """The threshold of W h for one of the activated output, W h + b, of a probe."""
+    probe, threshold = each.probe, each.threshold
+    if not -outputs <= each.output < outputs:
+        raise ProgramError(f"the probe {probe.name!r} has {outputs} outputs, and none of index {each.output}", "output")
+    if probe.activation == "softmax":
+        raise ProgramError("a softmax depends on all outputs: compare those of a probe without it", "activation")
+    if probe.activation == "sigmoid":
+        if not 0 < threshold < 1:
+            raise ProgramError(f"expected a threshold between 0 and 1 for a sigmoid, got {threshold}", "threshold")
+        threshold = math.log(threshold) - math.log1p(-threshold)
+    if probe.activation == "relu" and (threshold < 0 or (threshold == 0 and each.inclusive)):
+        raise ProgramError("a relu is never below 0: compare with a number above 0", "threshold")
+    return threshold - (0.0 if probe.bias is None else float(probe.bias.array()[each.output]))
+
+
+def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange, ...]:
+    """The part of ranges from position `first` on."""
+    return tuple(
+        each._replace(start=max(each.start, first), row=each.row + max(first - each.start, 0) * each.step)
+        for each in ranges if each.stop > first
+    )  # fmt: skip
 
 
 def is_part_alike(read: SiteRef, written: SiteRef) -> bool:

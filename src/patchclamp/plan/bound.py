@@ -28,6 +28,12 @@ NOISE = 4  # h + std · ε; relative: std times the row's root mean square
 MATCH = 5  # a condition: the next record acts only if the token's id is, or is not, in a list
 APPLY = 6  # fn(h), arbitrary code
 STORE = 7  # write the row to the bank, for a later layer of the same run
+TEST = 8  # a bit of the row: a product with the row is above a threshold
+ALL = 9  # a bit of the row: some of its bits have given values
+LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
+WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
+BITS, LATCHES = 31, 8  # of a row; of a request
+NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
 
 class PositionRange(NamedTuple):
@@ -105,7 +111,44 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
     kind: ClassVar[int] = STORE
 
 
-Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode
+class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
+    """Set bit `bit` of the row if its product with the value's row is above `threshold`, or, if `inclusive`, equal.
+    The program keeps the product for the probe named `probe`."""
+
+    kind: ClassVar[int] = TEST
+    threshold: float
+    inclusive: bool
+    bit: int
+    probe: str
+
+
+class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
+    """Set bit `bit` of the row if its bits in `mask` equal those of `wanted`; with `negated`, if they do not."""
+
+    kind: ClassVar[int] = ALL
+    bit: int
+    mask: int
+    wanted: int
+    negated: bool = False
+
+
+class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
+    """Keep the lowest position at which bit `bit` is set as latch `latch` of the request."""
+
+    kind: ClassVar[int] = LATCH
+    bit: int
+    latch: int
+
+
+class Guard(msgspec.Struct, frozen=True, array_like=True):
+    """Restricts an op to rows with bit `bit`, or, if `latch` is not −1, to positions from the latched one on."""
+
+    bit: int
+    latch: int = -1
+
+
+Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode | Compare | All | Latch
+DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +168,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     reaches_cache: True if it can change keys and values that later tokens read
     columns: the columns of a row that it acts on (`pack_columns`); 0: all
     condition: a condition on the token's id, or None
+    guard: a condition on probes, or None
     """
 
     path: str
@@ -135,6 +179,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     reaches_cache: bool = False
     columns: int = 0
     condition: Condition | None = None
+    guard: Guard | None = None
 
     @property
     def kind(self) -> int:
@@ -143,7 +188,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_edit(self) -> bool:
         """True if it changes rows."""
-        return self.kind not in (CAPTURE, STORE)
+        return self.kind not in (CAPTURE, STORE, *DECIDE)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -339,31 +384,66 @@ def noise_stream(kind: str, layer: int | None) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def acted_on(op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> np.ndarray:
+Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # of a `Compare`: positions, and products there
+
+
+def decided(bound: BoundProgram, count: int, products: Products) -> Callable[[Guard], np.ndarray]:
+    """Returns a function of a guard: True for each of `count` positions where it held, from the products that the
+    kernel compared. It repeats the kernel's decisions."""
+    bits, latches, position = np.zeros(count, np.int64), dict[int, int](), np.arange(count)
+    for op in bound.ops:
+        action, within = op.action, np.zeros(count, bool)
+        for start, stop, *_ in op.ranges if op.kind in DECIDE else ():
+            within[start:stop] = True
+        if isinstance(action, Compare):
+            read, product = products(op)
+            compare = np.greater_equal if action.inclusive else np.greater
+            above = np.zeros(count, bool)
+            above[read] = compare(product, np.float32(action.threshold))
+            bits = np.where(within, bits & ~(1 << action.bit) | above << action.bit, bits)
+        elif isinstance(action, All):
+            held = ((bits & action.mask) == action.wanted) != action.negated
+            bits = np.where(within, bits & ~(1 << action.bit) | held << action.bit, bits)
+        elif isinstance(action, Latch):
+            latches[action.latch] = int(position[within & (bits >> action.bit & 1 == 1)].min(initial=NEVER))
+    return lambda guard: position >= latches[guard.latch] if guard.latch >= 0 else bits >> guard.bit & 1 == 1
+
+
+def acted_on(
+    op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], held: Callable[[Guard], np.ndarray] | None = None
+) -> np.ndarray:
     """The positions that an op acted on, in the order of its ranges.
 
     ids: the ids of the tokens that had activations
     ids_of: the token ids of a condition, by bank key
+    held: `decided`, if the program has guards
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)
+    if op.guard is not None:
+        assert held is not None
+        joined = joined[held(op.guard)[joined]]
     if op.condition is None:
         return joined
     return joined[np.isin(ids[joined], ids_of[op.condition.ids]) != op.condition.others]
 
 
-def acted(bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The positions that each edit acted on, ascending, by path."""
+def acted(
+    bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], products: Products
+) -> dict[str, np.ndarray]:
+    """The positions that each edit acted on, ascending, by path. `products`: as for `decided`."""
     positions: dict[str, np.ndarray] = {}
+    held = decided(bound, len(ids), products) if any(op.guard for op in bound.ops) else None
     for op in bound.ops:
         if op.is_edit:
-            positions[op.path] = np.union1d(positions.get(op.path, np.zeros(0, np.int64)), acted_on(op, ids, ids_of))
+            mine = acted_on(op, ids, ids_of, held)
+            positions[op.path] = np.union1d(positions.get(op.path, np.zeros(0, np.int64)), mine)
     return positions
 
 
 def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tuple[int, int]] = ()) -> str | None:
     """A hash of the edits at positions start … end−1, or None if nothing is edited there. It includes the program's
-    `Store` ops, since edits may read their rows.
+    `Store` ops, since edits may read their rows, and what decides where edits act.
 
     seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at the last position changes
         the keys and values of the first
@@ -372,7 +452,8 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
     clipped = {i: op for i, each in enumerate(bound.ops) if each.reaches_cache and (op := _clip(each, start, end))}
     if not clipped:
         return None
-    touched = [clipped.get(i, op) for i, op in enumerate(bound.ops) if i in clipped or op.kind == STORE]
+    kept = (STORE, *(DECIDE if any(op.guard for op in clipped.values()) else ()))
+    touched = [clipped.get(i, op) for i, op in enumerate(bound.ops) if i in clipped or op.kind in kept]
     return hashlib.sha256(msgspec.msgpack.encode(touched)).hexdigest()
 
 

@@ -168,10 +168,13 @@ def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict
         if extra[0]:
             beside[:] = _numbers(extra, keys)[:, :, None]
         key, beside = key.reshape(len(ops), -1), beside.reshape(len(ops), -1)
-        if first.condition is not None:  # a `MATCH` record precedes each
-            ids = _numbers(([op.condition.ids] for op in ops if op.condition), keys)
-            key = np.stack([np.broadcast_to(ids, key.shape), key], 2).reshape(len(ops), -1)
-            beside = np.stack([np.full_like(beside, -1), beside], 2).reshape(len(ops), -1)
+        before = []  # the keys of the `MATCH` and `WHEN` records that precede each
+        if first.condition is not None:
+            before.append(_numbers(([op.condition.ids] for op in ops if op.condition), keys))
+        if first.guard is not None:
+            before.append(np.full((len(ops), 1), -1))
+        key = np.stack([*(np.broadcast_to(of, key.shape) for of in before), key], 2).reshape(len(ops), -1)
+        beside = np.stack([*[np.full_like(beside, -1)] * len(before), beside], 2).reshape(len(ops), -1)
         parts.append((records, point, key, beside))
     columns = [np.concatenate(each, axis=1) for each in zip(*parts, strict=True)]
     order = np.argsort(columns[1], axis=1, kind="stable")

@@ -28,18 +28,28 @@ import numpy as np
 
 from patchclamp.language.values import DTYPES
 from patchclamp.plan.bound import (
+    ALL,
     APPLY,
     BLEND,
     CAPTURE,
+    LATCH,
+    LATCHES,
     LINEAR,
     MATCH,
+    NEVER,
     NOISE,
     PROJECT,
     STORE,
+    TEST,
+    WHEN,
     Action,
+    All,
     Blend,
     BoundOp,
+    Compare,
+    Guard,
     Keep,
+    Latch,
     Linear,
     Noisy,
     Projection,
@@ -305,6 +315,10 @@ FIELDS: dict[int, dict[str, str]] = {
     MATCH: {"count": "step", "ids": "value", "expected": "x"},
     APPLY: {"code": "value"},
     STORE: {"row_step": "step", "vector": "value"},
+    TEST: {"row_step": "step", "vector": "value", "threshold": "x", "inclusive": "y", "bit": "other"},
+    ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
+    LATCH: {"latch": "value", "bit": "step"},
+    WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
 }
 
 
@@ -339,7 +353,8 @@ def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tup
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
     """The key of programs whose records can be made together: vectors, scales, positions and points may differ."""
-    return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
+    return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None, op.guard is None)
+                  for op in ops])  # fmt: skip
 
 
 def records_of_alike(
@@ -358,7 +373,9 @@ def records_of_alike(
 
 def record_count(ops: Sequence[BoundOp]) -> int:
     """The number of records of a bound program, on a worker that has all points."""
-    return sum(len(op.points) * len(op.ranges) * (2 if op.condition else 1) for op in ops)
+    return sum(
+        len(op.points) * len(op.ranges) * (1 + (op.condition is not None) + (op.guard is not None)) for op in ops
+    )
 
 
 def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
@@ -377,13 +394,16 @@ def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Address
     if first.points:
         _write(first.action, named(records_NPQ, first.kind), [op.action for op in ops], addresses, ordinal)
     records, point = records_NPQ.reshape(len(ops), -1), np.repeat(points, len(first.ranges), axis=1)
-    if first.condition is None:
-        return records, point
-    conditions = [op.condition for op in ops if op.condition is not None]
-    ids = np.array([known[each.ids] for each, known in zip(conditions, addresses, strict=True)])
-    expected = np.array([[not each.others] for each in conditions])
-    matches = match_records(records, ids[:, :1], ids[:, 1:], expected)
-    return np.stack([matches, records], 2).reshape(len(ops), -1), np.repeat(point, 2, axis=1)
+    before = []  # the records that make the next one conditional
+    if first.condition is not None:
+        conditions = [op.condition for op in ops if op.condition is not None]
+        ids = np.array([known[each.ids] for each, known in zip(conditions, addresses, strict=True)])
+        expected = np.array([[not each.others] for each in conditions])
+        before.append(match_records(records, ids[:, :1], ids[:, 1:], expected))
+    if first.guard is not None:
+        before.append(_when_records(records, [op.guard for op in ops if op.guard is not None]))
+    several = np.stack([*before, records], 2).reshape(len(ops), -1)
+    return several, np.repeat(point, 1 + len(before), axis=1)
 
 
 def _numbers(numbers: Iterable[int]) -> np.ndarray:
@@ -405,6 +425,14 @@ def match_records(records: np.ndarray, ids: Number, count: Number, expected: boo
     return conditions
 
 
+def _when_records(records: np.ndarray, guards: Sequence[Guard]) -> np.ndarray:
+    """The `WHEN` record that precedes each record of each op's guard."""
+    whens = np.zeros_like(records)
+    whens["start"], whens["stop"], whens["kind"] = records["start"], records["stop"], WHEN
+    whens["value"], whens["step"] = ([[getattr(guard, name)] for guard in guards] for name in ("latch", "bit"))
+    return whens
+
+
 @functools.singledispatch
 def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
     """Write the fields of the programs' actions, all of the kind of `first`, to records [N, P, Q] viewed with that
@@ -423,6 +451,23 @@ def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses
 @_write.register
 def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
     pass  # the target of its rows is its value, which all kinds share
+
+
+@_write.register
+def _test(first: Compare, fields: np.ndarray, actions: Sequence[Compare], addresses: Several, ordinal: int) -> None:
+    for name in ("threshold", "inclusive", "bit"):
+        fields[name] = _column([getattr(action, name) for action in actions])
+
+
+@_write.register
+def _all(first: All, fields: np.ndarray, actions: Sequence[All], addresses: Several, ordinal: int) -> None:
+    for name in ("mask", "wanted", "negated", "bit"):
+        fields[name] = _column([getattr(action, name) for action in actions])
+
+
+@_write.register
+def _latch(first: Latch, fields: np.ndarray, actions: Sequence[Latch], addresses: Several, ordinal: int) -> None:
+    fields["latch"], fields["bit"] = (_column([getattr(a, name) for a in actions]) for name in ("latch", "bit"))
 
 
 @_write.register
@@ -474,6 +519,8 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the device copy was last updated
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
+    deciding: slots with `TEST` records
+    latches [slots + 1, LATCHES]: int32, the positions of the latches of each slot, which kernels on the host write
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
@@ -487,6 +534,8 @@ class ProgramTable:
         self.sampled: np.ndarray = np.zeros(points, bool) if sampled is None else sampled
         self.captures: CaptureRanges = CaptureRanges(self.sampled)
         self.coded: set[int] = set()
+        self.deciding: set[int] = set()
+        self.latches: np.ndarray = np.full((slots + 1, LATCHES), NEVER, np.int32)
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
@@ -505,6 +554,8 @@ class ProgramTable:
         self._acting += np.count_nonzero(counts, axis=0)
         self._add_captures(slots, places, records, counts)
         self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
+        self.deciding.update(slots[(records["kind"] == TEST).any(axis=1)].tolist())
+        self.latches[slots] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])
             self._installed.add(slot)
@@ -516,6 +567,7 @@ class ProgramTable:
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
         self.coded.discard(slot)
+        self.deciding.discard(slot)
         self._mark_changed(slot, 0, 0)
 
     def drop_all(self, slots: Sequence[int]) -> None:

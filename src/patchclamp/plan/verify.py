@@ -22,16 +22,24 @@ from patchclamp.language import Vector
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
+    APPLY,
+    BITS,
     BLEND,
+    DECIDE,
+    LATCHES,
     LINEAR,
     MATCH,
     NOISE,
     PROJECT,
+    TEST,
     Action,
+    All,
     Blend,
     BoundOp,
     BoundProgram,
+    Compare,
     Keep,
+    Latch,
     Linear,
     Noisy,
     Projection,
@@ -50,6 +58,14 @@ VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[
 MAX_PATH = 500
 
 
+class Decided(msgspec.Struct):
+    """The decisions so far: by bit and by latch the depth and the point where it is set; the kept probes by name."""
+
+    bits: dict[int, tuple[int, int]] = {}
+    latches: dict[int, tuple[int, int]] = {}
+    probes: dict[str, BoundOp] = {}
+
+
 class Frame(msgspec.Struct, frozen=True):
     """The context of a check: sizes (rows, width) by bank key, positions below `limit`, the model's sites, and the
     positions of the rows stored so far, by own key."""
@@ -57,7 +73,8 @@ class Frame(msgspec.Struct, frozen=True):
     sizes: Mapping[str, tuple[int, int]]
     limit: int
     sites: SiteMap
-    stored: dict[str, np.ndarray] = {}
+    stored: dict[str, np.ndarray]
+    decided: Decided
 
 
 def verify(
@@ -70,7 +87,7 @@ def verify(
     """
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
-    frame = Frame(sizes, limit, sites)
+    frame = Frame(sizes, limit, sites, {}, Decided())
     _check_sizes(sizes, sites)
     for op in bound.ops:
         try:
@@ -182,6 +199,9 @@ def _check_op(op: BoundOp, frame: Frame) -> None:
     _check_shards(op, frame.sites)
     _check_action(op.action, op, frame, width)
     _check_own(op, frame)
+    _check_guard(op, frame)
+    if op.kind in DECIDE:
+        _need(op.condition is None and bool(op.values) == (op.kind == TEST), "a decision that reads something else")
     if op.condition is not None:
         _need(frame.sizes.get(op.condition.ids, (0, 0))[0] >= 1, "token ids that are nowhere")
 
@@ -242,6 +262,9 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
     _need(0 <= action.pool <= len(POOLS), f"pool {action.pool}")
     _need(len(action.probe) <= 64 and (not action.probe or bool(action.matrix)), "a probe with no matrix")
+    if action.probe:
+        _need(action.probe not in frame.decided.probes, f"two probes named {action.probe!r}")
+        frame.decided.probes[action.probe] = op
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
@@ -259,6 +282,68 @@ def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     for point in op.points:
         _need(frame.sites.points[point].rows == "tokens", "a projection of logits")
         _need(frame.sites.whole(SiteRef("", None, point, columns=columns)), "a projection of a row that is cut")
+
+
+@_check_action.register
+def _test(action: Compare, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.threshold)
+    kept = frame.decided.probes.get(action.probe)
+    _need(kept is not None and isinstance(kept.action, Keep), f"a test of {action.probe[:64]!r}, which is not kept")
+    assert kept is not None
+    assert isinstance(kept.action, Keep)
+    rows = {each.row for each in op.ranges}
+    _need(op.values == (kept.action.matrix,) and op.columns == kept.columns, "a test of another matrix")
+    _need(len(rows) == 1 and max(rows) < kept.action.products and op.points == kept.points, "a test of another product")
+    _need([each[:2] for each in op.ranges] == [each[:2] for each in kept.ranges], "a test at other positions")
+    _set_bit(action.bit, op, frame)
+
+
+@_check_action.register
+def _all(action: All, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(0 < action.mask < 1 << BITS and action.wanted & ~action.mask == 0, "bits that rows do not have")
+    _need(action.wanted >= 0, "bits that rows do not have")
+    for bit in range(BITS):
+        if action.mask >> bit & 1:
+            _read_bit(bit, op, frame)
+    _set_bit(action.bit, op, frame)
+
+
+@_check_action.register
+def _latch(action: Latch, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(0 <= action.latch < LATCHES and action.latch not in frame.decided.latches, f"latch {action.latch}")
+    _read_bit(action.bit, op, frame)
+    [point] = op.points
+    frame.decided.latches[action.latch] = frame.sites.depth(point), point
+
+
+def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:
+    """Check an op that sets a bit: at one point, whose rows are whole and there for every token."""
+    _need(0 <= bit < BITS and bit not in frame.decided.bits and len(op.points) == 1, f"bit {bit}")
+    [point] = op.points
+    sites = frame.sites
+    _need(sites.points[point].rows == "tokens" and sites.shard_count(point) == 1 and sites.stages == 1,
+          "a decision where no worker has whole rows")  # fmt: skip
+    frame.decided.bits[bit] = sites.depth(point), point
+
+
+def _read_bit(bit: int, op: BoundOp, frame: Frame) -> None:
+    _need(bit in frame.decided.bits and len(op.points) == 1, f"bit {bit}, which is not set")
+    depth, point = frame.decided.bits[bit]
+    mine = frame.sites.depth(op.points[0])
+    _need(mine > depth or op.points[0] == point, f"bit {bit}, which is set in a later layer")
+
+
+def _check_guard(op: BoundOp, frame: Frame) -> None:
+    """Check that an edit comes after what decides where it acts."""
+    if (guard := op.guard) is None:
+        return
+    known = frame.decided.latches if guard.latch >= 0 else frame.decided.bits
+    number = guard.latch if guard.latch >= 0 else guard.bit
+    _need(op.is_edit and op.kind != APPLY and number in known and 0 <= guard.bit < BITS, f"a guard of {number}")
+    depth, point = known[number]
+    for each in op.points:
+        later = frame.sites.depth(each) > depth or each == point
+        _need(later and frame.sites.points[each].rows == "tokens", "an edit before its condition is decided")
 
 
 @_check_action.register

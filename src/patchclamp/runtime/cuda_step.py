@@ -34,6 +34,7 @@ from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
+from patchclamp.plan.bound import LATCHES
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
@@ -89,7 +90,8 @@ class CudaTables:
             # "base", "stride" and "records" hold 64-bit numbers, so they start at even words
             "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
             "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
-            "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples,
+            "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples, "bits_of_row": rows,
+            "latches": table.latches.size,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -113,6 +115,8 @@ class CudaTables:
     origin_of_row: torch.Tensor
     row_of_sample: torch.Tensor
     rank_of_sample: torch.Tensor
+    bits_of_row: torch.Tensor
+    latches: torch.Tensor
     first: torch.Tensor
     generation: torch.Tensor
     records: torch.Tensor
@@ -175,6 +179,8 @@ class CudaTables:
         runs = _merged((slot, slot + 1) for slot in slots)
         segments = [(self._at["first"] + a * stride, self.table.first[a:b].reshape(-1)) for a, b in runs]
         segments += [(self._at["generation"] + a, self.table.generation[a:b]) for a, b in runs]
+        deciding = _merged((slot, slot + 1) for slot in slots & self.table.deciding)
+        segments += [(self._at["latches"] + a * LATCHES, self.table.latches[a:b].reshape(-1)) for a, b in deciding]
         words = self.table.records.view(np.int32)
         size = cuda.RECORD_WORDS
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
@@ -507,6 +513,8 @@ class CudaStep:
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan, self._batch, self._steps = plan, batch, steps
+        if self.tables.table.deciding:
+            self.tables.bits_of_row.zero_()
         if not steps:
             self._upfront_bytes = self._bytes_upfront(plan)
             self.recorded.use(plan.active)

@@ -116,6 +116,7 @@ class HostStep:
         self._plan = plan.advanced(steps) if steps else plan
         self._captures = torch.empty(plan.size, dtype=torch.float32, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
+        self._bits = np.zeros(batch.rows, np.int64)
         self._late.clear()
 
     def apply(
@@ -126,7 +127,8 @@ class HostStep:
         if token_R is not None and sampled:
             token_R = token_R[to_device(self._sampled_rows, token_R.device)]
         late = self._late.setdefault(point, []) if self._is_late else None
-        arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code, late)
+        arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code, late,
+                     self._bits)  # fmt: skip
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:

@@ -27,7 +27,7 @@ import torch
 
 from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
 from patchclamp.kernels.code import call
-from patchclamp.plan import APPLY, CAPTURE, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import APPLY, CAPTURE, LATCH, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_columns, source_of
 from patchclamp.plan.room import Placement, resident_name
@@ -255,7 +255,9 @@ class Continuity:
         self.forget()
         self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
         self._next_position = batch.position + 1
-        self._nothing_to_do = plan.captures_nothing_ever and device_labels and not self._table.coded
+        self._nothing_to_do = (
+            plan.captures_nothing_ever and device_labels and not (self._table.coded or self._table.deciding)
+        )
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
         """Compare a step with the last: its requests in the runner's order, their positions, and `total` tokens."""
@@ -546,6 +548,11 @@ class Runtime:
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
         """Restrict a program to this worker, and assign places to the rows that it reads."""
+        if self.store.keeps_last and any(op.kind == LATCH for op in arrival.bound.ops):
+            raise UnsupportedSite(
+                "with speculative decoding a condition has scope 'token', since a drafted token that is rejected would "
+                "decide for those after it"
+            )
         # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}

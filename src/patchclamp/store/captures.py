@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -81,9 +81,34 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return self.source.bytes_of_runs()
 
     @functools.cached_property
+    def table(self) -> np.ndarray:
+        """Every captured range at every point, in order of run numbers."""
+        return self.source.table()
+
+    @functools.cached_property
     def _table_of_run(self) -> dict[int, np.ndarray]:
         """The chunk's table, split by run."""
-        return _split_by_run(self.source.table())
+        return _split_by_run(self.table)
+
+    def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of some entries of equal row size and alignment: the number of each row's run, its position, and its
+        bytes [R, row_bytes]; a view if the rows are contiguous in one place."""
+        count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
+        rows, step, parts = int(count.sum()), 0, list[np.ndarray]()
+        nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
+        position, contiguous = np.repeat(table["position"], count) + nth, table["offset"][:-1] + count[:-1] * size
+        is_view = np.array_equal(contiguous, table["offset"][1:])
+        for place in self.places:
+            begin = int(table["offset"][0])
+            if is_view:
+                parts.append(place.cut(begin, begin + rows * size, self.stride))
+            else:
+                parts.append(np.empty((place.steps, rows * size), np.uint8))
+                _gather_rows(place, table, self.stride, parts[-1])
+            step += place.steps
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        run = np.broadcast_to(np.repeat(table["run"], count), (step, rows))
+        return run.reshape(-1), (position + np.arange(step)[:, None]).reshape(-1), data.reshape(-1, size)
 
     @functools.cached_property
     def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
@@ -305,12 +330,55 @@ class CaptureStore:
         """
         return tensors_of(self.find([(run, point, op)]))[0]
 
+    def gather(
+        self, runs: Sequence[str], point: int, op: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """The rows of one point in many runs, as one tensor: the index of each row's run in `runs` [R], its position
+        [R], and the rows [R, W], ascending by run and position; a view of a chunk where they are contiguous. As with
+        `fetch`, of two rows of a position the first counts, or the last with `keeps_last`."""
+        self._check_kept(runs)
+        self._flush()
+        kept = [self._runs[run] for run in runs]
+        numbers = np.array([run.number for run in kept])
+        order = np.argsort(numbers)
+        turns = range(
+            min(run.since for run in kept), max(self._turn if run.until is None else run.until for run in kept)
+        )
+        parts: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
+        for chunk in filter(None, map(self._chunks.get, turns)):
+            table = chunk.table
+            held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
+            at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
+            table = table[held & (numbers[at] == table["run"])]
+            alike = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
+            for key in np.unique(alike, axis=1).T:
+                run, position, data = chunk.gather(table[(alike == key[:, None]).all(0)])
+                rows = torch.from_numpy(data.reshape(-1)).view(_TORCH[key[2]]).view(len(run), -1)
+                parts.append((order[np.searchsorted(numbers[order], run)], position, rows))
+        if not parts:
+            none = np.zeros(0, np.int64)
+            return none, none, torch.empty(0, self._widths[point])
+        run, position = (np.concatenate([part[i] for part in parts]) for i in range(2))
+        tensors = [rows for _, _, rows in parts]
+        same = len({rows.dtype for rows in tensors}) == 1
+        rows = tensors[0] if len(parts) == 1 else torch.cat(tensors if same else [each.float() for each in tensors])
+        key = run * (1 << 31) + position
+        if bool((np.diff(key) > 0).all()):
+            return run, position, rows
+        age = np.arange(len(key))
+        order = np.lexsort((-age if self.keeps_last else age, key))
+        order = order[np.append(True, np.diff(key[order]) > 0)]
+        return run[order], position[order], rows[torch.from_numpy(order)]
+
+    def _check_kept(self, runs: Iterable[str]) -> None:
+        for run in runs:
+            if run not in self._runs:
+                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+
     def find(self, wanted: Iterable[tuple[str, int, int | None]]) -> list[StoredRows]:
         """Locate the rows of each (run, point, op), as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
-        for run in dict.fromkeys(run for run, _, _ in wanted):
-            if run not in self._runs:
-                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+        self._check_kept(dict.fromkeys(run for run, _, _ in wanted))
         self._flush()
         chunks_of: dict[str, list[CaptureChunk]] = {}
         same_positions: dict[tuple[int, int, int], np.ndarray] = {}

@@ -124,6 +124,12 @@ class VllmEngine(VllmFrontEnd):
 
         return join_captured(self._receiver.fetch(ask) if self.remote else ask(), len(wanted))
 
+    def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
+        if self.remote:
+            return super().gather(runs, point, op)
+        [gathered] = self._call(lambda: self._ask("gather", runs, point, op)).result()
+        return gathered
+
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not wait for a lock
         self._released.extend(runs)

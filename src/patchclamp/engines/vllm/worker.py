@@ -464,6 +464,10 @@ class Attached:
             return self._sender.hand(stored, *receiver)
         return dict(zip(stored, tensors_of(list(stored.values())), strict=True))
 
+    def do_gather(self, runs: list[str], point: int, op: int | None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """Return the rows of a point in many runs as one tensor, to a caller in this process."""
+        return self.runtime.store.gather(runs, point, op)
+
     def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
         """Like `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""
         return shared.described(self._stored(wanted))

@@ -1,0 +1,130 @@
+"""Conditions on the scores of probes, for `When`: `probe > 0.8`, `probe[2] <= 1`, and their `&`, `|` and `~`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.structs import PublicStruct
+from patchclamp.language.tokens import as_integer
+from patchclamp.language.values import as_number
+
+if TYPE_CHECKING:
+    from patchclamp.language.ops import Probe
+
+MAX_DEPTH = 16  # of nested conditions
+
+
+class Condition(PublicStruct, frozen=True):
+    """Base of conditions. A condition is decided where the model runs, token by token."""
+
+    def __and__(self, other: Condition) -> Condition:
+        return Every((self, check_condition(other)))
+
+    def __or__(self, other: Condition) -> Condition:
+        return Not(Every((Not(self), Not(check_condition(other)))))
+
+    def __invert__(self) -> Condition:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ProgramError(
+            "a condition is decided while the model runs and has no truth value here: join conditions with &, | and ~, "
+            "and write pc.When(probe > t, [...])"
+        )
+
+
+class Above(Condition, frozen=True, tag="above"):
+    """True where output `output` of a probe is above `threshold`, or, if `inclusive`, equal to it."""
+
+    probe: Probe
+    threshold: float
+    output: int = 0
+    inclusive: bool = False
+
+
+class Every(Condition, frozen=True, tag="every"):
+    """True where all of `conditions` are."""
+
+    conditions: tuple[Condition, ...]
+
+
+class Not(Condition, frozen=True, tag="not"):
+    """True where `condition` is not."""
+
+    condition: Condition
+
+
+class Output:
+    """One output of a probe, `probe[i]`, to compare with a number."""
+
+    def __init__(self, probe: Probe, output: int) -> None:
+        self.probe, self.output = probe, output
+
+    def __gt__(self, threshold: float) -> Condition:
+        return Above(self.probe, as_number(threshold), self.output)
+
+    def __ge__(self, threshold: float) -> Condition:
+        return Above(self.probe, as_number(threshold), self.output, inclusive=True)
+
+    def __lt__(self, threshold: float) -> Condition:
+        return Not(self >= threshold)
+
+    def __le__(self, threshold: float) -> Condition:
+        return Not(self > threshold)
+
+
+def check_condition(value: object) -> Condition:
+    if not isinstance(value, Condition):
+        raise ProgramError(f"expected a condition, such as probe > 0.8, got {type(value).__name__} {value!r:.100}")
+    return value
+
+
+def comparisons(condition: Condition) -> list[Above]:
+    """The comparisons in a condition, from left to right."""
+    if isinstance(condition, Not):
+        return comparisons(condition.condition)
+    if isinstance(condition, Every):
+        return [each for part in condition.conditions for each in comparisons(part)]
+    assert isinstance(condition, Above)
+    return [condition]
+
+
+def condition_data(condition: Condition, probe_data: Any) -> dict[str, Any]:
+    """A condition as plain data; `probe_data` converts a probe."""
+    if isinstance(condition, Not):
+        return {"type": "not", "condition": condition_data(condition.condition, probe_data)}
+    if isinstance(condition, Every):
+        return {"type": "every", "conditions": [condition_data(each, probe_data) for each in condition.conditions]}
+    assert isinstance(condition, Above)
+    return {"type": "above", "probe": probe_data(condition.probe), "threshold": condition.threshold,
+            "output": condition.output, "inclusive": condition.inclusive}  # fmt: skip
+
+
+def read_condition(data: object, path: str, read_probe: Any, depth: int = 0) -> Condition:
+    """Parse the output of `condition_data`; `read_probe(data, path)` parses a probe."""
+    if not isinstance(data, dict) or depth > MAX_DEPTH:
+        raise ProgramError(f"expected an object, at most {MAX_DEPTH} deep, got {type(data).__name__}", path)
+    fields = {"above": {"type", "probe", "threshold", "output", "inclusive"}, "every": {"type", "conditions"},
+              "not": {"type", "condition"}}  # fmt: skip
+    kind = data.get("type")
+    if not isinstance(kind, str) or kind not in fields or not data.keys() <= fields[kind]:
+        raise ProgramError(f"expected a condition of type {', '.join(fields)} with its fields", path)
+    try:
+        if kind == "not":
+            return Not(read_condition(data.get("condition"), f"{path}.condition", read_probe, depth + 1))
+        if kind == "every":
+            parts = data.get("conditions")
+            if not isinstance(parts, list) or not parts:
+                raise ProgramError("expected a list of conditions", "conditions")
+            return Every(tuple(
+                read_condition(each, f"{path}.conditions[{i}]", read_probe, depth + 1) for i, each in enumerate(parts)
+            ))  # fmt: skip
+        if not isinstance(data.get("inclusive", False), bool):
+            raise ProgramError("expected true or false", "inclusive")
+        return Above(
+            read_probe(data.get("probe"), f"{path}.probe"), as_number(data.get("threshold")),  # pyright: ignore
+            as_integer(data.get("output", 0)), data.get("inclusive", False),
+        )  # fmt: skip
+    except PatchclampError as error:
+        raise error if (error.path or "").startswith(path) else error.under(path) from None

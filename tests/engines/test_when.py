@@ -1,0 +1,94 @@
+"""Conditional edits on real models: the same tokens and numbers as static edits at the tokens that were decided."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import CHUNKED, PROMPTS
+
+D = 576
+MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
+RNG = np.random.default_rng(3)
+WEIGHT, PUSH = RNG.standard_normal((2, D)).astype(np.float32), 8 * RNG.standard_normal(D).astype(np.float32)
+TEXTS = [*PROMPTS, "x", "The", "One two three four five six seven eight nine ten eleven twelve thirteen fourteen"]
+
+
+@pytest.fixture(scope="module")
+def thresholds(shallow):
+    lm = shallow.get("transformers", "float32")
+    runs = lm.run(TEXTS, max_tokens=6, capture=pc.Probe(WEIGHT, at=pc.resid_post[3], name="p"))
+    scores = torch.cat([run.probes["p"] for run in runs])
+    return [float(scores[:, i].quantile(0.6)) for i in range(2)]
+
+
+@pytest.mark.parametrize("scope", ["token", "prompt", "onwards"])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_equals_the_same_edits_at_the_tokens_that_were_decided(shallow, thresholds, mode, scope):
+    """In a batch of mixed requests, twice, so that the second time the prefix cache is warm. What a hook would do is
+    computed from the scores, which test_projected.py compares with Transformers."""
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    p = pc.Probe(WEIGHT, at=pc.resid_post[3], name="p")
+    conditions = [p > thresholds[0], ~(p[1] > thresholds[1]), (p > thresholds[0]) & (p[1] < thresholds[1])]
+    edits = [[pc.When(condition, [pc.Add(PUSH, at=pc.resid_post[4]), pc.Scale(0.5, at=pc.mlp_out[5])], scope=scope)]
+             for condition in conditions for _ in TEXTS]  # fmt: skip
+    prompts, plain = TEXTS * 3 + TEXTS, [[]] * len(TEXTS)
+    site, acted = pc.resid_post[6], set()
+    for _ in range(2):
+        runs = lm.run(
+            prompts, max_tokens=6, edits=[*edits, *plain], capture=site, logprobs=True, sampling={"ignore_eos": True}
+        )
+        static = []
+        for i, run in enumerate(runs[: len(edits)]):
+            held = decided(run.probes["p"].numpy(), thresholds)[i // len(TEXTS)]
+            last = len(run.prompt_token_ids) - 1
+            if scope == "prompt":
+                held = (np.arange(len(held)) >= last) & held[last]
+            elif scope == "onwards":
+                held = np.arange(len(held)) >= np.flatnonzero(held).min(initial=len(held))
+            where = np.flatnonzero(held).tolist()
+            assert run.acted == {"edits[0].edits[0]": where, "edits[0].edits[1]": where}
+            acted.add(len(where))
+            at = where or pc.token(49_000)
+            static.append([pc.Add(PUSH, at=pc.resid_post[4], tokens=at), pc.Scale(0.5, pc.mlp_out[5], at)])
+        expected = lm.run(
+            prompts, max_tokens=6, edits=[*static, *plain], capture=site, logprobs=True, sampling={"ignore_eos": True}
+        )
+        for run, other in zip(runs, expected, strict=True):
+            assert run.token_ids == other.token_ids
+            assert np.allclose(run.logprobs, other.logprobs, atol=1e-3)
+            assert torch.allclose(run[site], other[site], rtol=1e-3, atol=2e-3 * float(other[site].abs().max()))
+    assert len(acted) > 1
+
+
+def decided(scores: np.ndarray, thresholds: list[float]) -> list[np.ndarray]:
+    """Where each of the three conditions holds."""
+    above = [scores[:, i] > np.float32(thresholds[i]) for i in range(2)]
+    return [above[0], ~above[1], above[0] & ~(scores[:, 1] >= np.float32(thresholds[1]))]
+
+
+def test_two_requests_with_one_prefix_share_no_block_that_differs(shallow, thresholds):
+    """The same long prompt unedited, with a condition that holds and with one that does not, in every order: each has its
+    own numbers, whatever is cached."""
+    lm = shallow.get("vllm", "float32")
+    ids = lm.tokens(" ".join(TEXTS) + " again, as before, and so on for a while until this is long enough for blocks")
+    p = pc.Probe(WEIGHT, at=pc.resid_post[3], tokens=pc.prompt[:20], name="p")
+    edit = pc.Add(PUSH, at=pc.resid_post[4], tokens=pc.prompt[:40])
+    programs = {"none": [], "holds": [pc.When(p > -1e6, edit)], "never": [pc.When(p > 1e6, edit)]}
+    alone = {}
+    for name, program in programs.items():
+        lm.run(ids[:1], max_tokens=1)
+        alone[name] = lm.run(ids, max_tokens=4, edits=program, logprobs=True)
+    assert alone["holds"].acted["edits[0].edits[0]"] == list(range(20))
+    assert alone["never"].acted["edits[0].edits[0]"] == []
+    assert np.allclose(alone["none"].logprobs, alone["never"].logprobs, atol=1e-4)
+    assert not np.allclose(alone["none"].logprobs, alone["holds"].logprobs, atol=1e-2)
+    for order in (("holds", "none", "never"), ("never", "holds", "none"), ("none", "never", "holds")):
+        for name in order:
+            again = lm.run(ids, max_tokens=4, edits=programs[name], logprobs=True)
+            assert again.token_ids == alone[name].token_ids
+            assert np.allclose(again.logprobs, alone[name].logprobs, atol=1e-4)

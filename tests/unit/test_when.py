@@ -1,0 +1,241 @@
+"""Conditional edits on the fake engine: decided by the scores of probes, and equal to the same edits at those tokens."""
+
+import json
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.language import Program
+
+PROMPT, NEW, D = [1, 2, 3, 7, 5, 7, 8], 6, 16
+LAST = len(PROMPT) - 1
+LMS = {chunk: pc.LM("fake", engine="fake", chunk=chunk) for chunk in (None, 1, 3)}
+LM = LMS[None]
+COMPARE = [operator.gt, operator.ge, operator.lt, operator.le]
+SELECTIONS = [pc.every, pc.every, pc.prompt, pc.generated, pc.prompt[2:], pc.every[1:9]]
+
+
+def vector(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape or (D,)).astype(np.float32)
+
+
+@st.composite
+def conditions(draw, depth: int = 2):
+    """A condition, and a function that decides it from a run: True for each position, and those that its probes read."""
+    if depth and draw(st.booleans()):
+        first, decide_first = draw(conditions(depth - 1))
+        if draw(st.booleans()):
+            return ~first, lambda run: (~decide_first(run)[0], decide_first(run)[1])
+        second, decide_second = draw(conditions(depth - 1))
+        join = draw(st.sampled_from([operator.and_, operator.or_]))
+
+        def decide(run):
+            (a, read_a), (b, read_b) = decide_first(run), decide_second(run)
+            return join(a, b), read_a & read_b
+
+        return join(first, second), decide
+    seed, layer, output = draw(st.integers(0, 99)), draw(st.integers(0, 1)), draw(st.integers(0, 1))
+    compare, tokens = draw(st.sampled_from(COMPARE)), draw(st.sampled_from(SELECTIONS))
+    activation = draw(st.sampled_from([None, "sigmoid", "relu"]))
+    threshold = draw(
+        st.sampled_from({None: [-1.0, 0.0, 1.5], "sigmoid": [0.2, 0.5, 0.9], "relu": [0.1, 2.0]}[activation])
+    )
+    name = f"p{seed}.{layer}.{SELECTIONS.index(tokens)}.{activation}"
+    probe = pc.Probe(vector(seed, 2, D), at=pc.resid_post[layer], tokens=tokens, bias=vector(seed, 2),
+                     activation=activation, name=name)  # fmt: skip
+
+    def decide_one(run):
+        held, read = np.zeros((2, len(PROMPT) + NEW - 1), bool)
+        positions = run.probe_positions(name)
+        held[positions], read[positions] = compare(run.probes[name][:, output], np.float32(threshold)), True
+        return held, read
+
+    return compare(probe[output], threshold), decide_one
+
+
+@given(conditions(), st.sampled_from(["token", "prompt", "onwards"]), st.sampled_from([pc.every, pc.generated, pc.prompt[1::2]]),
+       st.sampled_from(list(LMS)))  # fmt: skip
+def test_edits_act_where_the_condition_holds_and_nowhere_else(made, scope, tokens, chunk):
+    condition, decide = made
+    edits = [
+        pc.Add(3 * vector(5), at=pc.resid_post[1 if scope == "token" else 2], tokens=tokens),
+        pc.Scale(0.5, pc.mlp_out[2], tokens),
+    ]
+    lm = LMS[chunk]
+    try:
+        run = lm.run(
+            PROMPT, max_tokens=NEW, edits=pc.When(condition, edits, scope=scope), capture=[pc.resid_post], logprobs=True
+        )
+    except pc.TokensError:
+        return  # no token could meet it
+    except pc.UnsupportedSite:
+        assert scope == "token"  # the condition reads resid_post[1] of ... a later layer than the edit's
+        return
+    held, read = decide(run)
+    held &= read
+    count = len(held)
+    if scope == "prompt":
+        held = (np.arange(count) >= LAST) & held[LAST]
+    elif scope == "onwards":
+        held = np.arange(count) >= (np.flatnonzero(held).min(initial=count))
+    chosen = np.flatnonzero(held)
+    expected = {f"edits[0].edits[{i}]": [int(p) for p in np.intersect1d(chosen, run.select(tokens))] for i in range(2)}
+    assert run.acted == expected
+    static = [] if not len(expected["edits[0].edits[0]"]) else [
+        pc.Add(3 * vector(5), at=edits[0].at, tokens=expected["edits[0].edits[0]"]),
+        pc.Scale(0.5, pc.mlp_out[2], expected["edits[0].edits[0]"]),
+    ]  # fmt: skip
+    same = lm.run(PROMPT, max_tokens=NEW, edits=static, capture=[pc.resid_post], logprobs=True)
+    assert run.token_ids == same.token_ids
+    assert run.logprobs == same.logprobs
+    assert np.array_equal(run[pc.resid_post], same[pc.resid_post])
+
+
+def probe(threshold_of: float = 0.5, **options) -> tuple[pc.Probe, float]:
+    """A probe of layer 0, and a threshold with this quantile of its scores in the unedited run."""
+    made = pc.Probe(vector(1), at=pc.resid_post[0], name="p", **options)
+    scores = LM.run(PROMPT, max_tokens=NEW, capture=made).probes["p"]
+    return made, float(np.quantile(scores, threshold_of))
+
+
+def test_a_probe_is_kept_once_and_its_scores_can_be_read():
+    made, t = probe()
+    edits = [pc.When(made > t, pc.Zero(pc.mlp_out[1])), pc.When(~(made > t), pc.Scale(2.0, pc.mlp_out[1]))]
+    run = LM.run(PROMPT, max_tokens=NEW, edits=edits, capture=[made])
+    assert list(run.probes) == ["p"]
+    above = run.probes["p"][:, 0] > t
+    assert run.acted == {
+        "edits[0].edits[0]": np.flatnonzero(above).tolist(),
+        "edits[1].edits[0]": np.flatnonzero(~above).tolist(),
+    }
+
+
+def test_an_edit_at_the_probes_own_site_acts_on_the_token_that_fired():
+    made, t = probe()
+    push = pc.Add(9 * vector(3), at=pc.resid_post[0])
+    run = LM.run(PROMPT, max_tokens=NEW, edits=pc.When(made > t, push), capture=[pc.resid_post[0]])
+    plain = LM.run(PROMPT, max_tokens=1, capture=[pc.resid_post[0]])
+    moved = (np.abs(run[pc.resid_post[0]][:LAST] - plain[pc.resid_post[0]][:LAST]) > 1e-3).any(1)
+    assert np.flatnonzero(moved).tolist() == [p for p in run.acted["edits[0].edits[0]"] if p < LAST]
+    generated = pc.Probe(vector(1), at=pc.resid_post[0], tokens=pc.generated, name="p")
+    for each, scope in ((generated, "onwards"), (made, "prompt")):
+        run = LM.run(PROMPT, max_tokens=NEW, edits=pc.When(each > -99, push, scope=scope))
+        first = len(PROMPT) if scope == "onwards" else LAST
+        assert run.acted["edits[0].edits[0]"] == list(range(first, len(PROMPT) + NEW - 1))
+
+
+def test_a_condition_and_token_ids_must_both_hold():
+    made, t = probe()
+    run = LM.run(PROMPT, max_tokens=NEW, edits=pc.When(made > t, pc.Zero(pc.mlp_out[1], pc.token(7))))
+    expected = [i for i in (3, 5) if run.probes["p"][i, 0] > t]
+    assert [p for p in run.acted["edits[0].edits[0]"] if p <= LAST] == expected
+    static = LM.run(
+        PROMPT,
+        max_tokens=NEW,
+        edits=pc.Zero(pc.mlp_out[1], run.acted["edits[0].edits[0]"] or pc.token(60)),
+        logprobs=True,
+    )
+    again = LM.run(PROMPT, max_tokens=NEW, edits=pc.When(made > t, pc.Zero(pc.mlp_out[1], pc.token(7))), logprobs=True)
+    assert again.logprobs == static.logprobs
+
+
+def test_samples_and_batchmates_decide_for_themselves():
+    made, t = probe()
+    other = [8, 7, 6, 5, 4]
+    program = pc.When(made > t, pc.Add(5 * vector(2), at=pc.mlp_out[2]), scope="onwards")
+    alone = [LM.run(ids, max_tokens=NEW, edits=program, logprobs=True) for ids in (PROMPT, other)]
+    both = LM.run([PROMPT, other, PROMPT], max_tokens=NEW, edits=[[program], [program], []], logprobs=True)
+    for run, one in zip(both, alone, strict=False):
+        assert run.logprobs == one.logprobs
+        assert run.acted == one.acted
+    assert both[2].logprobs == LM.run(PROMPT, max_tokens=NEW, logprobs=True).logprobs
+
+
+def test_conditional_programs_are_graded_as_requests():
+    made, t = probe()
+    programs = [pc.When(made > t, pc.Zero(pc.mlp_out[1])), pc.Zero(pc.mlp_out[1])]
+    grades = LM.grade(PROMPT, programs, score=[5, 9])
+    for program, logprobs in zip(programs, grades.logprobs, strict=True):
+        run = LM.run(PROMPT, max_tokens=1, edits=program, score=[5, 9])
+        assert logprobs == pytest.approx([run.scores[5], run.scores[9]])
+
+
+SITE = pc.resid_post[0]
+P = pc.Probe(vector(1), at=SITE, name="p")
+INVALID = {
+    "an edit before the probe": (pc.When(P > 0, pc.Zero(pc.mlp_out[0])), "edits[0].edits[0].at"),
+    "an edit at the probe's layer": (pc.When(P > 0, pc.Zero(pc.embed)), "edits[0].edits[0].at"),
+    "an edit of logits": (pc.When(P > 0, pc.Zero(pc.logits, pc.generated)), "edits[0].edits[0].at"),
+    "the probe's site, onwards": (pc.When(P > 0, pc.Zero(SITE), scope="onwards"), "edits[0].edits[0].at"),
+    "a pooled probe": (pc.When(pc.Probe(vector(1), at=SITE, pool="mean", name="p") > 0, pc.Zero(pc.mlp_out[1])), "edits[0].condition.pool"),
+    "several layers": (pc.When(pc.Probe(vector(1), at=pc.resid_post, name="p") > 0, pc.Zero(pc.mlp_out[1])), "edits[0].condition.at"),
+    "an output that is not there": (pc.When(P[3] > 0, pc.Zero(pc.mlp_out[1])), "edits[0].condition.output"),
+    "a softmax": (pc.When(pc.Probe(vector(1, 2, D), at=SITE, activation="softmax", name="p") > 0.5, pc.Zero(pc.mlp_out[1])), "edits[0].condition.activation"),
+    "a sigmoid above 1": (pc.When(pc.Probe(vector(1), at=SITE, activation="sigmoid", name="p") > 1.5, pc.Zero(pc.mlp_out[1])), "edits[0].condition.threshold"),
+    "tokens to come": (pc.When(pc.Probe(vector(1), at=SITE, tokens=pc.token(7), name="p") > 0, pc.Zero(pc.mlp_out[1])), "edits[0].condition.tokens"),
+    "no token that both read": (pc.When((pc.Probe(vector(1), at=SITE, tokens=pc.prompt[0], name="a") > 0) & (pc.Probe(vector(1), at=SITE, tokens=pc.prompt[1], name="b") > 0), pc.Zero(pc.mlp_out[1])), "edits[0].condition"),
+    "a prompt whose end is not read": (pc.When(pc.Probe(vector(1), at=SITE, tokens=pc.prompt[0], name="a") > 0, pc.Zero(pc.mlp_out[1]), scope="prompt"), "edits[0].condition"),
+    "an edit before it can hold": (pc.When(P > 0, pc.Zero(pc.mlp_out[1], pc.prompt[0]), scope="prompt"), "edits[0].edits[0].tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_what_cannot_be_decided_is_refused_with_its_path(case):
+    program, path = INVALID[case]
+    with pytest.raises(pc.PatchclampError) as raised:
+        LM.run(PROMPT, max_tokens=NEW, edits=program)
+    assert raised.value.path == path
+
+
+def test_too_many_conditions_are_refused():
+    many = [pc.When(i < P, pc.Zero(pc.mlp_out[1])) for i in range(40)]
+    latches = [pc.When(P > 0, pc.Zero(pc.mlp_out[1]), scope="onwards") for _ in range(9)]
+    for edits in (many, latches):
+        with pytest.raises(pc.ProgramError):
+            LM.run(PROMPT, edits=edits)
+    assert LM.run(PROMPT, edits=many[:30], max_tokens=1).acted
+
+
+def test_conditions_have_a_text_form_and_no_truth_value():
+    q = pc.Probe(vector(2, 3, D), at=pc.resid_post[1], bias=[1, 2, 3], name="q")
+    program = Program.of(
+        [pc.When((P > 0.5) | ~(q[2] <= -1) & (q[1] >= 0), [pc.Zero(pc.mlp_out[2])], scope="onwards")], [q]
+    )
+    assert Program.from_json(program.to_json()) == program
+    for condition in (P > 0, ~(P > 0), (P > 0) & (P < 2)):
+        with pytest.raises(pc.ProgramError, match="truth"):
+            bool(condition)
+    with pytest.raises(pc.ProgramError, match="truth"):
+        pc.When(P > 0 and P < 2, pc.Zero(pc.embed))
+
+
+HOSTILE = [
+    {"condition": None}, {"condition": {"type": "above"}}, {"condition": {"type": "not"}}, {"edits": []}, {"edits": {}},
+    {"condition": {"type": "every", "conditions": []}}, {"condition": {"type": "above", "probe": {"type": "zero", "at": "embed"}, "threshold": 1}},
+    {"scope": "always"}, {"extra": 1}, {"edits": [{"type": "when"}]}, {"edits": [{"type": "capture", "at": "embed"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_malformed_conditions_are_refused_with_a_path(change):
+    data = plain_data()
+    data["edits"][0].update(change)
+    with pytest.raises(pc.PatchclampError) as raised:
+        Program.from_json(json.dumps(data))
+    assert raised.value.path.startswith("edits[0]")
+
+
+def test_conditions_of_endless_depth_are_refused():
+    data = plain_data()
+    for _ in range(500):
+        data["edits"][0]["condition"] = {"type": "not", "condition": data["edits"][0]["condition"]}
+    with pytest.raises(pc.ProgramError):
+        Program.from_json(json.dumps(data))
+
+
+def plain_data() -> dict:
+    return json.loads(Program.of([pc.When(P > 0.5, [pc.Zero(pc.mlp_out[1])])]).to_json())
