@@ -760,12 +760,11 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
     if not count.all():
         raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
     first, last = np.cumsum(count) - count, np.cumsum(count) - 1
-    values = rows.values[last]
-    if pool == "mean":
-        sums = np.add.reduceat(rows.values, first, dtype=np.float64)
-        values = (sums / count.reshape(-1, *[1] * (sums.ndim - 1))).astype(np.float32)
-    elif pool == "max":
-        values = np.maximum.reduceat(rows.values, first)
+    values = np.empty((runs, *rows.values.shape[1:]), np.float32)
+    for length in np.unique(count):  # runs with equally many rows are one array
+        some = np.flatnonzero(count == length)
+        each = rows.values[first[some, None] + np.arange(length)] if pool != "last" else rows.values[last[some], None]
+        values[some] = each.mean(1, dtype=np.float64) if pool == "mean" else each.max(1)
     return Rows(values, np.arange(runs), rows.position[last])
 
 

@@ -184,7 +184,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code, None, bits_R)
         failed |= set() if bad is None else set(bad.tolist())
         given = hidden.clone(), None if residual is None else residual.clone()
+        decided = tables.bits_of_row.clone()
         for again in range(2 if device == "cuda" else 1):  # what was launched before is launched in another way
+            tables.bits_of_row.copy_(decided)
             for theirs, before in zip((hidden, residual), given, strict=True):
                 if again and theirs is not None:
                     theirs.copy_(before)

@@ -90,25 +90,22 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         """The chunk's table, split by run."""
         return _split_by_run(self.table)
 
-    def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of some entries of equal row size and alignment: the number of each row's run, its position, and its
-        bytes [R, row_bytes]; a view if the rows are contiguous in one place."""
+    def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """The rows of some entries of equal row size and alignment: the number of each row's run, its position, and the
+        bytes of all rows in pieces, [S, n] for each place; views if the rows are contiguous."""
         count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
-        rows, step, parts = int(count.sum()), 0, list[np.ndarray]()
+        rows, begin, pieces = int(count.sum()), int(table["offset"][0]), list[np.ndarray]()
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
-        position, contiguous = np.repeat(table["position"], count) + nth, table["offset"][:-1] + count[:-1] * size
-        is_view = np.array_equal(contiguous, table["offset"][1:])
+        is_view = np.array_equal(table["offset"][:-1] + count[:-1] * size, table["offset"][1:])
         for place in self.places:
-            begin = int(table["offset"][0])
             if is_view:
-                parts.append(place.cut(begin, begin + rows * size, self.stride))
+                pieces.append(place.cut(begin, begin + rows * size, self.stride))
             else:
-                parts.append(np.empty((place.steps, rows * size), np.uint8))
-                _gather_rows(place, table, self.stride, parts[-1])
-            step += place.steps
-        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        run = np.broadcast_to(np.repeat(table["run"], count), (step, rows))
-        return run.reshape(-1), (position + np.arange(step)[:, None]).reshape(-1), data.reshape(-1, size)
+                pieces.append(np.empty((place.steps, rows * size), np.uint8))
+                _gather_rows(place, table, self.stride, pieces[-1])
+        steps = np.arange(self.steps)[:, None]
+        run = np.broadcast_to(np.repeat(table["run"], count), (self.steps, rows))
+        return run.reshape(-1), (np.repeat(table["position"], count) + nth + steps).reshape(-1), pieces
 
     @functools.cached_property
     def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
@@ -344,7 +341,7 @@ class CaptureStore:
         turns = range(
             min(run.since for run in kept), max(self._turn if run.until is None else run.until for run in kept)
         )
-        parts: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []
+        parts: list[tuple[np.ndarray, np.ndarray, StoredRows]] = []
         for chunk in filter(None, map(self._chunks.get, turns)):
             table = chunk.table
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
@@ -352,16 +349,20 @@ class CaptureStore:
             table = table[held & (numbers[at] == table["run"])]
             alike = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
             for key in np.unique(alike, axis=1).T:
-                run, position, data = chunk.gather(table[(alike == key[:, None]).all(0)])
-                rows = torch.from_numpy(data.reshape(-1)).view(_TORCH[key[2]]).view(len(run), -1)
-                parts.append((order[np.searchsorted(numbers[order], run)], position, rows))
+                run, position, pieces = chunk.gather(table[(alike == key[:, None]).all(0)])
+                dtype = _TORCH[key[2]]
+                stored = StoredRows(position, pieces, dtype, int(key[0]) // dtype.itemsize)
+                parts.append((order[np.searchsorted(numbers[order], run)], position, stored))
         if not parts:
             none = np.zeros(0, np.int64)
             return none, none, torch.empty(0, self._widths[point])
         run, position = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        tensors = [rows for _, _, rows in parts]
-        same = len({rows.dtype for rows in tensors}) == 1
-        rows = tensors[0] if len(parts) == 1 else torch.cat(tensors if same else [each.float() for each in tensors])
+        stored = [each for _, _, each in parts]
+        if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
+            joined = stored[0]._replace(positions=position, parts=[piece for each in stored for piece in each.parts])
+            [(_, rows)] = tensors_of([joined])
+        else:
+            rows = torch.cat([rows.float() for _, rows in tensors_of(stored)])
         key = run * (1 << 31) + position
         if bool((np.diff(key) > 0).all()):
             return run, position, rows
