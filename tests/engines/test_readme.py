@@ -55,6 +55,8 @@ def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch)
     assert (tmp_path / "bank.safetensors").exists()
     assert names["coded"].error is None
     assert names["fuzzing"].exact[:, 0].min() == 1 > names["fuzzing"].exact[:, 2].mean()
+    assert names["moods"].auroc.min() > 0.9
+    assert names["lovely"].probes["glad"] > names["moods"].threshold(0.1)
     assert names["vectors"].effect.max() > 2
     assert names["curve"].slope > 1
     assert names["place"] == "edits[1].value"

@@ -28,6 +28,7 @@ from patchclamp.studies import (
     SteeringVectors,
     ablation_sweep,
     causal_trace,
+    fit_probe,
     fuzz_sweep,
     grid,
     logit_lens,
@@ -143,6 +144,12 @@ TALES = {
         foil=" Rome and",
         batch=1,
     ),
+    "fit_probe": dict(
+        prompts=["good day", "good film", "good dog", "bad day", "bad film", "bad dog"],
+        labels=[1, 1, 1, 0, 0, 0],
+        folds=3,
+        batch=1,
+    ),
     "strength_curve": dict(prompts=[CLEAN, CORRUPT, "A dog is in the"], answer=" Paris and", foil=" Rome", batch=2),
     "logit_lens": dict(prompt=" ".join([CLEAN] * 12), tokens=[" Paris"], top=2, rows=40),
 }
@@ -152,7 +159,7 @@ FORKING = """
 import json, os, random, signal, sqlite3, sys
 import patchclamp as pc
 from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
-from patchclamp.studies import fuzz_sweep, logit_lens as lens, steering_vectors, strength_curve as curve
+from patchclamp.studies import fit_probe, fuzz_sweep, logit_lens as lens, steering_vectors, strength_curve as curve
 
 def strength_curve(lm, prompts, **asked):
     vectors = steering_vectors(lm, ["good day"] * 4, ["bad day"] * 4, held_out=0, show_progress=False)
@@ -252,6 +259,10 @@ def steered(lm, **change):
     return steering_vectors(lm, **(TALES["steering_vectors"] | change), show_progress=False)
 
 
+def probed(lm, **change):
+    return fit_probe(lm, **(TALES["fit_probe"] | change), show_progress=False)
+
+
 def scored(lm, scale=1.0, **change):
     vectors = SteeringVectors.from_directions({1: np.arange(lm.model.d_model) * scale})
     return strength_curve(lm, vectors, **(TALES["strength_curve"] | change), show_progress=False)
@@ -265,6 +276,7 @@ def scored(lm, scale=1.0, **change):
         (lensed, [dict(tokens=[8]), dict(layers=1), dict(top=2), dict(prompt=CORRUPT), dict(unembedding=np.ones((3, 16)),
                   tokens=["row 1"]), dict(translators=dict.fromkeys(range(3), np.eye(16)))]),
         (steered, [dict(method="pca"), dict(layers=1), dict(answer=" Rome"), dict(seed=1), dict(tokens="prompt")]),
+        (probed, [dict(pool=None), dict(layers=1), dict(tokens="prompt[-1]"), dict(site="mlp_out")]),
         (scored, [dict(scale=2.0), dict(answer=" Paris"), dict(foil=None), dict(scales=[0, 1]), dict(tokens="prompt")]),
     ],
 )  # fmt: skip

@@ -635,6 +635,43 @@ class TestFuzz:
         assert failed("fuzz", "fake", "--engine", "fake", *arguments).removeprefix("error: ").startswith(text)
 
 
+class TestFitProbe:
+    @pytest.fixture
+    def command(self, tmp_path):
+        prompts = [f"{mood} {thing}" for mood in ("good", "bad") for thing in ("day", "dog", "cat", "film")]
+        (tmp_path / "prompts").write_text("\n".join(prompts))
+        (tmp_path / "labels").write_text("\n".join(["glad"] * 4 + ["sad"] * 4))
+        return ("fit-probe", "fake", "--engine", "fake", "--prompts", str(tmp_path / "prompts"), "--labels",
+                str(tmp_path / "labels"))  # fmt: skip
+
+    def test_layers_and_files(self, command, tmp_path):
+        files = {name: tmp_path / f"probe.{name}" for name in ("st", "png", "html")}
+        status, output = run(*command, "--positive-label", "glad", "--folds", "2", "--pool", "none", "--layers", "1:3",
+                             "--save", str(files["st"]), "--png", str(files["png"]), "--html", str(files["html"]))  # fmt: skip
+        assert status == 0, output
+        result = pc.studies.FitProbeResult.load(files["st"])
+        assert (result.classes, result.layers, result.pool) == (("sad", "glad"), (1, 2), None)
+        assert "Probes of glad against sad" in output
+        assert result.summary in output
+        assert f"{result.log_loss[0]:.2f}" in output
+        assert all(path.stat().st_size > 500 for path in files.values())
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("--method", "svm"), "--method: no method 'svm'"),
+            (("--folds", "1"), "--folds: expected a whole number from 2"),
+            (("--pool", "max"), "--pool: a probe's max"),
+            (("--labels", "label"), "--labels: expected a label for each prompt"),
+            (("--harvest", "nowhere"), "--harvest: nowhere has no harvest"),
+            (("--site", "resid_past"), "--site: no site 'resid_past'"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, command, arguments, text, monkeypatch):
+        monkeypatch.setattr(PROVING, "ProvedLM", None)  # no model is loaded
+        assert failed(*command, *arguments).removeprefix("error: ").startswith(text)
+
+
 class TestSteer:
     @pytest.fixture
     def sides(self, tmp_path):

@@ -180,6 +180,24 @@ def test_gaps_and_lines_of_different_numbers(tmp_path: Path):
     assert save_picture(shown, tmp_path / "a.png").stat().st_size > 3_000
 
 
+def test_a_chart_may_have_a_horizontal_axis_of_its_own(tmp_path: Path):
+    own = Chart("ROC", "recall", (Curve("probe", np.array([0.0, 0.1234, 1.0]), np.arange(3.0)),), x_label="rate")
+    shown = curves(charts=(*curves().charts, own))
+    assert shown.numbers == STRENGTHS.tolist()
+    axes = shown.draw().axes
+    assert [of.get_xlabel() for of in axes] == ["strength"] * 3 + ["rate"]
+    assert axes[3].get_lines()[0].get_xdata() == pytest.approx([0, 0.1234, 1])
+    texts = [text.get_text() for text in axes[3].get_xticklabels()]
+    assert (texts[0], texts[-1]) == ("0", "1")
+    assert max(map(len, texts)) == 3  # round numbers, because 0.1234 is long
+    figure = shown.figure()
+    assert figure.layout.xaxis4.title.text == "rate"
+    assert figure.layout.xaxis3.ticktext == figure.layout.xaxis.ticktext == ("0", "0.01", "0.1", "1")
+    page = save_page(shown, tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<tr><td>0.1234</td><td>1.00</td></tr>" in page
+    assert page.count("<td>0.1234</td>") == 1
+
+
 def test_no_label_breaks_out_of_the_page(tmp_path: Path):
     shown = curves(label=HOSTILE, notes=(HOSTILE,), provenance=HOSTILE, x_label=HOSTILE)
     page = save_page(shown, tmp_path / "a.html").read_text(encoding="utf-8")

@@ -26,6 +26,7 @@ RUN = LM.run(IDS, max_tokens=1, capture=[AT])
 MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
 PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
 LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
+PROBED = pc.studies.fit_probe(LM, prompts=[[1, 2], [3, 4], [5, 6], [7, 8]], labels=[0, 1, 0, 1], layers=1, folds=2)
 PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
 SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
 SWEPT = pc.studies.patch_sweep(LM, **PAIR, **SWEEP)
@@ -143,6 +144,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "direct_attribution": (pc.studies.direct_attribution, {"lm": LM, "prompt": IDS, "answer": 5, "by": ["layer"]}),
     "edge_attribution": (pc.studies.edge_attribution, {"lm": LM, **PAIR, "verify": 1, "sample": 0}),
+    "fit_probe": (
+        pc.studies.fit_probe,
+        {"lm": LM, "prompts": [[1, 2], [3, 4], [5, 6], [7, 8]], "labels": [0, 1, 0, 1], "layers": 1, "folds": 2},
+    ),
+    "FitProbeResult.threshold": (PROBED.threshold, {"false_positive_rate": 0.1}),
+    "FitProbeResult.calibration": (PROBED.calibration, {"layer": 1, "bins": 4}),
+    "FitProbeResult.probe": (PROBED.probe, {"layer": 1}),
+    "FitProbeResult.score": (PROBED.score, {"rows": np.zeros(LM.model.d_model)}),
     "fuzz_sweep": (pc.studies.fuzz_sweep, {"lm": LM, "prompts": [IDS], "strengths": [0.5], "max_tokens": 1}),
     "harvest": (pc.studies.harvest, {"lm": LM, "documents": [[5]], "folder": "harvest", "sites": "embed"}),
     "logit_lens": (pc.studies.logit_lens, {"lm": LM, "prompt": IDS, "layers": 1}),

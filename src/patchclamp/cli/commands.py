@@ -254,7 +254,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     from patchclamp.language import Op, Site
     from patchclamp.language.site import At, parse_site
     from patchclamp.language.tokens import parse_tokens
-    from patchclamp.studies import FuzzSweep, Steering
+    from patchclamp.studies import FitProbe, FuzzSweep, Steering
     from patchclamp.studies.metric import grade
 
     fields = study.fields()
@@ -272,7 +272,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     if getattr(study, "metric", None) is not None:
         foils = study.foil if isinstance(study.foil, list) else [study.foil]
         grade(study.metric, (0,), None if None in foils else (1,))
-    if isinstance(study, FuzzSweep):
+    if isinstance(study, (FitProbe, FuzzSweep)):
         study.check()
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)

@@ -43,12 +43,11 @@ def show(console: Console, result: Any, top: int) -> None:
         show_patching(console, result, top)
     elif isinstance(result, studies.SteeringVectors) and result.best is None:
         pass  # no prompts were held out, so there is nothing to show
-    elif isinstance(result, (studies.FuzzSweepResult, studies.SteeringVectors, studies.StrengthCurveResult)):
-        show_curves(console, result.picture())
+    elif isinstance(picture := result.picture(), Curves):
+        show_curves(console, picture)
         if isinstance(result, studies.FuzzSweepResult):
             show_answers(console, result)
     else:
-        picture = result.picture()
         show_question(console, picture)
         show_best(console, picture, top)
 
@@ -131,9 +130,9 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
 
 
 def show_curves(console: Console, curves: Curves) -> None:
-    """Print title, provenance, and the middle of every line at every number."""
+    """Print title, provenance, and the middle of every line at every number of the shared axis."""
     _head(console, curves, *curves.notes)
-    lines = [line for chart in curves.charts for line in chart.lines]
+    lines = [line for chart in curves.charts if not chart.x_label for line in chart.lines]
     table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
         table.add_row(tick(x), *(_at(line, x) for line in lines))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ZERO_GAP = 1.5  # gap between 0 and the smallest positive number of a logarithmic axis, in mean steps between numbers
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LONG = 5  # characters of a number that is not a label
 CHART = (4.6, 2.7)  # inches
 
 
@@ -70,7 +71,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
     """Lines with one vertical axis. `y_range`: its ends, by default those of the lines; `note`: the method behind lines
-    and spread; `level`: a value to mark with a dashed line."""
+    and spread; `level`: a value to mark with a dashed line; `x_label`: of a linear horizontal axis of its own."""
 
     title: str
     y_label: str
@@ -80,6 +81,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
     note: str = ""
     level: float | None = None
     level_label: str = ""
+    x_label: str = ""
 
     @property
     def span(self) -> tuple[float, float]:
@@ -100,7 +102,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """`charts` over one horizontal axis, and sentences below them."""
+    """`charts` over one horizontal axis, except those with an axis of their own, and sentences below them."""
 
     title: str
     x_label: str
@@ -112,13 +114,20 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         if not self.charts or not all(chart.lines for chart in self.charts):
             raise ProgramError("expected at least one chart, with at least one line each", "charts")
-        if self.x_log and self.numbers[0] < 0:
+        if self.x_log and self.numbers and self.numbers[0] < 0:
             raise ProgramError(f"expected no number below 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
 
     @property
     def numbers(self) -> list[float]:
-        """All x of all lines, ascending."""
-        return sorted({float(x) for chart in self.charts for line in chart.lines for x in line.x})
+        """All x of all lines over the shared axis, ascending."""
+        return sorted({float(x) for chart in self.charts if not chart.x_label for line in chart.lines for x in line.x})
+
+    def axis_of(self, chart: Chart) -> Curves:
+        """The curves over the horizontal axis of a chart: its own, or the shared one."""
+        if not chart.x_label:
+            return self
+        own = msgspec.structs.replace(chart, x_label="")
+        return msgspec.structs.replace(self, charts=(own,), x_label=chart.x_label, x_log=False)
 
     def place(self, x: float) -> float:
         """The coordinate of a number on the horizontal axis."""
@@ -143,12 +152,12 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Coordinates and labels of the horizontal axis: all numbers, or about `most` round ones."""
+        """Coordinates and labels of the horizontal axis: all numbers, or round ones if they are many or long."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
             numbers = [x for i, x in enumerate(numbers) if (len(numbers) - 1 - i) % every == 0 or x == 0]
-        elif len(numbers) > most:
+        elif len(numbers) > most or max(len(tick(x)) for x in numbers) > LONG:
             step = _round_step((numbers[-1] - numbers[0]) / most)
             numbers = [n * step for n in range(math.ceil(numbers[0] / step), math.floor(numbers[-1] / step) + 1)]
         return [(self.place(x), tick(x)) for x in numbers]
@@ -171,9 +180,10 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
     def _draw_chart(self, axes: Axes, chart: Chart) -> None:
         from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-        style.bare(axes, chart.title, self.x_label, chart.y_label)
+        axis = self.axis_of(chart)
+        style.bare(axes, chart.title, axis.x_label, chart.y_label)
         for i, line in enumerate(chart.lines):
-            x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
+            x, colour = [axis.place(float(value)) for value in line.x], LINES[i % len(LINES)]
             if line.low is not None and line.high is not None:
                 axes.fill_between(x, line.low, line.high, color=colour, alpha=0.16, linewidth=0)
             axes.plot(x, line.y, color=colour, linewidth=1.7, linestyle=DASHES[i % len(DASHES)], label=line.label,
@@ -188,17 +198,17 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.set_ylim(*chart.span)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-        ticks = self.ticks()
+        ticks = axis.ticks()
         turned = sum(len(text) for _, text in ticks) > 44
         axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks], rotation=45 if turned else 0)
         axes.grid(True, axis="y", color=RULE, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines["bottom"].set_visible(True)
         axes.spines["bottom"].set(color=MUTED, linewidth=0.8)
-        if self.gap is not None:
+        if axis.gap is not None:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
             at = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "center"}
-            axes.annotate("//", (self.gap, 0), color=MUTED, fontsize=LABEL, bbox=box, **at)
+            axes.annotate("//", (axis.gap, 0), color=MUTED, fontsize=LABEL, bbox=box, **at)
         if len(chart.lines) > 1 or chart.level is not None:
             axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
 
@@ -210,8 +220,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                                         vertical_spacing=90 / (330 * len(titles) + 60))  # fmt: skip
         for row, chart in enumerate(self.charts, 1):
             at, legend = {"row": row, "col": 1}, "legend" if row == 1 else f"legend{row}"
+            axis = self.axis_of(chart)
             for i, line in enumerate(chart.lines):
-                x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
+                x, colour = [axis.place(float(value)) for value in line.x], LINES[i % len(LINES)]
                 if line.low is not None:
                     band_x, band_y = line.band(x)
                     figure.add_trace(graphs.Scatter(
@@ -226,7 +237,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                     hovertemplate="%{customdata}<extra></extra>",
                 ), **at)  # fmt: skip
             if chart.level is not None:
-                ends = [self.place(x) for x in (self.numbers[0], self.numbers[-1])]
+                ends = [axis.place(x) for x in (axis.numbers[0], axis.numbers[-1])]
                 figure.add_trace(graphs.Scatter(
                     x=ends, y=[chart.level] * 2, mode="lines", line={"color": MUTED, "dash": "dash", "width": 1},
                     name=style.html_text(chart.level_label), legend=legend,
@@ -238,9 +249,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                                 title_text=style.html_text(chart.y_label), **at)  # fmt: skip
             top = figure.get_subplot(row, 1).yaxis.domain[1]
             figure.update_layout({legend: {"y": top, "yanchor": "top"}})
-        ticks = self.ticks()
-        figure.update_xaxes(tickvals=[place for place, _ in ticks], ticktext=[text for _, text in ticks],
-                            zeroline=False, title_text=style.html_text(self.x_label), showgrid=False)  # fmt: skip
+            places, texts = zip(*axis.ticks(), strict=True)
+            figure.update_xaxes(tickvals=places, ticktext=texts, zeroline=False, showgrid=False,
+                                title_text=style.html_text(axis.x_label), **at)  # fmt: skip
         figure.update_layout(height=330 * len(titles) + 60, plot_bgcolor="white", margin={"t": 50},
                              font={"family": style.PAGE_FONT, "color": style.INK})  # fmt: skip
         return figure
@@ -248,10 +259,11 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
     def sections(self) -> Iterator[tuple[str, str]]:
         """The charts' notes and all numbers."""
         for chart in self.charts:
+            axis = self.axis_of(chart)
             texts = [{float(x): line.text(n) for n, x in enumerate(line.x)} for line in chart.lines]
-            rows = [(tick(x), *(of.get(x, "") for of in texts)) for x in self.numbers]
+            rows = [(tick(x), *(of.get(x, "") for of in texts)) for x in axis.numbers]
             note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
-            yield chart.title, note + style.table(rows, (self.x_label, *(line.label for line in chart.lines)))
+            yield chart.title, note + style.table(rows, (axis.x_label, *(line.label for line in chart.lines)))
         if self.notes:
             yield "Notes", "".join(f"<p>{escape(note)}</p>" for note in self.notes)
 

@@ -18,7 +18,7 @@ from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.site import SITES, At, parse_edited_site
+from patchclamp.language.site import SITES, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain
@@ -47,6 +47,17 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
     if not (numbers := sorted({ref.layer for ref in refs if ref.layer is not None})):
         raise UnsupportedSite(f"expected layers of {name}, got none", path)
     return numbers
+
+
+def layered_site(site: Any, path: str = "site") -> Site:
+    """A site by its name alone, whose layers are chosen apart. Raises `ProgramError` if it names some."""
+    try:
+        named = parse_site(site)
+    except PatchclampError as error:
+        raise error.under(path) from None
+    if named.layers is not None or named.index is not None:
+        raise ProgramError(f"expected a site without layers, such as {named.name!r}; layers= chooses them", path)
+    return named
 
 
 def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:

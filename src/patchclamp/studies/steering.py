@@ -40,7 +40,6 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Add, Capture, Op, Program, Site, Vector
-from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens, prompt, read_tokens
 from patchclamp.language.values import as_array, as_file
 from patchclamp.lm import LM, is_token_id
@@ -50,6 +49,7 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.inputs import EncodedPrompt
+from patchclamp.studies.linear_fit import fit_logistic
 from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Provenance,
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     import pandas
 
 RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
-STEPS, CONVERGED = 100, 1e-10
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
@@ -116,41 +115,14 @@ def probe(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
     """The weights w of logistic regression with a ridge: they minimise Σ log(1 + exp(−y (w · x + b))) + ½ ridge |w|²,
     where x are the rows without their mean, scaled to a root mean square of 1, and y is 1 or −1.
 
-    Newton's method, in the span of the rows: w has no part outside it.
     Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 4.4.1 and 18.3.5.
     """
     x_ND = np.concatenate([positive_nD, negative_mD])
     x_ND = x_ND - x_ND.mean(0)
-    y_N = np.concatenate([np.ones(len(positive_nD)), -np.ones(len(negative_mD))])
     size = np.sqrt(np.mean(x_ND**2))
     if size == 0:
         return np.zeros(x_ND.shape[1])
-    u_Nr, s_r, v_rD = np.linalg.svd(x_ND / size, full_matrices=False)
-    kept = s_r > 1e-9 * s_r[0]
-    z_Nr = u_Nr[:, kept] * s_r[kept]
-    design_NR = np.concatenate([z_Nr, np.ones((len(z_Nr), 1))], axis=1)
-    return _logistic(design_NR, y_N)[:-1] @ v_rD[kept]
-
-
-def _logistic(design_NR: np.ndarray, y_N: np.ndarray) -> np.ndarray:
-    """Weights [R], the last one the intercept, without a ridge; by Newton steps, halved while the loss rises."""
-    ridge_R = np.append(np.full(design_NR.shape[1] - 1, RIDGE), 0.0)
-
-    def loss(w_R: np.ndarray) -> float:
-        return float(np.logaddexp(0, -y_N * (design_NR @ w_R)).sum() + 0.5 * (ridge_R * w_R**2).sum())
-
-    w_R = np.zeros(design_NR.shape[1])
-    for _ in range(STEPS):
-        p_N = 0.5 * (1 + np.tanh(0.5 * design_NR @ w_R))
-        gradient_R = design_NR.T @ (p_N - (y_N > 0)) + ridge_R * w_R
-        curvature_RR = (design_NR.T * (p_N * (1 - p_N))) @ design_NR + np.diag(ridge_R)
-        step_R, before = np.linalg.solve(curvature_RR, gradient_R), loss(w_R)
-        while loss(w_R - step_R) > before and np.abs(step_R).max() > CONVERGED:
-            step_R = step_R / 2
-        w_R = w_R - step_R
-        if np.abs(step_R).max() <= CONVERGED:
-            break
-    return w_R
+    return fit_logistic(x_ND / size, np.arange(len(x_ND)) < len(positive_nD), RIDGE)[0]
 
 
 METHODS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -655,12 +627,7 @@ def _fit(
 
 
 def _site(lm: LM, site: str | Site) -> Site:
-    try:
-        named = parse_site(site)
-    except PatchclampError as error:
-        raise error.under("site") from None
-    if named.layers is not None or named.index is not None:
-        raise ProgramError(f"expected a site without layers, such as {named.name!r}; layers= chooses them", "site")
+    named = inputs.layered_site(site)
     refs = lm.sites.resolve(named)
     if any(ref.layer is None for ref in refs):
         raise UnsupportedSite(f"{named} has no layers, and vectors are made for each layer", "site")

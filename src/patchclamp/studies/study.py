@@ -418,12 +418,17 @@ class Study:
         resume: a file to which values are appended as they are computed, and from which an interrupted run of the same
             study continues · batch: runs submitted at a time · show_progress: a progress bar; by default on a terminal
         """
-        as_lm(lm, "lm")
+        if lm is not None or self.needs_lm():
+            as_lm(lm, "lm")
         options, call = self.options(), f"{type(self).__name__}.run()"
         check_options((name for name in how if name not in options), call, options)
         given = {name: options[name].value(value) for name, value in how.items()}
         result = self._run(lm, **given)  # pyright: ignore[reportAttributeAccessIssue]
         return msgspec.structs.replace(result, config=self.to_dict()) if isinstance(result, StudyResult) else result
+
+    def needs_lm(self) -> bool:
+        """True if the study makes runs; otherwise `lm` may be None."""
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data: its class and every field that is not the default."""
@@ -500,7 +505,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 def _plain_data(value: Any) -> Any:
     """A value as plain JSON data; an array as its shape and the hash of its numbers."""
-    if "float" in str(getattr(value, "dtype", "")):
+    if "float" in str(getattr(value, "dtype", "")) and hasattr(value, "shape"):
         numbers = as_array(value)
         return {"shape": list(numbers.shape), "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}
     value = as_plain(value)

@@ -1,0 +1,462 @@
+"""Fit linear probes of two classes, one per layer, on prompts' activations or on a harvest's rows.
+
+A probe gives a row h the log-odds w · h + b of the positive class. It is measured out of fold: every row is scored by a
+probe that was fitted without the row's document. The returned probe is fitted on all rows. `FitProbeResult.probe` runs
+it where the model runs.
+
+Source: Alain and Bengio 2016 (arXiv:1610.01644); Marks and Tegmark 2023 (arXiv:2310.06824), difference of means;
+Goldowsky-Dill et al. 2025 (arXiv:2502.03407), recall at a rate of false positives.
+
+N rows · T rows of a document · D their width · L layers · K folds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
+from patchclamp.language import Capture, Probe, Site
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import TokensLike, prompt, read_tokens
+from patchclamp.language.values import as_array, as_items, as_plain
+from patchclamp.lm import LM
+from patchclamp.plots import Chart, Curve, Curves
+from patchclamp.plots.style import percent
+from patchclamp.run import Run
+from patchclamp.studies import inputs
+from patchclamp.studies.harvest import Filters, Harvested, HarvestResult
+from patchclamp.studies.harvest.shards import INDEX_COLUMNS
+from patchclamp.studies.linear_fit import METHODS, auroc, fit_rows, sigmoid, split_folds
+from patchclamp.studies.study import (
+    Arg,
+    Provenance,
+    Resumable,
+    Show,
+    StoredArray,
+    Study,
+    StudyResult,
+    keeping,
+    model_identity,
+    progress,
+    provenance,
+    recorded_runs,
+)
+from patchclamp.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
+
+RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # of false positives, in the figure
+
+
+class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
+    """Probes at the `layers` of a `site`, and their out-of-fold log-odds of the N rows.
+
+    tokens, pool: those of the rows; tokens is "" if a harvest's filters are not a selection
+    classes: the labels of the negative and of the positive class
+    weight [L, D], bias [L]: of the log-odds w · h + b, fitted on all rows
+    log_odds [L, N]: of each row, by the probe fitted without its fold
+    fold_auroc [L, K]: of the rows of each fold
+    positive [N]: True for rows of the positive class
+    document, fold [N]: of each row; identical prompts are one document
+    """
+
+    layers: tuple[int, ...]
+    site: str
+    tokens: str
+    pool: str | None
+    method: str
+    classes: tuple[str, str]
+    weight: np.ndarray
+    bias: np.ndarray
+    log_odds: np.ndarray
+    fold_auroc: np.ndarray
+    positive: np.ndarray
+    document: np.ndarray
+    fold: np.ndarray
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Out-of-fold probabilities of the positive class [L, N]."""
+        return sigmoid(self.log_odds)
+
+    @property
+    def auroc(self) -> np.ndarray:
+        """The mean AUROC of the folds [L]."""
+        return self.fold_auroc.mean(1)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """The share of rows on the right side of probability 0.5, out of fold [L]."""
+        return ((self.log_odds > 0) == self.positive).mean(1)
+
+    @property
+    def log_loss(self) -> np.ndarray:
+        """The mean of −log p(class of the row), out of fold, in nats [L]."""
+        return np.logaddexp(0, np.where(self.positive, -1, 1) * self.log_odds).mean(1)
+
+    @property
+    def best(self) -> int:
+        """The layer with the highest AUROC; ties are broken by log loss."""
+        return self.layers[np.lexsort((self.log_loss, -self.auroc))[0]]
+
+    def threshold(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
+        """The score that at most this share of the negative rows exceeds, out of fold. With n negative rows, a rate
+        below 1/n gives their largest score."""
+        rate = inputs.as_float(false_positive_rate, "false_positive_rate")
+        if not 0 <= rate < 1:
+            raise ProgramError(f"expected a rate from 0 to below 1, got {rate:g}", "false_positive_rate")
+        negative = np.sort(self.log_odds[self._at(layer), ~self.positive])[::-1]
+        return float(sigmoid(negative[int(rate * len(negative) + 1e-9)]))
+
+    def recall(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
+        """The share of positive rows whose score exceeds the `threshold`, out of fold."""
+        scores = sigmoid(self.log_odds[self._at(layer), self.positive])
+        return float((scores > self.threshold(false_positive_rate, layer)).mean())
+
+    def calibration(self, layer: int | None = None, bins: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Mean score, share of positive rows, and number of rows in equal ranges of the score, without empty ones."""
+        scores, bins = sigmoid(self.log_odds[self._at(layer)]), inputs.check_whole(bins, "bins", 1)
+        bin_N = np.minimum((scores * bins).astype(int), bins - 1)
+        counts = np.bincount(bin_N, minlength=bins)
+        sums = [np.bincount(bin_N, of, bins)[counts > 0] for of in (scores, self.positive)]
+        counts = counts[counts > 0]
+        return sums[0] / counts, sums[1] / counts, counts
+
+    def score(self, rows: Any, layer: int | None = None) -> np.ndarray:
+        """The probability of the positive class for further rows [..., D], by the probe fitted on all rows."""
+        at, rows = self._at(layer), as_array(rows, "rows").astype(np.float64)
+        if rows.shape[-1:] != self.weight.shape[1:]:
+            raise ShapeError(f"expected rows [..., {self.weight.shape[1]}], got {list(rows.shape)}", "rows")
+        return sigmoid(rows @ self.weight[at] + self.bias[at])
+
+    def probe(
+        self, layer: int | None = None, *, name: str = "probe", tokens: TokensLike | None = None,
+        pool: str | None = "fitted",
+    ) -> Probe:  # fmt: skip
+        """The probe of a layer, by default of the best one, for `lm.run(..., capture=[result.probe()])`.
+
+        tokens, pool: by default those it was fitted on; pool=None scores every token
+        """
+        at, pool = self._at(layer), self.pool if isinstance(pool, str) and pool == "fitted" else pool
+        if tokens is None and not self.tokens and pool is not None:
+            raise ProgramError("the harvest's filters are not a selection of tokens: give tokens=", "tokens")
+        chosen = read_tokens((self.tokens or prompt) if tokens is None else tokens, "tokens")
+        place = Site(self.site, self.layers[at])
+        return Probe(self.weight[at : at + 1], place, chosen, [float(self.bias[at])], "sigmoid", pool, name)
+
+    def _at(self, layer: int | None) -> int:
+        """The index of a layer, by default of the best one."""
+        layer = self.best if layer is None else inputs.check_whole(layer, "layer")
+        if layer not in self.layers:
+            raise ProgramError(f"expected one of the layers {list(self.layers)}, got {layer}", "layer")
+        return self.layers.index(layer)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per layer: AUROC with its standard deviation over folds, accuracy, log loss, and recall at 1 % false
+        positives."""
+        import pandas
+
+        return pandas.DataFrame({
+            "layer": self.layers, "auroc": self.auroc, "auroc_std": self.fold_auroc.std(1), "accuracy": self.accuracy,
+            "log_loss": self.log_loss, "recall_at_1%": [self.recall(0.01, layer) for layer in self.layers],
+        })  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        """The best layer's measures in a sentence."""
+        at = self._at(None)
+        return (
+            f"{self.site}[{self.best}]: AUROC {self.auroc[at]:.3f} ± {self.fold_auroc[at].std():.3f} over "
+            f"{self.fold_auroc.shape[1]} folds, accuracy {self.accuracy[at]:.3f}, log loss {self.log_loss[at]:.3f} "
+            f"nats, recall {self.recall():.3f} at 1 % false positives"
+        )
+
+    def picture(self, layer: int | None = None) -> Curves:
+        """Plot data: AUROC and log loss by layer; calibration and ROC of a layer, by default of the best one."""
+        layer, folds, base = self.layers[self._at(layer)], self.fold_auroc, float(self.positive.mean())
+        layers, ends, share = np.array(self.layers, np.float64), np.array([0.0, 1.0]), (-0.02, 1.02)
+        scores, positive, _ = self.calibration(layer)
+        recalls = np.array([*(self.recall(rate, layer) for rate in RATES), 1.0])
+        charts = (
+            Chart("AUROC", "share of pairs", (Curve("AUROC", layers, self.auroc, folds.min(1), folds.max(1)),),
+                  y_range=(min(0.45, float(folds.min()) - 0.03), 1.02), level=0.5, level_label="chance",
+                  note="The band has all folds."),
+            Chart("Log loss", "nats", (Curve("log loss", layers, self.log_loss),),
+                  level=-base * np.log(base) - (1 - base) * np.log(1 - base), level_label="base rate"),
+            Chart(f"Calibration at layer {layer}", "share of positive rows", x_label="score", y_range=share,
+                  lines=(Curve("probe", scores, positive), Curve("calibrated", ends, ends))),
+            Chart(f"ROC at layer {layer}", "recall", x_label="false positive rate", y_range=share,
+                  lines=(Curve("probe", np.array([*RATES, 1.0]), recalls), Curve("chance", ends, ends))),
+        )  # fmt: skip
+        documents, rows = len(np.unique(self.document)), len(self.positive)
+        pooled = f"{self.pool} of {self.tokens or 'the kept tokens'}" if self.pool else "each token"
+        count = f"{documents} documents" if documents == rows else f"{rows} rows of {documents} documents"
+        return Curves(
+            title=f"Probes of {self.classes[1]} against {self.classes[0]}: {self.method.replace('_', ' ')}",
+            x_label="layer", charts=charts, provenance=self.provenance.where,
+            notes=(f"{self.site}, {pooled}; {count}, {percent(base)} positive, scored out of fold.",
+                   f"{self.summary}."),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<FitProbeResult of {self.classes[1]} against {self.classes[0]}: {self.summary}>"
+
+
+class Examples(NamedTuple):
+    """The rows of a fit, `rows(i)` [N, D] at `layers[i]`, and the label and document of each.
+
+    tokens: their selection, "" if there is none · made: their provenance · path: of a document, by its number
+    """
+
+    layers: list[int]
+    rows: Callable[[int], np.ndarray]
+    labels: list[Any]
+    document: np.ndarray
+    tokens: str
+    made: Provenance
+    path: str
+
+
+def _harvested(value: Any, path: str) -> Harvested:
+    if isinstance(value, HarvestResult):
+        value = value.folder
+    try:
+        return value if isinstance(value, Harvested) else Harvested(value)
+    except PatchclampError as error:
+        raise type(error)(error.message, path) from None
+
+
+def _labels(value: Any, path: str) -> Any:
+    """The name of a column, or a list of numbers and texts."""
+    labels = value if isinstance(value, str) else [as_plain(one) for one in as_items(value, path)]
+    for i, one in enumerate(labels if isinstance(labels, list) else ()):
+        if not isinstance(one, (str, int, float)) or one != one:
+            raise ProgramError(f"expected text or a number, got {type(one).__name__} {one!r:.100}", f"{path}[{i}]")
+    return labels
+
+
+def _labels_in(text: str) -> Any:
+    """The lines of a file, or the name of a column."""
+    return inputs.prompts_in(text) if Path(text).is_file() else text
+
+
+def _pool(pool: Any, path: str) -> str | None:
+    pool = pool if isinstance(pool, str) else repr(pool)[:100]
+    if pool == "max":
+        raise ProgramError(
+            "a probe's max is of scores, not of rows: fit with pool=None, and use result.probe(pool='max')", path
+        )
+    if pool not in ("mean", "last", "none"):
+        raise unknown("pool", pool, ("mean", "last", "none"), path)
+    return None if pool == "none" else pool
+
+
+class FitProbe(Study):
+    """Fit a linear probe of two classes at each layer, and measure it on documents that it was not fitted on.
+
+    The rows are prompts' activations, or those of a harvest, of which one layer at a time is in memory, in fp64. Folds
+    are stratified, and keep documents whole.
+
+    Raises: `ProgramError` for a wrong argument, and the error of any run.
+    """
+
+    command = "fit-probe"
+    not_served = "it fits many rows on the host; run it with pc.LM of the server's URL"
+
+    labels: Annotated[Any, Arg(_labels, _labels_in)]
+    """Label of each prompt or document, of two classes: a list, on the command line a file with one per line, or the
+    name of a column that the harvest kept. Without pool, also a list with one for each row of the harvest, in reading
+    order."""
+    prompts: inputs.PromptFile = None
+    """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
+    harvest: Annotated[Any, Arg(_harvested, served=False)] = None
+    """Harvest to use instead of prompts: its folder or its reader. It needs no model: `run(None)`."""
+    positive_label: Annotated[Any, Arg()] = None
+    """Label of the positive class; by default the larger one: True, 1, or the later text of the alphabet."""
+    site: inputs.SiteField = "resid_post"
+    """Site whose rows are read."""
+    layers: inputs.Layers = None
+    """Layers to fit: all by default, a number, a list, or a range such as "0:12"."""
+    tokens: inputs.Selected | None = None
+    """Tokens to read of each prompt, by default all. A harvest has chosen its own."""
+    pool: Annotated[str | None, Arg(_pool)] = "mean"
+    """Row of a document: the mean of its tokens' rows, or the last one; none for a row per token."""
+    chat: inputs.Flag = False
+    """Ask each prompt as the user's turn of a chat."""
+    method: inputs.Text = "logistic"
+    """logistic (regression) or mean_difference (of the classes, with the threshold at the midpoint)."""
+    l2: Annotated[float, Arg(inputs.as_positive)] = 1.0
+    """L2 penalty of the logistic regression on standardised rows, 1/C of scikit-learn."""
+    folds: inputs.Positive = 5
+    """Number of folds of the cross-validation."""
+    seed: inputs.Whole = 0
+    """Seed that assigns documents to folds."""
+
+    def needs_lm(self) -> bool:
+        return self.harvest is None
+
+    def check(self) -> None:
+        """Raise errors that can be found without a model."""
+        if (self.prompts is None) == (self.harvest is None):
+            raise ProgramError("expected either prompts or a harvest", "prompts")
+        if self.method not in METHODS:
+            raise unknown("method", self.method, METHODS, "method")
+        inputs.check_whole(self.folds, "folds", 2)
+        if self.harvest is None and isinstance(self.labels, str):
+            raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")
+        for name in ("tokens", "chat") if self.harvest is not None else ():
+            if getattr(self, name):
+                raise ProgramError("it is for prompts; a harvest has chosen its rows", name)
+
+    def _run(
+        self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
+    ) -> FitProbeResult:  # fmt: skip
+        self.check()
+        site = inputs.layered_site(self.site).name
+        if self.harvest is None:
+            examples = self._read_prompts(lm, site, batch, show_progress, resume)
+        elif resume is None:
+            examples = self._read_harvest(lm, site)
+        else:
+            raise ProgramError("it is for prompts; a harvest is on disk already", "resume")
+        layers, (negative, positive) = examples.layers, self._classes(examples.labels)
+        positive_N = np.array([one == positive for one in examples.labels])
+        fold_N = split_folds(examples.document, positive_N, self.folds, self.seed)
+        fits = list[tuple[np.ndarray, float]]()
+        log_odds_LN = np.empty((len(layers), len(positive_N)))
+        with progress("fitting", len(layers) * (self.folds + 1), show_progress, "fits") as advance:
+            for i, layer in enumerate(layers):
+                rows_ND = examples.rows(i).astype(np.float64)
+                if not (finite := np.isfinite(rows_ND).all(1)).all():
+                    path = examples.path.format(examples.document[~finite][0])
+                    raise ProgramError(f"expected finite rows at layer {layer}, got NaN or infinity", path)
+                for k in (*range(self.folds), None):  # None: all rows
+                    train_N = fold_N != (-1 if k is None else k)
+                    weight, bias = fit_rows(self.method, rows_ND[train_N], positive_N[train_N], self.l2)
+                    log_odds_LN[i, ~train_N] = rows_ND[~train_N] @ weight + bias
+                    advance(1)
+                fits.append((weight, bias))  # of all rows
+        fold_auroc = [[auroc(of[fold_N == k], positive_N[fold_N == k]) for k in range(self.folds)]
+                      for of in log_odds_LN]  # fmt: skip
+        return FitProbeResult(
+            provenance=msgspec.structs.replace(examples.made, seeds=(self.seed,)), layers=tuple(layers), site=site,
+            tokens=examples.tokens, pool=self.pool, method=self.method,
+            classes=(str(negative), str(positive)), weight=np.stack([weight for weight, _ in fits]),
+            bias=np.array([bias for _, bias in fits]), log_odds=log_odds_LN, fold_auroc=np.array(fold_auroc),
+            positive=positive_N, document=examples.document, fold=fold_N,
+        )  # fmt: skip
+
+    def _classes(self, labels: Sequence[Any]) -> tuple[Any, Any]:
+        """The negative and the positive label."""
+        found = sorted(set(labels), key=lambda one: (isinstance(one, str), one))
+        texts = [str(one) for one in found]
+        if len(found) != 2:
+            raise ProgramError(f"expected labels of two classes, got {len(found)}: {', '.join(texts[:5])}", "labels")
+        if self.positive_label is not None and str(self.positive_label) not in texts:
+            raise unknown("label", str(self.positive_label), texts, "positive_label")
+        return (found[1], found[0]) if str(self.positive_label) == texts[0] else (found[0], found[1])
+
+    def _read_prompts(self, lm: LM, site: str, batch: int, show: Show, resume: Resumable | None) -> Examples:
+        asked = inputs.ask(lm, self.prompts, self.chat)
+        if len(self.labels) != len(asked):
+            raise ProgramError(f"expected one label for each of {len(asked)} prompts, got {len(self.labels)}", "labels")
+        layers = inputs.layers_of(lm, site, self.layers)
+        tokens = prompt if self.tokens is None else read_tokens(self.tokens, "tokens")
+        captures = [Capture(Site(site, layer), tokens, pool=self.pool) for layer in layers]
+        sites = [str(capture.at) for capture in captures]
+
+        def calls(batches: Iterable[Sequence[inputs.EncodedPrompt]]) -> Iterator[dict[str, Any]]:
+            for part in batches:
+                yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures}
+
+        def record(runs: Sequence[Run], part: Sequence[inputs.EncodedPrompt]) -> list[StoredArray]:
+            return [StoredArray.of(np.stack([rows_TD(tensors[name]) for name in sites]))
+                    for tensors in lm.fetch(runs, sites)]  # fmt: skip
+
+        def rows_TD(captured: Any) -> np.ndarray:
+            rows = np.asarray(captured, np.float32)
+            rows = rows[None] if self.pool else rows
+            return rows.reshape(len(rows), np.prod(rows.shape[1:], dtype=int))  # flattens heads
+
+        question = {"study": "fit_probe", "prompts": [one.ids for one in asked], "sites": sites, "tokens": str(tokens),
+                    "pool": self.pool}  # fmt: skip
+        with keeping(lm, question, resume) as journal, progress("reading", len(asked), show, "prompts") as advance:
+            read_LTD = [one.array() for one in
+                        recorded_runs(lm, journal, asked, calls, record, StoredArray, advance, batch)]  # fmt: skip
+        counts = [rows.shape[1] for rows in read_LTD]
+        if 0 in counts:
+            raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")
+        first = dict[tuple[int, ...], int]()
+        documents = [first.setdefault(one.ids, i) for i, one in enumerate(asked)]
+        labels = [label for label, count in zip(self.labels, counts, strict=True) for _ in range(count)]
+        return Examples(layers, lambda i: np.concatenate([rows[i] for rows in read_LTD]), labels,
+                        np.repeat(documents, counts), str(tokens), provenance(lm), "prompts[{}]")  # fmt: skip
+
+    def _read_harvest(self, lm: LM | None, site: str) -> Examples:
+        data: Harvested = self.harvest
+        recipe, windows = data.manifest.recipe, data.manifest.recipe.filters.positions
+        if lm is not None and (recipe.model, recipe.weights) != model_identity(lm):
+            raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {recipe.model}", "harvest")
+        if data.missing:
+            raise ProgramError(
+                f"expected all shards, {len(data.missing)} are missing: run the harvest again", "harvest"
+            )
+        if recipe.sums or any(one.projection for one in recipe.sites):
+            raise ProgramError("expected whole rows, got sums or projections", "harvest")
+        parsed = [(parse_site(name), name) for name in data.sites]
+        stored = {of.layers: name for of, name in parsed
+                  if of.name == site and of.index is None and isinstance(of.layers, int)}  # fmt: skip
+        if not stored:
+            raise UnsupportedSite(f"expected one of {', '.join(data.sites)}, got {site}", "site")
+        layers = sorted(stored if self.layers is None else inputs.which_layers(self.layers, max(stored) + 1))
+        if missing := [layer for layer in layers if layer not in stored]:
+            raise UnsupportedSite(f"expected layers of the harvest, {sorted(stored)}, got {missing}", "layers")
+        index = data.index()
+        document_N = index["document"].to_numpy()
+        labels = self._labels_of_rows(index, document_N)
+        order_N = np.lexsort((index["position"].to_numpy(), document_N))
+        starts = np.flatnonzero(np.diff(document_N[order_N], prepend=-1))  # of documents
+        counts = np.diff(starts, append=len(order_N))
+        last = order_N[starts + counts - 1]
+
+        def rows(i: int) -> np.ndarray:
+            rows_ND = np.concatenate(list(data.blocks(stored[layers[i]])))
+            if self.pool == "mean":
+                return np.add.reduceat(rows_ND[order_N], starts, dtype=np.float64) / counts[:, None]
+            return rows_ND[last] if self.pool == "last" else rows_ND
+
+        if self.pool is not None:
+            document_N, labels = document_N[last], [labels[i] for i in last]
+        tokens = str(prompt[slice(*windows[0])] if windows else prompt)
+        if len(windows) > 1 or recipe.filters != Filters(positions=windows):
+            tokens = ""
+        made = Provenance(recipe.model, recipe.engine, recipe.weights_dtype, __version__, recipe.settings)
+        return Examples(layers, rows, labels, document_N, tokens, made, "harvest, document {}")
+
+    def _labels_of_rows(self, index: Any, document_N: np.ndarray) -> list[Any]:
+        """The labels of a harvest's rows, in reading order."""
+        if isinstance(self.labels, str):
+            columns = [name for name in index.column_names if name not in INDEX_COLUMNS]
+            if self.labels not in columns:
+                raise unknown("kept column", self.labels, columns, "labels")
+            return _labels(index[self.labels].to_pylist(), "labels")
+        documents, rows, given = self.harvest.manifest.documents, len(document_N), len(self.labels)
+        if given == documents == rows and self.pool is None:
+            raise ProgramError(f"{rows} labels could be of {rows} documents or of {rows} rows: use a kept column, or "
+                               "pool='last' for documents", "labels")  # fmt: skip
+        if given == documents:
+            return [self.labels[i] for i in document_N]
+        if given != rows or self.pool is not None:
+            per_row = f" or {rows} rows" if self.pool is None else ""
+            raise ProgramError(f"expected one label for each of {documents} documents{per_row}, got {given}", "labels")
+        return self.labels
+
+
+fit_probe: Callable[..., FitProbeResult] = FitProbe.short_form("fit_probe")
