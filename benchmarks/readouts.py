@@ -1,0 +1,164 @@
+"""What probes, conditions and reads of many runs cost on one engine, relative to the same requests without a program.
+
+    python benchmarks/readouts.py --shape 8b --out DIR       (a CUDA machine; 8b and 0.6b have random weights)
+    python benchmarks/readouts.py --shape tiny               (a CPU)
+
+Whole calls of fresh prompts in interleaved rounds; a figure is the median of the rounds' ratios. Read times are of the
+calls that give the numbers to the caller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import patchclamp as pc
+from tests.models import shape_only
+
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 512}  # fmt: skip
+SHAPES: dict[str, tuple[str, int | None, dict[str, int]]] = {
+    "8b": ("8b", None, {}), "0.6b": ("0.6b", None, {}), "tiny": ("8b", 3, TINY),
+}  # fmt: skip
+OPTIONS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 2560,
+    "max_num_seqs": 256,
+    "prove": False,
+}
+
+
+class Bench:
+    """An engine, fresh prompts for every call, and the figures so far."""
+
+    def __init__(self, lm: pc.LM, rounds: int, count: int, length: int, new: int) -> None:
+        self.lm, self.rounds, self.count, self.length, self.new = lm, rounds, count, length, new
+        self.rng, self.found = np.random.default_rng(0), dict[str, Any]()
+        layers, width = lm.model.layers, lm.model.d_model
+        self.middle = layers // 2
+        four = [max(1, layers * (i + 1) // 5) for i in range(4)]
+
+        def weight() -> np.ndarray:
+            return self.rng.standard_normal((1, width)) / width**0.5
+
+        self.one = [pc.Probe(weight(), at=pc.resid_post[self.middle], activation="sigmoid", name="one")]
+        self.many = [pc.Probe(weight(), at=pc.resid_post[four[i % 4]], name=f"p{i}") for i in range(16)]
+        self.vector = self.rng.standard_normal(width) / 100
+
+    def prompts(self, length: int, shared: list[int] | None = None, count: int = 0) -> list[list[int]]:
+        return [(shared or []) + self.rng.integers(10, 500, length).tolist() for _ in range(count or self.count)]
+
+    def compare(self, title: str, cases: dict[str, Callable[[], Any]]) -> None:
+        """Time the cases in turn; the first is what the others are compared with."""
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        for number in range(self.rounds + 1):
+            for name, run in cases.items():
+                begin = time.perf_counter()
+                run()
+                times[name] += [time.perf_counter() - begin] if number else []
+        base = next(iter(times.values()))
+        for name, taken in times.items():
+            ratio = statistics.median(a / b for a, b in zip(taken, base, strict=True))
+            self.note(f"{title}: {name}", {"s": round(statistics.median(taken), 4), "ratio": round(ratio, 3),
+                                           "rounds": [round(each, 4) for each in taken]})  # fmt: skip
+
+    def note(self, name: str, figure: Any) -> None:
+        self.found[name] = figure
+        print(name, json.dumps(figure), flush=True)
+
+    def generation(self) -> None:
+        """Requests with probes and conditions, beside the same without."""
+        probe = pc.Probe(self.one[0].weight, at=self.one[0].at, name="p")
+        add = pc.Add(self.vector, at=pc.resid_post[self.middle + 1])
+        programs: dict[str, dict[str, Any]] = {
+            "no program": {}, "one probe": {"capture": self.one}, "16 probes at 4 layers": {"capture": self.many},
+            "an edit": {"edits": add}, "an edit if a probe fires": {"edits": pc.When(probe > 0, add)},
+            "an edit from where a probe fires": {"edits": pc.When(probe > 2, add, scope="onwards")},
+        }  # fmt: skip
+        options = {"max_tokens": self.new, "sampling": {"ignore_eos": True}}
+        self.compare(f"{self.count} requests of {self.length} + {self.new} tokens", {
+            name: lambda program=program: self.lm.run(self.prompts(self.length), **options, **program)
+            for name, program in programs.items()
+        })  # fmt: skip
+        for name, probes in (("one probe", self.one), ("16 probes", self.many)):
+            taken: dict[str, list[float]] = {"at once": [], "run by run": []}
+            for _ in range(self.rounds):
+                for way, read in (("at once", self.lm.probes), ("run by run", _one_by_one)):
+                    runs = self.lm.run(self.prompts(self.length), **options, capture=probes)
+                    begin = time.perf_counter()
+                    read(runs)
+                    taken[way].append(time.perf_counter() - begin)
+            self.note(f"reading {name} of {self.count} runs, ms", {
+                way: round(1e3 * statistics.median(each), 2) for way, each in taken.items()
+            })  # fmt: skip
+
+    def cached(self) -> None:
+        """Requests behind a cached prefix of 2,000 tokens (of 64 on a CPU)."""
+        shared = self.rng.integers(10, 500, 2000 if torch.cuda.is_available() else 64).tolist()
+        last = [pc.Probe(self.one[0].weight, at=self.one[0].at, tokens=pc.prompt[-1], name="last")]
+        self.compare(f"64 requests behind a cached prefix of {len(shared)}", {
+            name: lambda program=program: self.lm.run(self.prompts(8, shared, 64), max_tokens=1, **program)
+            for name, program in (("no program", {}), ("a probe of the last token", {"capture": last}),
+                                  ("a probe of every token", {"capture": self.one}))
+        })  # fmt: skip
+
+    def captures(self) -> None:
+        """Every layer of short prompts, in the caller's hands."""
+
+        def captured(**options: Any) -> list[pc.Run]:
+            return self.lm.run(self.prompts(12), max_tokens=1, capture=pc.Capture(pc.resid_post, **options))
+
+        def summed() -> Any:
+            return sum(torch.from_numpy(rows.values).sum() for rows in self.lm.rows(captured()).values())
+
+        self.compare(f"every layer of {self.count} prompts of 12 tokens", {
+            "no program": lambda: self.lm.run(self.prompts(12), max_tokens=1),
+            "captured": captured, "as one array a layer": lambda: self.lm.rows(captured()),
+            "and summed": summed,
+            "run by run": lambda: self.lm.fetch(captured()), "means": lambda: self.lm.rows(captured(pool="mean")),
+        })  # fmt: skip
+
+
+def _one_by_one(runs: list[pc.Run]) -> None:
+    for run in runs:
+        dict(run.probes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", default="generation,cached,captures")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    on_gpu, (shape, layers, changed) = torch.cuda.is_available(), SHAPES[asked.shape]
+    options = {"dtype": "bfloat16"} if on_gpu else {"dtype": "float32", "enforce_eager": True, "block_size": 32,
+                                                    "kv_cache_memory_bytes": 1 << 29}  # fmt: skip
+    folder = shape_only(Path(tempfile.mkdtemp()), shape, layers, **changed)
+    with pc.LM(folder, engine="vllm", **OPTIONS, **options) as lm:
+        bench = Bench(lm, asked.rounds, 256, *((64, 64) if on_gpu else (12, 8)))
+        for part in asked.parts.split(","):
+            getattr(bench, part)()
+    if asked.out is not None:
+        machine = torch.cuda.get_device_name() if on_gpu else "CPU"
+        told = {"date": datetime.date.today().isoformat(), "machine": machine, "shape": asked.shape, **bench.found}
+        (asked.out / f"readouts-{asked.shape}.json").write_text(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
