@@ -13,7 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import gc
+import json
 import random
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -117,3 +119,32 @@ def smollm2() -> Path:
     from patchclamp.engines.preflight import prepare
 
     return prepare()
+
+
+@pytest.fixture(scope="session")
+def shortened(smollm2, tmp_path_factory) -> str:
+    """The first four and the last four layers of SmolLM2: run in a third of the time. What they generate is no sense, but
+    varied; the first eight alone repeat themselves, whatever the prompt."""
+    return ends_of(smollm2, tmp_path_factory.mktemp("shortened"), 8)
+
+
+def ends_of(model: Path, folder: Path, layers: int) -> str:
+    """Copy a Llama-shaped checkpoint with this many of its first and last layers."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    end, half = config["num_hidden_layers"], layers // 2
+    number_of = {str(old): str(new) for new, old in enumerate([*range(half), *range(end - half, end)])}
+    config["num_hidden_layers"] = layers
+    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        head, is_layer, rest = name.partition("model.layers.")
+        number, _, rest = rest.partition(".")
+        if not is_layer:
+            weights[name] = weight
+        elif number in number_of:
+            weights[f"{head}{is_layer}{number_of[number]}.{rest}"] = weight
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)

@@ -15,7 +15,7 @@ import pytest
 
 import patchclamp as pc
 
-from ..conftest import group_of
+from ..conftest import ends_of, group_of
 from ..models import with_weights
 from ..without_torchvision import stand_ins
 
@@ -24,7 +24,7 @@ CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_cachi
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "vocab_size": 512}  # fmt: skip
-SHALLOW = 8  # layers
+SHALLOW = 8  # layers of `shortened`
 PROMPTS = (
     "The capital of France is",
     "When John and Mary went to the store, John gave a drink to",
@@ -94,31 +94,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
 
 
 @pytest.fixture(scope="session")
-def shortened(smollm2, tmp_path_factory) -> str:
-    """The first four and the last four layers of SmolLM2: run in a third of the time. What they generate is no sense, but
-    varied; the first eight alone repeat themselves, whatever the prompt."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("shortened"), SHALLOW)
-
-
-@pytest.fixture(scope="session")
 def shortest(smollm2, tmp_path_factory) -> str:
     """The first and the last layer of SmolLM2, for processes that compile it anew each time."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("shortest"), 2)
-
-
-def _ends_of(model: Path, folder: Path, layers: int) -> str:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    half = layers // 2
-    net.model.layers = net.model.layers[:half] + net.model.layers[-half:]
-    net.config.num_hidden_layers = layers
-    if getattr(net.config, "layer_types", None):
-        net.config.layer_types = net.config.layer_types[:layers]
-    net.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return str(folder)
+    return ends_of(smollm2, tmp_path_factory.mktemp("shortest"), 2)
 
 
 @pytest.fixture(scope="session")

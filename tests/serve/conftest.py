@@ -18,8 +18,6 @@ import pytest
 
 import patchclamp as pc
 
-from ..engines.conftest import _ends_of
-
 KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
@@ -113,9 +111,8 @@ def stop(server: Server) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(smollm2, tmp_path_factory) -> str:
-    """Eight layers of SmolLM2, as `shortened` among the engines' tests."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("served"), 8)
+def model(shortened) -> str:
+    return shortened
 
 
 @pytest.fixture(scope="session")
