@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -127,32 +128,28 @@ def _torchvision():
 
 @pytest.fixture(scope="session")
 def alone(shortened, shortest):
-    """`alone("float32", compiled=True)` is what `PROMPTS` give on stock vLLM without the plugin and on patchclamp
-    without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, one engine after the
-    other: eagerly in both dtypes, and compiled (on fewer layers) in both, where that is requested."""
-    together = [[("float32", False), ("bfloat16", False)], [("bfloat16", True), ("float32", True)]]
-    answers: dict[tuple[str, bool], tuple[list, list]] = {}
+    """`alone("float32")` is what `PROMPTS` give on stock vLLM without the plugin, tokens and logprobs; with
+    `compiled=True`, on fewer layers, it is that and the same of patchclamp without a program. Each runs in a process of its
+    own, side by side, one engine after the other: bf16 last where they run eagerly, and first where they are compiled."""
 
     def engine(dtype: str, compiled: bool) -> dict:
         emulate = {"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}
         return {**VLLM, "model": shortest if compiled else shortened, "dtype": dtype, "enforce_eager": not compiled,
                 **emulate}  # fmt: skip
 
-    def run(dtype: str, compiled: bool) -> tuple[list, list]:
-        if (dtype, compiled) not in answers:
-            [kinds] = [kinds for kinds in together if (dtype, compiled) in kinds]
-            engines = [engine(*kind) for kind in kinds]
-            request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
-            environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            processes = [
-                _start("stock.py", request, {**environment, "VLLM_PLUGINS": ""}),
-                _start("ours.py", request, environment),
-            ]
-            stock, ours = (_finish(process) for process in processes)
-            answers.update(zip(kinds, zip(stock, ours, strict=True), strict=True))
-        return answers[dtype, compiled]
+    @functools.cache
+    def answers(compiled: bool) -> dict:
+        dtypes = ["bfloat16", "float32"] if compiled else ["float32", "bfloat16"]
+        engines = [engine(dtype, compiled) for dtype in dtypes]
+        request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        processes = [_start("stock.py", request, {**environment, "VLLM_PLUGINS": ""})]
+        if compiled:
+            processes.append(_start("ours.py", request, environment))
+        found = [_finish(process) for process in processes]
+        return dict(zip(dtypes, zip(*found, strict=True) if compiled else found[0], strict=True))
 
-    return run
+    return lambda dtype, compiled=False: answers(compiled)[dtype]
 
 
 def _start(script: str, request: str, environment: dict[str, str]) -> subprocess.Popen:
