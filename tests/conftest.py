@@ -47,10 +47,11 @@ GROUPS = {
         "test_submit",
         "test_inert",
         "test_trace",
-        "test_lens",
+        "test_projected",
     ),
+    "studies": ("test_grade", "test_lens", "test_fuzz"),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
-    "real": ("test_sweep", "test_fuzz", "test_steering", "test_readme", "test_cli_parity", "test_harvest"),
+    "real": ("test_sweep", "test_steering", "test_readme", "test_harvest", "test_notebooks", "test_cli_parity"),
 }
 GROUP_OF = {f"serve/{path.name}": "serve" for path in sorted(Path(__file__).parent.glob("serve/test_*.py"))}
 GROUP_OF["serve/test_replicas.py"] = "replicas"
