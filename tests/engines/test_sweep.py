@@ -11,7 +11,7 @@ from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_p
 
 from ..reference.hooks import PlainModel
 
-SITES, LAYERS = ["resid_pre", "attn_out", "mlp_out"], [0, 4, 24, 29]
+SITES, LAYERS = ["resid_pre", "attn_out", "mlp_out"], [0, 24, 29]
 POSITIONS = [1, 2, 3, 9]  # where the prompts differ, and the last
 CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
 
@@ -47,7 +47,7 @@ def sweeps(engines):
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_the_grid_equals_a_plain_hook_loop(sweeps, expected, engine):
     sweep = sweeps(engine)
-    assert sweep.grid.shape == (3, 4, 4)
+    assert sweep.grid.shape == (3, 3, 4)
     assert np.abs(sweep.grid - expected).max() <= 1e-3
     top = np.unravel_index(expected.argmax(), expected.shape)
     best = sweep.best(1)[0]
