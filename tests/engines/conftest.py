@@ -127,33 +127,31 @@ def _torchvision():
 
 
 @pytest.fixture(scope="session")
-def alone(shortened, shortest):
-    """`alone("float32")` is what `PROMPTS` give on stock vLLM without the plugin, tokens and logprobs; with
-    `compiled=True`, on fewer layers, it is that and the same of patchclamp without a program. Each runs in a process of its
-    own, side by side, one engine after the other: bf16 last where they run eagerly, and first where they are compiled."""
-
-    def engine(dtype: str, compiled: bool) -> dict:
-        emulate = {"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}
-        return {**VLLM, "model": shortest if compiled else shortened, "dtype": dtype, "enforce_eager": not compiled,
-                **emulate}  # fmt: skip
-
-    @functools.cache
-    def answers(compiled: bool) -> dict:
-        dtypes = ["bfloat16", "float32"] if compiled else ["float32", "bfloat16"]
-        engines = [engine(dtype, compiled) for dtype in dtypes]
-        request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        processes = [_start("stock.py", request, {**environment, "VLLM_PLUGINS": ""})]
-        if compiled:
-            processes.append(_start("ours.py", request, environment))
-        found = [_finish(process) for process in processes]
-        return dict(zip(dtypes, zip(*found, strict=True) if compiled else found[0], strict=True))
-
-    return lambda dtype, compiled=False: answers(compiled)[dtype]
+def stock(shortened):
+    """`stock("float32")` is what `PROMPTS` give on stock vLLM without the plugin: tokens and logprobs. One engine after the
+    other, in a process that starts before the test and is waited for when the test calls this."""
+    dtypes = ["float32", "bfloat16"]
+    process = _start("stock.py", [{"model": shortened, "dtype": dtype, "enforce_eager": True} for dtype in dtypes])
+    answers = functools.cache(lambda: dict(zip(dtypes, _finish(process), strict=True)))
+    yield lambda dtype: answers()[dtype]
+    process.kill()
 
 
-def _start(script: str, request: str, environment: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, str(Path(__file__).with_name(script)), request]
+@pytest.fixture(scope="session")
+def compiled(shortest):
+    """`compiled("float32")` is that of compiled engines, and the same of patchclamp without a program, in a process too."""
+    dtypes = {"bfloat16": {"compilation_config": EMULATE}, "float32": {}}
+    engines = [{"model": shortest, "dtype": dtype, **options} for dtype, options in dtypes.items()]
+    processes = [_start(script, engines) for script in ("stock.py", "ours.py")]
+    both = [_finish(process) for process in processes]
+    return dict(zip(dtypes, zip(*both, strict=True), strict=True)).__getitem__
+
+
+def _start(script: str, engines: list[dict]) -> subprocess.Popen:
+    asked = {"engines": [VLLM | engine for engine in engines], "prompts": PROMPTS, "max_tokens": 8}
+    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(asked)]
+    plugins = {"VLLM_PLUGINS": ""} if script == "stock.py" else {}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **plugins}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

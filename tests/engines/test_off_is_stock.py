@@ -15,29 +15,28 @@ def generated(lm: pc.LM, **options) -> list:
 
 
 @DTYPES
-def test_without_a_program_every_bit_is_stocks(shallow, alone, dtype):
-    stock = alone(dtype)
-    assert len(stock) == len(PROMPTS)
-    assert generated(shallow.get("vllm", dtype, prove=False, numerics="stock")) == stock
+def test_without_a_program_every_bit_is_stocks(shallow, stock, dtype):
+    ours = generated(shallow.get("vllm", dtype, prove=False, numerics="stock"))
+    assert len(ours) == len(PROMPTS)
+    assert ours == stock(dtype)
 
 
 @pytest.mark.slow
 @DTYPES
-def test_compiled_too(alone, dtype):
+def test_compiled_too(compiled, dtype):
     """In a process of its own, as stock vLLM; in bf16 with its casts emulated."""
-    stock, ours = alone(dtype, compiled=True)
+    stock, ours = compiled(dtype)
     assert len(stock) == len(PROMPTS)
     assert ours == stock
 
 
 @DTYPES
-def test_an_engine_that_has_run_programs_is_stock_again(shallow, alone, dtype):
+def test_an_engine_that_has_run_programs_is_stock_again(shallow, stock, dtype):
     """The same after edits and captures; and the comparison sees an edit too small to change a token."""
-    stock = alone(dtype)
-    lm = shallow.get("vllm", dtype)
+    lm, expected = shallow.get("vllm", dtype), stock(dtype)
     hard = [pc.Add([3.0] * lm.model.d_model, at=pc.resid_post[4]), pc.Zero(pc.attn_out)]
     lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post], logprobs=True)
-    assert generated(lm) == stock
+    assert generated(lm) == expected
     nudged = generated(lm, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[5])])
-    assert dtype != "float32" or [tokens for tokens, _ in nudged] == [tokens for tokens, _ in stock]
-    assert [logprobs for _, logprobs in nudged] != [logprobs for _, logprobs in stock]
+    assert dtype != "float32" or [tokens for tokens, _ in nudged] == [tokens for tokens, _ in expected]
+    assert [logprobs for _, logprobs in nudged] != [logprobs for _, logprobs in expected]
