@@ -37,12 +37,6 @@ JSON = {"Content-Type": "application/json"}
 named = pytest.mark.parametrize("attack", [*FILES, *NUMBERS], ids=lambda attack: attack.name)
 
 
-@pytest.fixture
-def http(server):
-    with server.http() as client:
-        yield client
-
-
 def message(response: httpx.Response) -> str:
     return response.json()["error"]["message"]
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,10 @@ from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from ..engines.test_modes import BEGIN, SPAN, TEXT
 from ..reference import parity
-from .conftest import KEYS, Server, becomes
+from .conftest import KEYS, becomes
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def lm(server: Server) -> Iterator[pc.LM]:
-    with pc.LM(server.url, api_key=KEYS[0]) as made:
-        yield made
 
 
 def counts(lm: pc.LM) -> dict[str, int]:
