@@ -272,8 +272,8 @@ def test_batches_leave_time_to_requests(lm, monkeypatch, share):
                     due.extend([result.seconds / share] * bool(result.stepped and result.left))
 
     monkeypatch.setattr(lm.engine, "_grade_together", watched)
-    monkeypatch.setattr(lm.engine, "_batch_rows", 64)
-    programs = [[pc.Zero(at=pc.Site(name, layer))] for name in ("mlp_out", "attn_out") for layer in range(8)] * 8
+    monkeypatch.setattr(lm.engine, "_batch_rows", 32)
+    programs = [[pc.Zero(at=pc.Site(name, layer))] for name in ("mlp_out", "attn_out") for layer in range(8)] * 4
     stream = lm.stream(OTHER, max_tokens=400, sampling={"ignore_eos": True})
     next(stream)
     lm.grade(PROMPT, programs, score=[" Mary"])
@@ -534,12 +534,12 @@ def test_studies_in_batches_equal_requests(lm, monkeypatch, study, tmp_path):
     }
     sites = ["resid_pre", "z", "mlp_out"]
     call, arguments = {
-        "patch_sweep": (pc.studies.patch_sweep, {**pair, "sites": sites, "layers": [0, 3, 6], "alpha": 0.7, "window": 2}),
+        "patch_sweep": (pc.studies.patch_sweep, {**pair, "sites": sites, "layers": [0, 6], "alpha": 0.7, "window": 2}),
         "zeros": (pc.studies.patch_sweep, {**pair, "sites": sites, "layers": [1, 7], "source": "zeros", "direction": "noising"}),
-        "trace": (pc.studies.causal_trace, {"prompt": clean, "subject": " Mary", "answer": " Mary", "seeds": 2}),
+        "trace": (pc.studies.causal_trace, {"prompt": clean, "subject": " Mary", "answer": " Mary", "seeds": 2, "layers": [1, 5]}),
         "ablation": (pc.studies.ablation_sweep, {"prompt": clean, "answer": " Mary", "metric": "logprob", "group": 1,
                                                  "sites": ["z"], "source": pc.studies.MeanOf([OTHER])}),
-        "paths": (pc.studies.path_patch, {**pair, "senders": ["z[0]", "z[2]"], "receivers": ["q[3]", "logits"]}),
+        "paths": (pc.studies.path_patch, {**pair, "senders": ["z[0, 0:2]", "z[2, 4]"], "receivers": ["q[3]", "logits"]}),
         "custom": (pc.studies.patch_sweep, {**pair, "sites": ["resid_pre"], "layers": [1, 5],
                                             "metric": pc.studies.Metric(lambda p: max(p.top.values()), top=3)}),
     }[study]  # fmt: skip
