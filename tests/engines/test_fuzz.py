@@ -1,4 +1,5 @@
-"""The fuzz sweep equals plain loops on the real model: noise in a hook, every answer anew, every measure term by term."""
+"""The fuzz sweep equals plain loops on layers of the real model: noise in a hook, every answer anew, every measure term by
+term."""
 
 from __future__ import annotations
 
