@@ -222,7 +222,7 @@ def test_programs_that_do_not_fit_into_one_request(lm, monkeypatch, most):
 def test_jobs_of_one_name_are_graded_apart(lm):
     """The name of a job is its client's to give, so two that run at once may have the same."""
     prompt = lm.tokens("one two three four five six seven eight nine ten")
-    programs = [[[pc.Scale(1 + (i + 1) / 300, at=site[3], tokens=pc.every[i % 8])] for i in range(300)]
+    programs = [[[pc.Scale(1 + (i + 1) / 300, at=site[3], tokens=pc.every[i % 8])] for i in range(120)]
                 for site in (pc.resid_post, pc.mlp_out)]  # fmt: skip
     jobs = [lm.grade_job(prompt, of, [[((), 5)]]) for of in programs]
     for job in jobs:
