@@ -14,6 +14,8 @@ MINUTES ?= 2
 # PyPI's own build of PyTorch for Linux needs CUDA's libraries, which are not in requirements/cpu.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONHASHSEED ?= 0
+# else each process that a test starts compiles the package anew
+unexport PYTHONDONTWRITEBYTECODE
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 help:  ## this list

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 
 import patchclamp as pc
 
-from ..conftest import group_of
+from ..conftest import ends_of, group_of
 from ..models import with_weights
 from ..without_torchvision import stand_ins
 
@@ -24,7 +25,7 @@ CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_cachi
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "vocab_size": 512}  # fmt: skip
-SHALLOW = 8  # layers
+SHALLOW = 8  # layers of `shortened`
 PROMPTS = (
     "The capital of France is",
     "When John and Mary went to the store, John gave a drink to",
@@ -94,31 +95,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
 
 
 @pytest.fixture(scope="session")
-def shortened(smollm2, tmp_path_factory) -> str:
-    """The first four and the last four layers of SmolLM2: run in a third of the time. What they generate is no sense, but
-    varied; the first eight alone repeat themselves, whatever the prompt."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("shortened"), SHALLOW)
-
-
-@pytest.fixture(scope="session")
 def shortest(smollm2, tmp_path_factory) -> str:
     """The first and the last layer of SmolLM2, for processes that compile it anew each time."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("shortest"), 2)
-
-
-def _ends_of(model: Path, folder: Path, layers: int) -> str:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    half = layers // 2
-    net.model.layers = net.model.layers[:half] + net.model.layers[-half:]
-    net.config.num_hidden_layers = layers
-    if getattr(net.config, "layer_types", None):
-        net.config.layer_types = net.config.layer_types[:layers]
-    net.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return str(folder)
+    return ends_of(smollm2, tmp_path_factory.mktemp("shortest"), 2)
 
 
 @pytest.fixture(scope="session")
@@ -148,37 +127,31 @@ def _torchvision():
 
 
 @pytest.fixture(scope="session")
-def alone(shortened, shortest):
-    """`alone("float32", compiled=True)` is what `PROMPTS` give on stock vLLM without the plugin and on patchclamp
-    without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, one engine after the
-    other: eagerly in both dtypes, and compiled (on fewer layers) in both, where that is requested."""
-    together = [[("float32", False), ("bfloat16", False)], [("bfloat16", True), ("float32", True)]]
-    answers: dict[tuple[str, bool], tuple[list, list]] = {}
-
-    def engine(dtype: str, compiled: bool) -> dict:
-        emulate = {"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}
-        return {**VLLM, "model": shortest if compiled else shortened, "dtype": dtype, "enforce_eager": not compiled,
-                **emulate}  # fmt: skip
-
-    def run(dtype: str, compiled: bool) -> tuple[list, list]:
-        if (dtype, compiled) not in answers:
-            [kinds] = [kinds for kinds in together if (dtype, compiled) in kinds]
-            engines = [engine(*kind) for kind in kinds]
-            request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
-            environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            processes = [
-                _start("stock.py", request, {**environment, "VLLM_PLUGINS": ""}),
-                _start("ours.py", request, environment),
-            ]
-            stock, ours = (_finish(process) for process in processes)
-            answers.update(zip(kinds, zip(stock, ours, strict=True), strict=True))
-        return answers[dtype, compiled]
-
-    return run
+def stock(shortened):
+    """`stock("float32")` is what `PROMPTS` give on stock vLLM without the plugin: tokens and logprobs. One engine after the
+    other, in a process that starts before the test and is waited for when the test calls this."""
+    dtypes = ["float32", "bfloat16"]
+    process = _start("stock.py", [{"model": shortened, "dtype": dtype, "enforce_eager": True} for dtype in dtypes])
+    answers = functools.cache(lambda: dict(zip(dtypes, _finish(process), strict=True)))
+    yield lambda dtype: answers()[dtype]
+    process.kill()
 
 
-def _start(script: str, request: str, environment: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, str(Path(__file__).with_name(script)), request]
+@pytest.fixture(scope="session")
+def compiled(shortest):
+    """`compiled("float32")` is that of compiled engines, and the same of patchclamp without a program, in a process too."""
+    dtypes = {"bfloat16": {"compilation_config": EMULATE}, "float32": {}}
+    engines = [{"model": shortest, "dtype": dtype, **options} for dtype, options in dtypes.items()]
+    processes = [_start(script, engines) for script in ("stock.py", "ours.py")]
+    both = [_finish(process) for process in processes]
+    return dict(zip(dtypes, zip(*both, strict=True), strict=True)).__getitem__
+
+
+def _start(script: str, engines: list[dict]) -> subprocess.Popen:
+    asked = {"engines": [VLLM | engine for engine in engines], "prompts": PROMPTS, "max_tokens": 8}
+    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(asked)]
+    plugins = {"VLLM_PLUGINS": ""} if script == "stock.py" else {}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **plugins}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -49,7 +49,7 @@ def test_each_head_and_neuron_has_blocks_of_its_own(lm, shallow, prompt, word):
     """One prompt, edited alike in one part of a row after the other, and in all of it."""
     cold, site = shallow.get("vllm", "float32", enable_prefix_caching=False), getattr(pc, word)
     source = {each: each.run(prompt[::-1], max_tokens=1, capture=[site[2]]) for each in (lm, cold)}
-    parts = [site[2, 0:700], site[2, 700:]] if word == "neurons" else [site[2, 0], site[2, 1], site[2, 2]]
+    parts = [site[2, 0:700], site[2, 700:]] if word == "neurons" else [site[2, 0], site[2, 2]]
     tokens = pc.prompt[3:50]
     for make in (
         lambda engine, at: pc.Zero(at, tokens), lambda engine, at: pc.Scale(3.0, at, tokens),

@@ -6,33 +6,37 @@ import patchclamp as pc
 
 from .conftest import PROMPTS
 
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [
-        pytest.param("float32", False, id="fp32 eager"),
-        pytest.param("bfloat16", False, id="bf16 eager"),
-        pytest.param("bfloat16", True, id="bf16 compiled, casts emulated", marks=pytest.mark.slow),
-        pytest.param("float32", True, id="fp32 compiled", marks=pytest.mark.slow),
-    ],
-)
-def test_without_a_program_every_bit_is_stocks(alone, dtype, compiled):
-    stock, ours = alone(dtype, compiled)
+
+def generated(lm: pc.LM, **options) -> list:
+    runs = lm.run(list(PROMPTS), max_tokens=8, logprobs=True, **options)
+    return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
+
+
+@DTYPES
+def test_without_a_program_every_bit_is_stocks(shallow, stock, dtype):
+    ours = generated(shallow.get("vllm", dtype, prove=False, numerics="stock"))
+    assert len(ours) == len(PROMPTS)
+    assert ours == stock(dtype)
+
+
+@pytest.mark.slow
+@DTYPES
+def test_compiled_too(compiled, dtype):
+    """In a process of its own, as stock vLLM; in bf16 with its casts emulated."""
+    stock, ours = compiled(dtype)
     assert len(stock) == len(PROMPTS)
     assert ours == stock
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_has_run_programs_is_stock_again(shallow, alone, dtype):
+@DTYPES
+def test_an_engine_that_has_run_programs_is_stock_again(shallow, stock, dtype):
     """The same after edits and captures; and the comparison sees an edit too small to change a token."""
-    stock, _ = alone(dtype, False)
-    lm = shallow.get("vllm", dtype)
+    lm, expected = shallow.get("vllm", dtype), stock(dtype)
     hard = [pc.Add([3.0] * lm.model.d_model, at=pc.resid_post[4]), pc.Zero(pc.attn_out)]
     lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post], logprobs=True)
-    runs = lm.run(list(PROMPTS), max_tokens=8, logprobs=True)
-    assert [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs] == stock
-    nudged = lm.run(
-        list(PROMPTS), max_tokens=8, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[5])], logprobs=True
-    )
-    assert dtype != "float32" or [run.token_ids for run in nudged] == [tokens for tokens, _ in stock]
-    assert [[x.hex() for x in run.logprobs] for run in nudged] != [logprobs for _, logprobs in stock]
+    assert generated(lm) == expected
+    nudged = generated(lm, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[5])])
+    assert dtype != "float32" or [tokens for tokens, _ in nudged] == [tokens for tokens, _ in expected]
+    assert [logprobs for _, logprobs in nudged] != [logprobs for _, logprobs in expected]

@@ -28,10 +28,7 @@ def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
     return names
 
 
-both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
-
-
-@both_engines
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(README, lm, monkeypatch, tmp_path)
@@ -44,7 +41,10 @@ def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
 
 
-@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
+one_engine = pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
+
+
+@one_engine
 def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
@@ -65,7 +65,7 @@ def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch)
     assert before.any()
 
 
-@both_engines
+@one_engine
 def test_every_example_of_tracing_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(TRACING, lm, monkeypatch, tmp_path)

@@ -4,6 +4,7 @@ behind. An engine that drafts is compared with one that does not; n-grams, which
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -68,6 +69,12 @@ def both(method, folder, workers=1, **options):
         yield tuple(made)
 
 
+@pytest.fixture(scope="module")
+def without_drafts(pair):
+    """Runs of a program by name on the engine that does not draft, made once."""
+    return functools.cache(lambda program: runs_of(pair[0], (PROGRAMS | WINDOWS)[program]))
+
+
 def runs_of(lm: pc.LM, edits: list, **options) -> list[pc.Run]:
     """Runs of all prompts with every site captured."""
     return lm.run(PROMPTS, edits=edits, capture=[pc.Site(name) for name in lm.sites.names], **LONG, **options)
@@ -127,14 +134,19 @@ def equal(ours: pc.Run, theirs: pc.Run, sites: list[str]) -> bool:
 def runs_are_alike(pair: tuple[pc.LM, pc.LM], edits: list, **options) -> list[pc.Run]:
     """The runs of the engine that drafts."""
     theirs, ours = (runs_of(lm, edits, **options) for lm in pair)
+    check_alike(pair[0], ours, theirs)
+    return ours
+
+
+def check_alike(lm: pc.LM, ours: list[pc.Run], theirs: list[pc.Run]) -> None:
+    """Runs of an engine that drafts, and of one that does not."""
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         assert a.acted == b.acted
-        assert equal(a, b, [str(ref) for ref in pair[0].sites.refs()])
+        assert equal(a, b, [str(ref) for ref in lm.sites.refs()])
         assert b.drafts is None
         assert a.drafts.accepted <= a.drafts.proposed
-    return ours
 
 
 WINDOWS = {
@@ -144,29 +156,32 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS | WINDOWS)
-def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_they_begin(pair, drafted, ahead, program):
-    runs_are_alike(pair, (PROGRAMS | WINDOWS)[program])
+def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_they_begin(
+    pair, without_drafts, drafted, ahead, program
+):
+    check_alike(pair[0], runs_of(pair[1], (PROGRAMS | WINDOWS)[program]), without_drafts(program))
     assert sum(tokens for _, tokens in drafted) > 0
 
 
 @pytest.mark.parametrize("program", ["logits", "generated 2 to 5"])
-def test_and_would_be_wrong_where_the_scheduler_says(pair, ahead, program):
+def test_and_would_be_wrong_where_the_scheduler_says(pair, without_drafts, ahead, program):
     ahead(False)
+    ours = runs_of(pair[1], (PROGRAMS | WINDOWS)[program])
     with pytest.raises(AssertionError):
-        runs_are_alike(pair, (PROGRAMS | WINDOWS)[program])
+        check_alike(pair[0], ours, without_drafts(program))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_generated_and_captured_is_what_it_is_without_drafts(pair, drafted, program):
-    drafting = pair[1]
-    ours = runs_are_alike(pair, PROGRAMS[program])
+def test_what_is_generated_and_captured_is_what_it_is_without_drafts(pair, without_drafts, drafted, program):
+    ours = runs_of(pair[1], PROGRAMS[program])
+    check_alike(pair[0], ours, without_drafts(program))
     turns, drafts = (sum(column) for column in zip(*drafted, strict=True))
     right = sum(len(run.token_ids) for run in ours) - turns  # at least: a chunk of a prompt is a turn without a token
     assert drafts > right > 0
     assert sum(run.drafts.accepted for run in ours) >= right
     assert sum(run.drafts.proposed for run in ours) <= drafts
     if program != "none":
-        assert [run.token_ids for run in ours] != [run.token_ids for run in runs_of(drafting, [])]
+        assert [run.token_ids for run in ours] != [run.token_ids for run in without_drafts("none")]
 
 
 def test_rows_of_drafts_that_were_wrong_are_not_kept(pair, monkeypatch):

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 
 import patchclamp as pc
 from patchclamp.studies import steering_vectors, strength_curve
@@ -32,10 +33,11 @@ def vectors(engines):
     return steering_vectors(lm, POSITIVE, NEGATIVE, layers=LAYERS, answer=" great", foil=FOIL)
 
 
-def rows(plain, lm, prompts: list[str], layer: int) -> np.ndarray:
-    return np.stack([plain.read(lm.tokens(prompt), "resid_post", layer)[-1].numpy() for prompt in prompts]).astype(
-        float
-    )
+@torch.no_grad()
+def rows(plain, lm, prompts: list[str]) -> np.ndarray:
+    """The stream after each layer but the last, at each prompt's last token [P, L, D]."""
+    streams = [plain.net(torch.tensor([lm.tokens(text)]), output_hidden_states=True).hidden_states for text in prompts]
+    return np.stack([[stream[0, -1].numpy() for stream in each[1:-1]] for each in streams]).astype(float)
 
 
 def test_vectors_and_their_check_equal_a_plain_loop(engines, plain, vectors):
@@ -43,9 +45,9 @@ def test_vectors_and_their_check_equal_a_plain_loop(engines, plain, vectors):
     held = np.sort(np.random.default_rng(0).permutation(len(THINGS))[:1]).tolist()
     kept = [i for i in range(len(THINGS)) if i not in held]
     answer, foil = (lm.tokenizer.bare(word) for word in (" great", FOIL))
+    differences = rows(plain, lm, POSITIVE)[kept].mean(0) - rows(plain, lm, NEGATIVE)[kept].mean(0)
     for i, layer in enumerate(LAYERS):
-        positive, negative = rows(plain, lm, POSITIVE, layer), rows(plain, lm, NEGATIVE, layer)
-        expected = positive[kept].mean(0) - negative[kept].mean(0)
+        expected = differences[layer]
         assert np.linalg.norm(vectors.vectors[i] - expected) <= 1e-4 * np.linalg.norm(expected)
         ids, scores = lm.tokens(NEGATIVE[held[0]]), []
         for scale in (0.0, 1.0):

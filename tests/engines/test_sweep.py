@@ -11,7 +11,8 @@ from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_p
 
 from ..reference.hooks import PlainModel
 
-SITES, LAYERS = ["resid_pre", "attn_out", "mlp_out"], [0, 4, 24, 29]
+SITES, LAYERS = ["resid_pre", "attn_out", "mlp_out"], [0, 24, 29]
+POSITIONS = [1, 2, 3, 9]  # where the prompts differ, and the last
 CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
 
 
@@ -31,24 +32,26 @@ def expected(engines, smollm2):
     plain, tokenizer = PlainModel(str(smollm2)), engines.get("transformers", "float32").tokenizer
     clean, corrupt = tokenizer.encode(CLEAN), tokenizer.encode(CORRUPT)
     answer, foil = (tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
-    return plain_grid(plain, clean, corrupt, SITES, LAYERS, [(p, p) for p in range(len(clean))], answer, foil)
+    return plain_grid(plain, clean, corrupt, SITES, LAYERS, [(p, p) for p in POSITIONS], answer, foil)
 
 
 @pytest.fixture(scope="module")
 def sweeps(engines):
     """The sweep of that on each engine, made once."""
-    asked = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=SITES, layers=LAYERS)
+    asked = dict(
+        clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=SITES, layers=LAYERS, positions=POSITIONS
+    )
     return functools.cache(lambda engine: patch_sweep(engines.get(engine, "float32"), **asked))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_the_grid_equals_a_plain_hook_loop(sweeps, expected, engine):
     sweep = sweeps(engine)
-    assert sweep.grid.shape == (3, 4, 10)
+    assert sweep.grid.shape == (3, 3, 4)
     assert np.abs(sweep.grid - expected).max() <= 1e-3
     top = np.unravel_index(expected.argmax(), expected.shape)
     best = sweep.best(1)[0]
-    assert (best.site, best.layer, best.column.corrupt) == (SITES[top[0]], LAYERS[top[1]], (int(top[2]),))
+    assert (best.site, best.layer, best.column.corrupt) == (SITES[top[0]], LAYERS[top[1]], (POSITIONS[top[2]],))
     assert sweep.clean > 3 > -3 > sweep.corrupt
     assert sweep.noise_floor < 1e-3
 

@@ -230,5 +230,5 @@ def test_a_character_of_several_tokens_is_selected_whole_wherever_it_is_asked_fo
                 saved = trace.layers[3].output[pc.span(word)].save()
             assert len(saved) == len(expected[word])
             traced = pc.studies.causal_trace(lm, prompt=prompt, subject=word, answer=ids[-1], sites=["resid_post"],
-                                             layers=1, seeds=1, show_progress=False)  # fmt: skip
+                                             layers=1, positions=-1, seeds=1, show_progress=False)  # fmt: skip
             assert sorted(traced.subjects[0]) == expected[word]

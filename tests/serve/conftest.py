@@ -18,8 +18,6 @@ import pytest
 
 import patchclamp as pc
 
-from ..engines.conftest import _ends_of
-
 KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
@@ -50,38 +48,40 @@ class Server:
 
 def start(
     model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m", "patchclamp", "serve"),
-    environment: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None, meanwhile: Callable[[], object] = lambda: None,
 ) -> Server:  # fmt: skip
-    """Starts a server and waits until it answers.
+    """Starts a server, calls `meanwhile`, and waits until the server answers.
 
     Its port is held until then: vLLM imports for seconds before it binds, and somebody else may be given a port that is
     merely free. Linux lets two sockets with SO_REUSEADDR have a port of which one listens.
     """
-    with socket.socket() as held:
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    environment = os.environ | STILL | (environment or {})
+    with socket.socket() as held, log.open("w") as out:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        return _start(model, log, held.getsockname()[1], options, command, environment)
-
-
-def _start(
-    model: str, log: Path, port: int, options: tuple[str, ...], command: tuple[str, ...],
-    environment: dict[str, str] | None,
-) -> Server:  # fmt: skip
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    words = [sys.executable, *command, model, *given, "--enforce-eager", "--host=127.0.0.1", f"--port={port}", *options]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            words,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | STILL | (environment or {}),
-        )
-    server = Server(f"http://127.0.0.1:{port}", model, process, log)
-    if becomes(lambda: process.poll() is not None or answers(server), STARTS_WITHIN_S) and process.poll() is None:
-        return server
-    stop(server)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+        port = held.getsockname()[1]
+        words = [
+            sys.executable,
+            *command,
+            model,
+            *given,
+            "--enforce-eager",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            *options,
+        ]
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+        server, started = Server(f"http://127.0.0.1:{port}", model, process, log), False
+        try:
+            meanwhile()
+            becomes(lambda: process.poll() is not None or answers(server), STARTS_WITHIN_S)
+            started = process.poll() is None and answers(server)
+        finally:
+            if not started:
+                stop(server)
+    assert started, f"the server did not start:\n{log.read_text()[-4000:]}"
+    return server
 
 
 def answers(server: Server) -> bool:
@@ -113,17 +113,16 @@ def stop(server: Server) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(smollm2, tmp_path_factory) -> str:
-    """Eight layers of SmolLM2, as `shortened` among the engines' tests."""
-    return _ends_of(smollm2, tmp_path_factory.mktemp("served"), 8)
+def model(shortened) -> str:
+    return shortened
 
 
 @pytest.fixture(scope="session")
-def server(model, tmp_path_factory) -> Iterator[Server]:
+def server(model, tmp_path_factory, request) -> Iterator[Server]:
     config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
     made = start(
         model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS,
-        environment={"VLLM_LOGGING_LEVEL": "INFO"},
+        environment={"VLLM_LOGGING_LEVEL": "INFO"}, meanwhile=lambda: request.getfixturevalue("local"),
     )  # fmt: skip
     yield made
     stop(made)
@@ -134,3 +133,16 @@ def local(model) -> Iterator[pc.LM]:
     """The same engine in this process."""
     with pc.LM(model, engine="vllm", enforce_eager=True, **OPTIONS) as lm:
         yield lm
+
+
+@pytest.fixture(scope="module")
+def lm(server) -> Iterator[pc.LM]:
+    """A client of ours."""
+    with pc.LM(server.url, api_key=KEYS[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def http(server) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import reprlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,12 +35,6 @@ from .test_openai import PROMPT, VECTOR, complete
 pytestmark = pytest.mark.slow
 JSON = {"Content-Type": "application/json"}
 named = pytest.mark.parametrize("attack", [*FILES, *NUMBERS], ids=lambda attack: attack.name)
-
-
-@pytest.fixture
-def http(server):
-    with server.http() as client:
-        yield client
 
 
 def message(response: httpx.Response) -> str:
@@ -270,7 +265,7 @@ OF_VECTOR = vector_key(pc.Vector.of(VECTOR))
     {"cells": msgspec.msgpack.encode((10**9, [], []))}, {"cells": msgspec.msgpack.encode((1, [[((9,), b"")] * 5], []))},
     {"sizes": {"r:other-attack-job:1": (1, 576)}},
     {"program": {"values": ("r:other-attack-job:1",)}, "sizes": {"r:other-attack-job:1": (1, 576)}},
-], ids=lambda changed: str(changed)[:80])  # fmt: skip
+], ids=reprlib.repr)  # fmt: skip
 def test_a_forged_job_is_refused(http, changed):
     owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
     if sizes := changed.get("sizes"):

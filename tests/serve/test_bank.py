@@ -22,12 +22,11 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
-def http(server):
-    with server.http() as client:
-        yield client
-        for kind in ("vectors", "programs"):
-            for card in client.get(f"/v1/patchclamp/{kind}").json()[kind]:
-                assert client.delete(f"/v1/patchclamp/{kind}/{card['name']}").status_code == 200
+def http(http):
+    yield http
+    for kind in ("vectors", "programs"):
+        for card in http.get(f"/v1/patchclamp/{kind}").json()[kind]:
+            assert http.delete(f"/v1/patchclamp/{kind}/{card['name']}").status_code == 200
 
 
 def test_a_vector_is_put_used_read_and_deleted(server, local, http):

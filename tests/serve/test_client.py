@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,10 @@ from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from ..engines.test_modes import BEGIN, SPAN, TEXT
 from ..reference import parity
-from .conftest import KEYS, Server, becomes
+from .conftest import KEYS, becomes
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def lm(server: Server) -> Iterator[pc.LM]:
-    with pc.LM(server.url, api_key=KEYS[0]) as made:
-        yield made
 
 
 def counts(lm: pc.LM) -> dict[str, int]:
@@ -241,7 +234,7 @@ def test_programs_that_do_not_fit_into_one_request(lm, monkeypatch, most):
 def test_jobs_of_one_name_are_graded_apart(lm):
     """The name of a job is its client's to give, so two that run at once may have the same."""
     prompt = lm.tokens("one two three four five six seven eight nine ten")
-    programs = [[[pc.Scale(1 + (i + 1) / 300, at=site[3], tokens=pc.every[i % 8])] for i in range(300)]
+    programs = [[[pc.Scale(1 + (i + 1) / 300, at=site[3], tokens=pc.every[i % 8])] for i in range(120)]
                 for site in (pc.resid_post, pc.mlp_out)]  # fmt: skip
     jobs = [lm.grade_job(prompt, of, [[((), 5)]]) for of in programs]
     for job in jobs:

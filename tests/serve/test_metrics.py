@@ -112,7 +112,7 @@ def test_programs_that_wait_are_seen(server):
     """More programs than the engine runs at once: they wait for room, and how long is counted."""
     before = counted(server)
     with pc.LM(server.url, api_key=KEYS[0]) as lm:
-        assert len(lm.run([[5, 6, 7]] * 80, edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=20)) == 80
+        assert len(lm.run([[5, 6, 7]] * 80, edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=8)) == 80
         told = change(server, before)
         assert told["patchclamp:programs_total"] == told["patchclamp:admission_seconds_count"] == 80
         lm.engine.status()

@@ -32,12 +32,6 @@ def page(server):
     return httpx.get(f"{server.url}/openapi.json", timeout=60).json()
 
 
-@pytest.fixture
-def http(server):
-    with server.http() as client:
-        yield client
-
-
 def examples(operation: dict, kind: str = "application/json") -> dict:
     return {name: each["value"] for name, each in operation["requestBody"]["content"][kind]["examples"].items()}
 

@@ -39,12 +39,6 @@ def server(model, tmp_path_factory) -> Iterator[Server]:
     stop(made)
 
 
-@pytest.fixture(scope="module")
-def lm(server) -> Iterator[pc.LM]:
-    with pc.LM(server.url, api_key=KEYS[0]) as made:
-        yield made
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_the_same_but_for_its_batch(lm, local, case):
     """A batch that is split between replicas computes other sums: equal to fp32's last bits, where it is not to the

@@ -209,7 +209,7 @@ def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
 
 
 def test_a_sweep_whose_client_went_away_goes_on(server):
-    body = LONGER | {"sites": ["resid_pre", "attn_out", "mlp_out", "z"], "resume": "left"}
+    body = LONGER | {"layers": "2:5", "resume": "left"}
     with server.http() as http:
         with http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=body) as response:
             left = next(data["cells"] for name, data in events(response.iter_lines()) if name == "cells")

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import patchclamp as pc
 from tests.recipes import RECIPES, gap
-
-from .conftest import KEYS
-
-
-@pytest.fixture(scope="module")
-def lm(server):
-    with pc.LM(server.url, api_key=KEYS[0]) as made:
-        yield made
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -28,12 +28,6 @@ LONG = list(range(5, 25)) * 120  # 2,400 tokens
 EVERY_OTHER = {"type": "capture", "at": "embed", "tokens": "prompt[::2]"}
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 @pytest.fixture
 def threads(monkeypatch):
     """The name of the thread that each op was bound on."""

@@ -47,12 +47,6 @@ CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as lm:
-        yield lm
-
-
 class Heard:
     """A listener that records the cells of a study once each, or raises."""
 

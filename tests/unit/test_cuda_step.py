@@ -174,7 +174,7 @@ class Engine:
 @pytest.mark.parametrize("calm", [False, True])
 def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes, calm):
     cuda_on_cpu.stub(monkeypatch)
-    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=6).tolist(), 0, np.zeros(4, int)
+    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=3).tolist(), 0, np.zeros(4, int)
     for seed in seeds:
         random.seed(seed)
         engine = Engine(seed, sizes, calm)

@@ -11,13 +11,6 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.studies import Logprobs, Metric
-from patchclamp.testing import FakeEngine
-
-
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake", engine=FakeEngine()) as made:
-        yield made
 
 
 def pair(lm: pc.LM) -> dict[str, str]:

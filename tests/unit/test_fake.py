@@ -20,11 +20,6 @@ LAYERED = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 EVERYWHERE = [pc.embed, *(pc.site(name) for name in LAYERED), pc.final_norm, pc.logits]
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return pc.LM("fake")
-
-
 @dataclasses.dataclass
 class Seen:
     """All that a run shows, to be compared bit for bit."""

@@ -23,12 +23,6 @@ ASKED = ("The Eiffel Tower is in", "the cat sat on")
 
 
 @pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
 def sweep(lm) -> FuzzSweepResult:
     return fuzz_sweep(lm, ASKED, (0.0, 0.1, 0.5), seeds=(0, 9), max_tokens=6, refusal="cat")
 

@@ -47,12 +47,6 @@ SHUFFLE = [5, 0, 4, 6, 3, 7, 1, 2]  # of 8 rows, for seed 3 and part 1
 
 
 @pytest.fixture(scope="module")
-def lm():
-    with LM("", FakeEngine()) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
 def documents():
     draw = np.random.default_rng(7)
     return [[BOS, *draw.integers(2, 60, draw.integers(0, 30)).tolist()] for _ in range(50)] + [[]]

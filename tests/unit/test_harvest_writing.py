@@ -15,23 +15,15 @@ import pytest
 from safetensors import safe_open
 
 from patchclamp.errors import CapacityError, ProgramError, RunError
-from patchclamp.lm import LM
 from patchclamp.store.journal import Journal
 from patchclamp.store.system import write_whole
 from patchclamp.store.tensors import to_dtype, write_header
 from patchclamp.studies.harvest import _HarvestJob, harvest, recipe, shards
 from patchclamp.studies.harvest.recipe import MOST_ROWS, parts_for
 from patchclamp.studies.harvest.shards import PartWriter, RowsFile, allow_files, create_rows
-from patchclamp.testing import FakeEngine
 from tests.reference.harvest import bytes_of, no_disk  # noqa: F401
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def lm():
-    with LM("", FakeEngine()) as lm:
-        yield lm
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +159,24 @@ def test_files_of_few_parts_are_open(lm, documents, tmp_path, monkeypatch):
     assert len(made.open()) == sum(map(len, documents))
 
 
+@pytest.fixture(scope="module")
+def whole(lm, documents, tmp_path_factory):
+    return bytes_of(Path(make(lm, documents, tmp_path_factory.mktemp("whole"), parts=12).folder))
+
+
 @pytest.mark.parametrize(("owner", "name", "call"), [
     (PartWriter, "write", 3), (shards, "create_rows", 3), (shards, "sync", 3), (shards, "index_of", 3),
     (shards, "statistics_of", 3), (PartWriter, "checkpoint", 0), (shards, "write_whole", 15),
 ])  # fmt: skip
 def test_an_error_in_any_thread_is_raised_and_the_harvest_resumes(
-    lm, documents, tmp_path, monkeypatch, owner, name, call
+    lm, documents, whole, tmp_path, monkeypatch, owner, name, call
 ):
-    whole = make(lm, documents, tmp_path / "whole", parts=12)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fails_at(getattr(owner, name), call))
         with pytest.raises(OSError, match="the disk is gone"):
             make(lm, documents, tmp_path / "broken", parts=12)
     again = make(lm, documents, tmp_path / "broken", parts=12)
-    assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
+    assert bytes_of(Path(again.folder)) == whole
 
 
 def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, monkeypatch):

@@ -38,12 +38,6 @@ ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
 HALF = Program.of([pc.Scale(0.5, at=pc.embed)])
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 def test_an_owners_bank_is_its_own():
     kept = KeptObjects()
     kept.put("a", "vector", "calm", ROW)

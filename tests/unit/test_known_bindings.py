@@ -16,12 +16,6 @@ from patchclamp.store.named import to_bytes
 PROMPT = [5, 6, 7, 8]
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 @pytest.fixture
 def counted(monkeypatch):
     """The programs that were bound anew."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.lm import LM
 from patchclamp.studies import (
     AttributionPatchingResult,
     LogitLensResult,
@@ -23,15 +22,9 @@ from patchclamp.studies.between import _correlation, _ranks
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.readout import Norm, OutputProjection, Unembedding
 from patchclamp.studies.study import provenance
-from patchclamp.testing import FakeEngine, _norm
+from patchclamp.testing import _norm
 
 PROMPT = "The Eiffel Tower is in the"
-
-
-@pytest.fixture(scope="module")
-def lm():
-    with LM("", FakeEngine()) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

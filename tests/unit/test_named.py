@@ -15,12 +15,6 @@ D = 16  # of the fake model
 PROMPTS = ["The Eiffel Tower is in", "The Colosseum is"]
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 def test_a_vector_is_used_by_its_name(lm):
     v = np.random.default_rng(0).standard_normal(D).astype(np.float32)
     lm.bank["happy"] = v

@@ -23,12 +23,6 @@ NEGATIVE = ("The cat is not the", "hello world is not", "The city in France is n
 
 
 @pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
 def vectors(lm) -> SteeringVectors:
     return steering_vectors(lm, POSITIVE, NEGATIVE, answer=" the", foil=" not")
 

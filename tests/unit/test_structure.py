@@ -1,6 +1,7 @@
 """The package keeps its own rules: imports point one way, rooms know only what they may."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -14,7 +15,6 @@ import patchclamp
 
 ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
     "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "grade", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors", "version",
@@ -29,6 +29,11 @@ VLLM_PRIVATE = {
 }  # fmt: skip
 
 every_file = pytest.mark.parametrize("name", FILES)
+
+
+@functools.cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
 
 
 def module(name: str) -> str:
@@ -47,10 +52,10 @@ def room(name: str) -> str:
     return {"__main__": "face", "testing": "engines"}.get(word, word)
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+def imports(code: ast.AST) -> Iterator[str]:
     """Every module that a piece of code imports, wherever it does so; `patchclamp.X` for a name of the face. A module
     of ours that is named in a string counts: `import_module` and its like hide nothing."""
-    for node in ast.walk(tree):
+    for node in ast.walk(code):
         if isinstance(node, ast.Constant) and node.value in MODULES - {"patchclamp"}:
             yield node.value
         if isinstance(node, ast.Import):
@@ -65,10 +70,10 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def rooms(name: str) -> set[str]:
     """The rooms that a file enters. A name of the face that is not a room counts as `face`, but for the version."""
-    nodes = list(ast.walk(TREES[name]))
+    nodes = list(ast.walk(tree(name)))
     bound = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     face = {alias.asname or alias.name for alias in bound if alias.name == "patchclamp"}
-    found = {word.split(".")[1] for word in imports(TREES[name]) if word.startswith("patchclamp.")}
+    found = {word.split(".")[1] for word in imports(tree(name)) if word.startswith("patchclamp.")}
     found |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in face}
     found = {"engines" if word == "testing" else word for word in found}
     return {word if word in ORDER else "face" for word in found}
@@ -109,9 +114,7 @@ def test_the_order_knows_what_an_import_is():
 def test_no_import_cycle():
     """Among modules, by every import: at load, in functions, for type checking, and in strings. The face, which gives
     names of many modules lazily, is imported by no module below it (`test_imports_point_one_way`)."""
-    graph = {
-        module(name): MODULES.intersection(imports(tree)) - {module(name), "patchclamp"} for name, tree in TREES.items()
-    }
+    graph = {module(name): MODULES.intersection(imports(tree(name))) - {module(name), "patchclamp"} for name in FILES}
     graph.pop("patchclamp")
     assert "patchclamp.engines.vllm.sync_engine" in graph["patchclamp.engines"]  # which a function imports
     assert "patchclamp.language.tokens" in graph["patchclamp.language.site"]
@@ -120,28 +123,32 @@ def test_no_import_cycle():
 
 @every_file
 def test_only_the_rooms_that_may_know_torch_and_vllm(name):
-    roots = {word.split(".")[0] for word in imports(TREES[name])}
+    roots = {word.split(".")[0] for word in imports(tree(name))}
     if room(name) in ("language", "plan", "errors"):
         assert "torch" not in roots
     if not name.startswith("engines/vllm/"):
         assert "vllm" not in roots
 
 
+def attributes_of(name: str) -> list[ast.Attribute]:
+    return [node for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)]
+
+
 @every_file
 def test_only_compat_names_what_is_vllms_own(name):
-    attributes = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
-    used = {node.attr for node in attributes} & VLLM_PRIVATE
     if name.startswith(COMPAT):
-        inside = {
-            file: {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} for file, tree in TREES.items()
-        }
-        known = set().union(*(names for file, names in inside.items() if file.startswith(COMPAT)))
-        assert known >= {"_prepare_inputs", "hf_text_config", "find_longest_cache_hit"}
         return
+    attributes = attributes_of(name)
+    used = {node.attr for node in attributes} & VLLM_PRIVATE
     assert not used, f"{name} names {used}; that belongs into {COMPAT}"
     if name.startswith("engines/vllm/"):
         owners = {ast.unparse(node.value) for node in attributes if re.match(r"_[a-z]", node.attr)}
         assert owners <= {"self", "cls"}
+
+
+def test_compat_names_it():
+    known = {node.attr for name in FILES if name.startswith(COMPAT) for node in attributes_of(name)}
+    assert known >= {"_prepare_inputs", "hf_text_config", "find_longest_cache_hit"}
 
 
 def run_python(code: str) -> str:
@@ -193,7 +200,7 @@ def test_packages_stay_within_their_budgets(of):
 
 
 def test_no_two_classes_have_the_same_name():
-    names = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = [node.name for name in FILES for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef)]
     assert [name for name in set(names) if names.count(name) > 1 and not name.startswith("_")] == []
 
 
@@ -203,5 +210,5 @@ def test_every_package_has_a_budget():
 
 @every_file
 def test_a_file_has_a_docstring_and_a_specific_name(name):
-    assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
+    assert ast.get_docstring(tree(name)), f"{name} has no docstring"
     assert not {"utils", "util", "helpers", "helper", "common", "misc"} & set(name.removesuffix(".py").split("/"))

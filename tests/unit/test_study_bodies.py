@@ -31,12 +31,6 @@ WRONG = {  # by field: what it does not take
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as lm:
-        yield lm
-
-
 @pytest.mark.parametrize(("field", "wrong"), [(field, wrong) for field, all_of in WRONG.items() for wrong in all_of])
 def test_a_field_of_another_type_is_refused_with_its_path(lm, field, wrong):
     with pytest.raises(pc.PatchclampError) as caught:

@@ -21,12 +21,6 @@ EDITS = {
 TEXT = "The Eiffel Tower is in"
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as lm:
-        yield lm
-
-
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 def test_a_continuation_is_graded_as_it_was_generated(lm, edits):
     run = lm.run(TEXT, max_tokens=9 if "generated[40]" not in str(edits) else 50, edits=list(edits), logprobs=True,

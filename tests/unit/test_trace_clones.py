@@ -12,12 +12,6 @@ EIFFEL, CITY = "The Eiffel Tower is in", "The Colosseum is in the city of"
 D, T = 16, 6  # width of the fake model, tokens of `EIFFEL`
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 @pytest.fixture
 def v():
     return torch.from_numpy(np.random.default_rng(0).standard_normal(D).astype(np.float32))

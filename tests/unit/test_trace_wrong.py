@@ -20,12 +20,6 @@ V = torch.ones(16)
 E, U, S, X, K = pc.ProgramError, pc.UnknownName, pc.ShapeError, pc.UnsupportedSite, pc.TokensError
 
 
-@pytest.fixture(scope="module")
-def lm():
-    with pc.LM("fake") as made:
-        yield made
-
-
 @pytest.fixture
 def no_run(lm, monkeypatch):
     """Fails a test in which anything runs."""

@@ -345,6 +345,7 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
     """Whatever number of whatever record is changed, it is refused, or reads within its rows and writes to the site."""
     refused = 0
     cells, sizes = cells_and_sizes()
+    content = cells.to_bytes()
     begin = np.cumsum([0, *(rows * width for rows, width in (sizes[key] for key in cells.keys))])[:-1]
     width = np.array([sizes[key][1] for key in cells.keys])
     end = begin + [sizes[key][0] * sizes[key][1] for key in cells.keys]
@@ -361,7 +362,7 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
         for of, name in names:
             for at in np.ndindex(getattr(group, of).shape):
                 for value in (*HOSTILE, *((np.nan, np.inf) if name in ("x", "y", "factor") else ())):
-                    changed = CellRecords.of_bytes(cells.to_bytes())
+                    changed = CellRecords.of_bytes(content)
                     group = changed.groups[number]
                     setattr(group, of, getattr(group, of).copy())
                     array = getattr(group, of)
