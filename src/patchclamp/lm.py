@@ -62,7 +62,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, Run
+from patchclamp.run import Captures, LensResult, Run, read_lenses
 from patchclamp.sites import SiteMap
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
@@ -492,11 +492,11 @@ class LM:
         programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
         if self.engine.keeps_captures_here:
             points = self.sites.points
+            bounds = [request.bound for request in requests if request.bound is not None]
             self._check_memory(sum(
                 len(positions) * (bound.captured_width[i] or points[i].width) * bound.captured_item_bytes[i]
-                for request in requests if (bound := request.bound) is not None
-                for i, positions in bound.captured.items()
-            ) + sum(request.bound.probed_bytes() for request in requests if request.bound is not None))  # fmt: skip
+                for bound in bounds for i, positions in bound.captured.items()
+            ) + sum(bound.private_bytes(self.sites) for bound in bounds))  # fmt: skip
         return _Call(requests, programs, counts, listed, n is not None)
 
     def _check_memory(self, size: int) -> None:
@@ -557,6 +557,12 @@ class LM:
             rows = {key: run.rows_of(*places[ref], ref, copy=copy) for key, ref in chosen.items()}
             found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites))
         return found
+
+    def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
+        """Reads the lenses of many runs in few engine calls, and returns `run.lens` of each."""
+        runs = runs_of(runs)
+        read_lenses(self.engine, runs)
+        return [run.lens for run in runs]
 
     def _sites_of(self, sites: Any) -> list[Site]:
         try:

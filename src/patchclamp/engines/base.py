@@ -392,6 +392,7 @@ MAX_SCORES = 128  # graded token ids per run, and top tokens per position: the l
 Wanted = tuple[str, int, int | None]  # a run, a point, and an op's index in the bound program, or None for all ops
 Window = tuple[str, int, int | None, int, int]  # a `Wanted`, and the rows begin … end−1
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
+TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, top] int32, log-probabilities fp32
 
 
 class Engine(Protocol):
@@ -447,6 +448,11 @@ class Engine(Protocol):
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         """Call `fetch` for each (run, point, op), in one round trip. Meant for many small captures."""
         return [self.fetch(run, point, op) for run, point, op in wanted]
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after the model's own final
+        norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
+        raise EngineError(f"the {self.model.engine} engine has no lens")
 
     def release(self, runs: list[str]) -> None:
         """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call

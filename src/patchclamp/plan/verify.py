@@ -242,6 +242,9 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
     _need(0 <= action.pool <= len(POOLS), f"pool {action.pool}")
     _need(len(action.probe) <= 64 and (not action.probe or bool(action.matrix)), "a probe with no matrix")
+    if action.lens:
+        _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
+        _need(all(frame.sites.lens_reads(point) for point in op.points), "a lens of a point not as wide as the stream")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]

@@ -28,10 +28,12 @@ from patchclamp.engines.base import (
     Part,
     Request,
     Tokenizer,
+    TopTokens,
     carry,
     receipt_of,
 )
 from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.lenses import by_capture
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Lease, Verdict
@@ -407,6 +409,13 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
         some[0] if len(some) == 1 else (some[0][0], torch.cat([torch.as_tensor(rows) for _, rows in some], 1))
         for some in kept
     ]
+
+
+def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], top: int) -> list[TopTokens]:
+    """Return the results of a lens, from the workers that have them."""
+    positions, ids, logprobs = next(answer for answer in answers if answer is not None)
+    arrays = (np.frombuffer(data, dtype).reshape(-1, top) for data, dtype in ((ids, np.int32), (logprobs, np.float32)))
+    return by_capture([np.frombuffer(each, np.int64) for each in positions], *arrays)
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
