@@ -30,7 +30,7 @@ import numpy as np
 
 from patchclamp.engines.base import Engine
 from patchclamp.engines.preflight import cache_folder
-from patchclamp.errors import EngineError, ModelError, PatchclampError
+from patchclamp.errors import EngineError, ModelError, as_patchclamp_error
 from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
 from patchclamp.language.ops import MAX_TOP, Lens
 from patchclamp.language.site import SITES, unmoved
@@ -414,8 +414,9 @@ def prove_lens(lm: LM) -> Proof:
     try:
         run = lm.run(ids, max_tokens=1, capture=[Lens(last, prompt[-1], top), _LOGITS])
         read, logits_V = run.lens[last], np.asarray(run["logits"])[-1].astype(np.float64)
-    except PatchclampError as error:
-        return Proof(LENS, None, lm.model.d_vocab, "", False, False, False, error.message)
+    except Exception as error:  # modules of another form may raise anything
+        note = as_patchclamp_error(error).message
+        return Proof(LENS, None, lm.model.d_vocab, "", False, False, False, note)
     logprobs_V = logits_V - logits_V.max()
     logprobs_V -= np.log(np.exp(logprobs_V).sum())
     best = np.sort(logprobs_V)[::-1][:top]

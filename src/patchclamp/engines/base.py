@@ -395,6 +395,25 @@ Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascen
 TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, top] int32, log-probabilities fp32
 
 
+def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
+    """Split the likeliest tokens of all rows by the captures that these are of."""
+    ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
+    return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
+
+
+class PackedTokens(msgspec.Struct, array_like=True):
+    """`TopTokens` of captures as bytes: positions int64, and of all rows the ids int32, log-probabilities fp32."""
+
+    positions: list[bytes]
+    ids: bytes
+    logprobs: bytes
+
+    def read(self, top: int) -> list[TopTokens]:
+        ids, logprobs = np.frombuffer(self.ids, np.int32), np.frombuffer(self.logprobs, np.float32)
+        positions = [np.frombuffer(each, np.int64) for each in self.positions]
+        return by_capture(positions, ids.reshape(-1, top), logprobs.reshape(-1, top))
+
+
 class Engine(Protocol):
     """Runs requests. All methods are thread-safe.
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from patchclamp.engines.base import TopTokens
 from patchclamp.errors import ProgramError
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
@@ -43,9 +42,9 @@ class LastNorm(NamedTuple):
         """The normed rows, in the model's dtype."""
         rows_ND = rows_ND / self.factor
         rounded = rows_ND.to(dtype)
-        if not self.pair:
-            return self.module(rounded)
-        return self.module((rows_ND - rounded.float()).to(dtype), rounded)[0]  # as precise as the stream itself
+        rest = [(rows_ND - rounded.float()).to(dtype)] if self.pair else []  # as precise as the stream itself
+        normed = self.module(*rest, rounded)
+        return normed[0] if isinstance(normed, tuple) else normed
 
 
 @torch.inference_mode()
@@ -67,9 +66,3 @@ def top_tokens(
         ids.append(best.indices.int().cpu().numpy())
         logprobs.append((best.values - logits_NV.logsumexp(-1, keepdim=True)).cpu().numpy())
     return (np.concatenate(ids), np.concatenate(logprobs)) if is_here else None
-
-
-def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
-    """Split the results of all rows by the captures that these are of."""
-    ends = np.cumsum([len(each) for each in positions])[:-1]
-    return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []

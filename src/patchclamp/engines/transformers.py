@@ -31,12 +31,13 @@ from patchclamp.engines.base import (
     Tokenizer,
     TopTokens,
     Wanted,
+    by_capture,
     only_uniform,
     settle,
     settle_if_failed,
 )
 from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
-from patchclamp.engines.lenses import LastNorm, by_capture, top_tokens
+from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer

@@ -25,6 +25,7 @@ from patchclamp.engines.base import (
     Drafts,
     Engine,
     Model,
+    PackedTokens,
     Part,
     Request,
     Tokenizer,
@@ -33,7 +34,6 @@ from patchclamp.engines.base import (
     receipt_of,
 )
 from patchclamp.engines.grading import GradeJob, GradeTable
-from patchclamp.engines.lenses import by_capture
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Lease, Verdict
@@ -412,10 +412,8 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
 
 
 def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], top: int) -> list[TopTokens]:
-    """Return the results of a lens, from the workers that have them."""
-    positions, ids, logprobs = next(answer for answer in answers if answer is not None)
-    arrays = (np.frombuffer(data, dtype).reshape(-1, top) for data, dtype in ((ids, np.int32), (logprobs, np.float32)))
-    return by_capture([np.frombuffer(each, np.int64) for each in positions], *arrays)
+    """Return the results of a lens, from a worker that has them."""
+    return PackedTokens(*next(answer for answer in answers if answer is not None)).read(top)
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
