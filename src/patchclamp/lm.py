@@ -56,7 +56,7 @@ from patchclamp.errors import (
     UnsupportedSite,
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
-from patchclamp.language import Program, Site, every
+from patchclamp.language import Capture, Program, Site, every
 from patchclamp.language.ops import Scale
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
@@ -265,9 +265,15 @@ class LM:
             except PatchclampError as error:
                 raise error.under(f"prompt {i}") if listed else error from None
         if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
+            wanted = Program.of((), capture)
+            for path, op in wanted.ops:
+                if not isinstance(op, Capture):
+                    raise ProgramError(
+                        "grades have rows of sites: read probes and lenses from the runs of lm.run", path
+                    )
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
-                bindings.of(Program.of((), capture), self.engine.run_prefix + _key(), given, 1)
+                bindings.of(wanted, self.engine.run_prefix + _key(), given, 1)
         grades = self.graded(jobs)
         if captures:
             given = messages if prompt is None else prompt

@@ -772,21 +772,31 @@ class _Lenses(Mapping["Site | str", LensResult]):
 
     def __init__(self, run: Run) -> None:
         self._run, sites = run, run._sites
-        self._refs = {str(ref): (ref, number) for path, number in run._lens_ops.items()
+        self._refs = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
                       for ref in sites.resolve(run._op(path).at)}  # fmt: skip
-        self._number = {ref.point: number for ref, number in self._refs.values()}
+        self._number = dict(self._refs.values())  # of the last lens, by point
+
+    def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
+        """A site, its layers that were read, and the point and op of each; no layers if some were not."""
+        run = self._run
+        if isinstance(site, str) and site in run._lens_ops:
+            at = run._op(site).at
+            refs = run._sites.resolve(at)
+            return at, refs, [(ref.point, run._lens_ops[site]) for ref in refs]
+        at = parse_site(site)
+        every = run._sites.resolve(at)
+        refs = [ref for ref in every if ref.point in self._number]
+        refs = refs if at.layers is None or len(refs) == len(every) else []
+        return at, refs, [(ref.point, self._number[ref.point]) for ref in refs]
 
     def __getitem__(self, site: Site | str) -> LensResult:
-        run, number = self._run, self._run._lens_ops.get(site) if isinstance(site, str) else None
+        run = self._run
         run.answer  # noqa: B018  raises the run's own error
-        at = run._op(site).at if number is not None and isinstance(site, str) else parse_site(site)
-        refs = run._sites.resolve(at)
-        if number is None and at.layers is None:
-            refs = [ref for ref in refs if ref.point in self._number]
-        if not refs or not all(number is not None or ref.point in self._number for ref in refs):
+        at, refs, keys = self._find(site)
+        if not refs:
             raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self._refs) or 'none'}")
         read_lenses(run._owner.engine, [run])
-        read = [run._lenses[ref.point, self._number[ref.point] if number is None else number] for ref in refs]
+        read = [run._lenses[key] for key in keys]
         positions, first, _ = read[0]
         if any(not np.array_equal(positions, at) or ids.shape != first.shape for at, ids, _ in read[1:]):
             raise ProgramError(f"{site}: its layers were read at other positions, or with another top; read one layer")
@@ -797,9 +807,7 @@ class _Lenses(Mapping["Site | str", LensResult]):
         return LensResult(str(at), layers, positions.tolist(), ids, logprobs, strings)
 
     def __contains__(self, site: object) -> bool:
-        return isinstance(site, (str, Site)) and all(
-            ref.point in self._number for ref in self._run._sites.resolve(parse_site(site))
-        )
+        return isinstance(site, (str, Site)) and bool(self._find(site)[1])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._refs)

@@ -558,3 +558,15 @@ class TestLensReadout:
         eager, lm = shallow.get("vllm", "float32"), shallow.get("vllm", "float32", compiled=compiled)
         reads = [one.run(PROMPTS[2], max_tokens=3, capture=LENSES[0]).lens[pc.resid_post] for one in (eager, lm)]
         assert np.abs(reads[0].logprobs - reads[1].logprobs).max() < 1e-3
+
+    def test_runs_that_share_a_trunk_have_the_rows_before_it(self, shallow):
+        """On Transformers, runs of one prompt are computed from where their programs differ."""
+        lm, prompt = shallow.get("transformers", "float32"), list(range(5, 45))
+        lens = [pc.Lens(pc.resid_post[[1, 6]] @ pc.prompt[-2:], top=4), pc.Lens(pc.resid_post[7])]
+        edits = [[pc.Scale(0.5 + i, at=pc.mlp_out[5], tokens=pc.prompt[-1])] for i in range(12)]
+        runs = lm.run([prompt] * 12, max_tokens=1, edits=edits, capture=lens)
+        with lm.engine.computing_whole():
+            whole = lm.run([prompt] * 12, max_tokens=1, edits=edits, capture=lens)
+        for one, other in zip(lm.lens(runs), lm.lens(whole), strict=True):
+            for path in ("capture[0]", "capture[1]"):
+                assert np.abs(one[path].logprobs - other[path].logprobs).max() < 1e-4

@@ -125,9 +125,16 @@ def test_a_lens_that_does_not_fit_is_refused_with_its_path(lm):
     assert lm.run(PROMPT, capture=pc.Lens(pc.resid_post[0], top=64)).lens[pc.resid_post[0]].ids.shape[1] == 64
 
 
+def test_grades_have_no_lenses(lm):
+    with pytest.raises(pc.ProgramError, match="lenses") as raised:
+        lm.grade(PROMPT, [pc.Zero(pc.mlp_out[0])], score=[3], capture=[pc.resid_post[0], pc.Lens(pc.resid_post[0])])
+    assert raised.value.path == "capture[1]"
+
+
 def test_a_site_that_no_lens_read_names_those_that_there_are(lm):
     run = lm.run(PROMPT, capture=[pc.Lens(pc.resid_post[0]), pc.Lens(pc.resid_post[1], pc.prompt[0]), pc.resid_post[2]])
-    assert [site in run.lens for site in (pc.resid_post[0], "resid_pre[1]", pc.resid_post[2])] == [True, True, False]
+    sites = (pc.resid_post[0], "resid_pre[1]", "capture[1]", pc.resid_post, pc.resid_post[2], pc.resid_post[0:3])
+    assert [site in run.lens for site in sites] == [True] * 4 + [False] * 2
     with pytest.raises(pc.MissingSource, match=r"resid_post\[0\]"):
         run.lens[pc.resid_post[2]]
     with pytest.raises(pc.ProgramError, match="other positions"):
