@@ -30,7 +30,7 @@ import numpy as np
 
 from patchclamp.engines.base import Engine
 from patchclamp.engines.preflight import cache_folder
-from patchclamp.errors import EngineError, ModelError, as_patchclamp_error
+from patchclamp.errors import EngineError, ModelError, UnsupportedSite, as_patchclamp_error
 from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
 from patchclamp.language.ops import MAX_TOP, Lens
 from patchclamp.language.site import SITES, unmoved
@@ -408,15 +408,16 @@ def _proof(
 
 
 def prove_lens(lm: LM) -> Proof:
-    """Proves the unembedding: a lens of the last stream gives the distribution that the model samples from."""
+    """Proves the unembedding: a lens of the last stream gives the distribution that the model samples from. `shape` is
+    False if the proof could not be made."""
     ids = np.linspace(3, lm.model.d_vocab - 1, LENGTH).astype(int).tolist()
     last, top = Site("resid_post", -1), min(MAX_TOP, lm.model.d_vocab)
     try:
         run = lm.run(ids, max_tokens=1, capture=[Lens(last, prompt[-1], top), _LOGITS])
         read, logits_V = run.lens[last], np.asarray(run["logits"])[-1].astype(np.float64)
     except Exception as error:  # modules of another form may raise anything
-        note = as_patchclamp_error(error).message
-        return Proof(LENS, None, lm.model.d_vocab, "", False, False, False, note)
+        is_refused, note = isinstance(error, UnsupportedSite), as_patchclamp_error(error).message
+        return Proof(LENS, None, lm.model.d_vocab, "", is_refused, False, False, note)
     logprobs_V = logits_V - logits_V.max()
     logprobs_V -= np.log(np.exp(logprobs_V).sum())
     best = np.sort(logprobs_V)[::-1][:top]
@@ -426,7 +427,7 @@ def prove_lens(lm: LM) -> Proof:
     note = "" if holds else (
         f"what its last norm and unembedding make of its last stream is {gap:.2g} off its own log-probabilities"
     )  # fmt: skip
-    return Proof(LENS, None, lm.model.d_vocab, "", holds, holds, holds, note)
+    return Proof(LENS, None, lm.model.d_vocab, "", True, holds, holds, note)
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
@@ -435,10 +436,11 @@ def ensure_proved(lm: LM) -> list[Proof]:
     try:
         proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
     except (OSError, msgspec.DecodeError):
-        sites = prove(lm)
-        proofs = [*sites, prove_lens(lm)]
-        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help
-        if all(proof.holds for proof in sites) or not lm.sites.family.tabled:
+        sites, lens = prove(lm), prove_lens(lm)
+        proofs = [*sites, lens]
+        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help;
+        # and of the lens, unless an error of another kind ended its proof
+        if (all(proof.holds for proof in sites) or not lm.sites.family.tabled) and lens.shape:
             with contextlib.suppress(OSError):
                 write_whole(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}

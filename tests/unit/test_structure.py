@@ -173,7 +173,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (2_242, 8), "sites": (1_926, 4), "plan": (3_222, 10), "kernels": (1_232, 10), "store": (1_652, 7),
     "runtime": (2_257, 7), "engines": (3_899, 12), "engines/vllm": (7_234, 22), "trace": (2_426, 5),
-    "studies": (10_467, 27), "plots": (1_368, 5), "serve": (3_601, 13), "cli": (1_302, 4), "": (3_956, 12),
+    "studies": (10_467, 27), "plots": (1_368, 5), "serve": (3_601, 13), "cli": (1_302, 4), "": (3_959, 12),
 }  # fmt: skip
 
 

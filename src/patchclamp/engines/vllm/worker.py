@@ -27,7 +27,7 @@ from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.weights import Shard, read_weight, shard_of
-from patchclamp.errors import EngineError, MissingSource, Packed, pack, unpack
+from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import source_of
@@ -489,7 +489,7 @@ class Attached:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
         (`top_tokens`); None if another worker does."""
         if self._config.lora_config is not None:
-            raise EngineError("there are no lenses beside adapters: start the engine without enable_lora")
+            raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
 
         def fetch(some: list[Wanted]) -> list[Captured]:
             return [*tensors_of(self.runtime.store.find(some))]
