@@ -57,13 +57,13 @@ from patchclamp.errors import (
     UnsupportedSite,
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
-from patchclamp.language import Program, Site, every
+from patchclamp.language import Capture, Program, Site, every
 from patchclamp.language.ops import Scale
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, Rows, Run, activated, pooled_by_run
+from patchclamp.run import Captures, LensResult, Rows, Run, activated, pooled_by_run, read_lenses
 from patchclamp.sites import SiteMap
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
@@ -267,9 +267,15 @@ class LM:
             except PatchclampError as error:
                 raise error.under(f"prompt {i}") if listed else error from None
         if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
+            wanted = Program.of((), capture)
+            for path, op in wanted.ops:
+                if not isinstance(op, Capture):
+                    raise ProgramError(
+                        "grades have rows of sites: read probes and lenses from the runs of lm.run", path
+                    )
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
-                bindings.of(Program.of((), capture), self.engine.run_prefix + _key(), given, 1)
+                bindings.of(wanted, self.engine.run_prefix + _key(), given, 1)
         grades = self.graded(jobs)
         if captures:
             given = messages if prompt is None else prompt
@@ -494,11 +500,11 @@ class LM:
         programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
         if self.engine.keeps_captures_here:
             points = self.sites.points
+            bounds = [request.bound for request in requests if request.bound is not None]
             self._check_memory(sum(
                 len(positions) * (bound.captured_width[i] or points[i].width) * bound.captured_item_bytes[i]
-                for request in requests if (bound := request.bound) is not None
-                for i, positions in bound.captured.items()
-            ) + sum(request.bound.probed_bytes() for request in requests if request.bound is not None))  # fmt: skip
+                for bound in bounds for i, positions in bound.captured.items()
+            ) + sum(bound.private_bytes(self.sites) for bound in bounds))  # fmt: skip
         return _Call(requests, programs, counts, listed, n is not None)
 
     def _check_memory(self, size: int) -> None:
@@ -615,6 +621,12 @@ class LM:
         if overflowed(rows) is not None:
             raise NotFinite(f"{name} has numbers above 65,504, the largest of float16", "capture")
         return Rows(rows if isinstance(rows, np.ndarray) else rows.float().numpy(), run, position), way.pool
+
+    def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
+        """Reads the lenses of many runs in few engine calls, and returns `run.lens` of each."""
+        runs = runs_of(runs)
+        read_lenses(self.engine, runs)
+        return [run.lens for run in runs]
 
     def _sites_of(self, sites: Any) -> list[Site]:
         try:

@@ -30,13 +30,14 @@ import numpy as np
 
 from patchclamp.engines.base import Engine
 from patchclamp.engines.preflight import cache_folder
-from patchclamp.errors import EngineError, ModelError
+from patchclamp.errors import EngineError, ModelError, UnsupportedSite, as_patchclamp_error
 from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
+from patchclamp.language.ops import MAX_TOP, Lens
 from patchclamp.language.site import SITES, unmoved
 from patchclamp.language.values import as_flag
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.sites import SiteRef
+from patchclamp.sites import LENS, SiteRef
 from patchclamp.store.system import write_whole
 from patchclamp.version import __version__
 
@@ -193,6 +194,9 @@ LOUDER = 16.0  # scale of the second edit, for sites where the first moved nothi
 # largest difference of a run's logits alone and in a batch, relative to the largest logit: kernels round differently,
 # and with few bits that may make a router choose another expert
 LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
+
+
+LENS_RTOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of a lens, relative to the spread of the logits
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -403,15 +407,40 @@ def _proof(
     )  # fmt: skip
 
 
+def prove_lens(lm: LM) -> Proof:
+    """Proves the unembedding: a lens of the last stream gives the distribution that the model samples from. `shape` is
+    False if the proof could not be made."""
+    ids = np.linspace(3, lm.model.d_vocab - 1, LENGTH).astype(int).tolist()
+    last, top = Site("resid_post", -1), min(MAX_TOP, lm.model.d_vocab)
+    try:
+        run = lm.run(ids, max_tokens=1, capture=[Lens(last, prompt[-1], top), _LOGITS])
+        read, logits_V = run.lens[last], np.asarray(run["logits"])[-1].astype(np.float64)
+    except Exception as error:  # modules of another form may raise anything
+        is_refused, note = isinstance(error, UnsupportedSite), as_patchclamp_error(error).message
+        return Proof(LENS, None, lm.model.d_vocab, "", is_refused, False, False, note)
+    logprobs_V = logits_V - logits_V.max()
+    logprobs_V -= np.log(np.exp(logprobs_V).sum())
+    best = np.sort(logprobs_V)[::-1][:top]
+    gap = max(float(np.abs(read.logprobs[0] - expected).max()) for expected in (best, logprobs_V[read.ids[0]]))
+    spread = float(np.ptp(logits_V[np.isfinite(logits_V)]))
+    holds = gap <= LENS_RTOL.get(lm.model.dtype, max(LENS_RTOL.values())) * spread
+    note = "" if holds else (
+        f"what its last norm and unembedding make of its last stream is {gap:.2g} off its own log-probabilities"
+    )  # fmt: skip
+    return Proof(LENS, None, lm.model.d_vocab, "", True, holds, holds, note)
+
+
 def ensure_proved(lm: LM) -> list[Proof]:
-    """The proofs of an `LM`, from the cache or computed now. Removes failed sites from its site map."""
+    """The proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from its site map."""
     path = cache_folder() / "proofs" / f"{_key(lm)}.json"
     try:
         proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
     except (OSError, msgspec.DecodeError):
-        proofs = prove(lm)
-        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help
-        if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
+        sites, lens = prove(lm), prove_lens(lm)
+        proofs = [*sites, lens]
+        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help;
+        # and of the lens, unless an error of another kind ended its proof
+        if (all(proof.holds for proof in sites) or not lm.sites.family.tabled) and lens.shape:
             with contextlib.suppress(OSError):
                 write_whole(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import html
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
+from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request, TopTokens
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp
+from patchclamp.language.ops import Lens
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, read_tokens
@@ -24,11 +25,13 @@ from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.tensors import PROBE, cast, merged, overflowed
 
 if TYPE_CHECKING:
+    import pandas
     import torch
 
 MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures at the first read, up to this size
 VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
 MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
+LENS_ROWS = 1 << 13  # unembedded in one call of the engine, so that steps of requests run between two
 NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -114,6 +117,7 @@ class Run:
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
+        self._lenses: dict[tuple[int, int], TopTokens] = {}
         self._equal = NO_POSITIONS, NO_POSITIONS  # the (expected, received) positions last found equal
         self._release: weakref.finalize[..., Run] | None = None
         captures = any(op.kind == CAPTURE for op in self._ops)
@@ -370,6 +374,39 @@ class Run:
         op = self.program.probes[name]
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
         return stacked(scores) if is_stacked(op.at) else scores[0]
+
+    @functools.cached_property
+    def lens(self) -> Mapping[Site | str, LensResult]:
+        """The likeliest tokens that its lenses read, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
+        `run.lens[pc.resid_post]`. Where two lenses read a site, the later one; the key "edits[0]" means that one. They
+        are computed at the first read; `lm.lens(runs)` reads those of many runs together."""
+        return _Lenses(self)
+
+    @functools.cached_property
+    def _lens_ops(self) -> dict[str, int]:
+        """The number under which each lens' rows are stored, by its path."""
+        return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
+                if isinstance(op.action, Keep) and op.action.lens}  # fmt: skip
+
+    def unread_lenses(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The points and ops of lenses that are still to be read, with their `top` and their number of rows."""
+        lenses: dict[tuple[int, int], tuple[int, int]] = {}
+        for path, number in self._lens_ops.items() if self.error is None else ():
+            op, points = self._op(path), self._stored_op(number).points
+            assert isinstance(op, Lens)
+            rows = len(self._expected(points[0], number))
+            lenses |= {key: (op.top, rows) for point in points if (key := (point, number)) not in self._lenses}
+        return lenses
+
+    def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
+        """Stores the results of lenses, by point and op, at the positions that were selected."""
+        for (point, number), (positions, ids, logprobs) in read.items():
+            count, expected = len(self._computed(positions)), self._expected(point, number)
+            if not np.array_equal(positions[:count], expected):
+                raise PatchclampError(f"{len(expected)} positions were asked for and {count} were captured")
+            _, selected = self._selected(number, expected)
+            kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
+            self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def close(self) -> None:
         """Frees the captures now."""
@@ -649,8 +686,9 @@ class Run:
     @functools.cached_property
     def captured_bytes(self) -> int:
         """The approximate size of all captured rows as fp32, in bytes."""
-        probed = self._bound.probed_bytes(self.positions_computed) if self._bound is not None else 0
-        return sum(map(self.bytes_at, self._captured)) + probed
+        bound, computed = self._bound, self.positions_computed
+        private = 0 if bound is None else bound.private_bytes(self._sites, computed)
+        return sum(map(self.bytes_at, self._captured)) + private
 
     def bytes_at(self, point: int) -> int:
         """The approximate size of one point's captured rows as fp32, in bytes."""
@@ -676,6 +714,7 @@ class Run:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
         captured = f", captured {self._summary()}" if self.has_captures else ""
+        captured += f", a lens of {len(self.lens)} sites" if self._lens_ops else ""
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {text!r}{captured}>"
 
     def _summary(self) -> str:
@@ -744,6 +783,113 @@ class _Probes(Mapping[str, "torch.Tensor"]):
 
     def __repr__(self) -> str:
         return f"<probes: {', '.join(self) or 'none'}>"
+
+
+class LensResult(NamedTuple):
+    """The likeliest tokens at a site, best first.
+
+    layers: those of the first axis, where the site has several; else ()
+    positions: of the tokens whose rows were read
+    ids, logprobs: token ids, int32, and log-probabilities, fp32: [T, top], or [L, T, top] for several layers
+    token_strings: returns the texts of ids
+    """
+
+    site: str
+    layers: tuple[int, ...]
+    positions: list[int]
+    ids: np.ndarray
+    logprobs: np.ndarray
+    token_strings: Callable[[list[int]], list[str]]
+
+    @property
+    def tokens(self) -> list[Any]:
+        """The texts of the ids, in nested lists of the same shape."""
+        known, which = np.unique(self.ids, return_inverse=True)
+        return np.array(self.token_strings(known.tolist()), object)[which.reshape(self.ids.shape)].tolist()
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per layer, position and rank: the token, its id, and its log-probability."""
+        import pandas
+
+        number, which, rank = np.indices((len(self.layers) or 1, *self.ids.shape[-2:])).reshape(3, -1)
+        texts = np.array(self.tokens, object).ravel()
+        layers = {"layer": np.array(self.layers)[number]} if self.layers else {}
+        return pandas.DataFrame({
+            **layers, "position": np.array(self.positions, np.int64)[which], "rank": rank, "token": texts,
+            "token_id": self.ids.ravel(), "logprob": self.logprobs.ravel(),
+        })  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<LensResult {self.site} {list(self.ids.shape)}>"
+
+
+class _Lenses(Mapping["Site | str", LensResult]):
+    """`run.lens`; results are computed when they are asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, sites = run, run._sites
+        self._refs = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
+                      for ref in sites.resolve(run._op(path).at)}  # fmt: skip
+        self._number = dict(self._refs.values())  # of the last lens, by point
+
+    def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
+        """A site, its layers that were read, and the point and op of each; no layers if some were not."""
+        run = self._run
+        if isinstance(site, str) and site in run._lens_ops:
+            at = run._op(site).at
+            refs = run._sites.resolve(at)
+            return at, refs, [(ref.point, run._lens_ops[site]) for ref in refs]
+        at = parse_site(site)
+        every = run._sites.resolve(at)
+        refs = [ref for ref in every if ref.point in self._number]
+        refs = refs if at.layers is None or len(refs) == len(every) else []
+        return at, refs, [(ref.point, self._number[ref.point]) for ref in refs]
+
+    def __getitem__(self, site: Site | str) -> LensResult:
+        run = self._run
+        run.answer  # noqa: B018  raises the run's own error
+        at, refs, keys = self._find(site)
+        if not refs:
+            raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self._refs) or 'none'}")
+        read_lenses(run._owner.engine, [run])
+        read = [run._lenses[key] for key in keys]
+        positions, first, _ = read[0]
+        if any(not np.array_equal(positions, at) or ids.shape != first.shape for at, ids, _ in read[1:]):
+            raise ProgramError(f"{site}: its layers were read at other positions, or with another top; read one layer")
+        ids, logprobs = (np.stack([each[i] for each in read]) for i in (1, 2))
+        ids, logprobs = (ids, logprobs) if is_stacked(at) else (ids[0], logprobs[0])
+        layers = tuple(ref.layer for ref in refs if ref.layer is not None) if is_stacked(at) else ()
+        strings = run._owner.engine.tokenizer.token_strings
+        return LensResult(str(at), layers, positions.tolist(), ids, logprobs, strings)
+
+    def __contains__(self, site: object) -> bool:
+        return isinstance(site, (str, Site)) and bool(self._find(site)[1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __repr__(self) -> str:
+        return f"<lens: {', '.join(self._refs) or 'none'}>"
+
+
+def read_lenses(engine: Engine, runs: Iterable[Run]) -> None:
+    """Compute the unread lenses of runs, in few calls of the engine. Raises `MissingSource` for a closed run."""
+    by_top: dict[int, list[tuple[Run, tuple[int, int], int]]] = {}
+    for run in runs:
+        for key, (top, rows) in run.unread_lenses().items():
+            if run.closed:
+                raise MissingSource(f"run {run.key} was closed before its lenses were read")
+            by_top.setdefault(top, []).append((run, key, rows))
+    for top, lenses in by_top.items():
+        ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
+        for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
+            some = [lenses[i] for i in part]
+            found = engine.lens_many([(run.key, *key) for run, key, _ in some], top)
+            for (run, key, _), tokens in zip(some, found, strict=True):
+                run.take_lenses({key: tokens})
 
 
 def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -> torch.Tensor | np.ndarray:

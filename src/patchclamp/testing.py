@@ -29,6 +29,8 @@ from patchclamp.engines.base import (
     Part,
     Request,
     Tokenizer,
+    TopTokens,
+    Wanted,
     check_sampling,
     only_uniform,
     settle,
@@ -196,6 +198,17 @@ class FakeEngine(Engine):
         width = len(row_of[positions[0]]) if positions else self.sites.points[point].width
         rows = np.array([row_of[p] for p in positions], np.float32)
         return np.array(positions, np.int64), rows.reshape(-1, width)
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        found: list[TopTokens] = []
+        for each in wanted:
+            positions, rows_ND = self.fetch(*each)
+            logits_NV = self._net.unembed(_norm(rows_ND))
+            logits_NV = logits_NV - logits_NV.max(axis=-1, keepdims=True)
+            logprobs_NV = logits_NV - np.log(np.exp(logits_NV).sum(axis=-1, keepdims=True))
+            ids = np.argsort(-logprobs_NV, axis=-1, kind="stable")[:, :top]
+            found.append((positions, ids.astype(np.int32), np.take_along_axis(logprobs_NV, ids, -1)))
+        return found
 
     def release(self, runs: list[str]) -> None:
         for run in runs:
@@ -509,9 +522,13 @@ class _Net:
         tap("stream_end", None, h_RD)
         h_RD = _norm(h_RD)
         tap("final_norm", None, h_RD)
-        logits_NV = _times(h_RD[np.cumsum(counts) - 1], self._unembedding_DV)
+        logits_NV = self.unembed(h_RD[np.cumsum(counts) - 1])
         tap("logits", None, logits_NV)
         return logits_NV
+
+    def unembed(self, h_RD: np.ndarray) -> np.ndarray:
+        """Return the logits [R, V] of normed rows."""
+        return _times(h_RD, self._unembedding_DV)
 
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_ActiveRequest, int]], tap: Tap

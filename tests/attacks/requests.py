@@ -134,6 +134,11 @@ ENGINE: tuple[tuple[str, object], ...] = (  # routes of our client, and what is 
     ("fetch", {"wanted": [["OWNER-a-b", 0, 1 << 62]]}),
     ("fetch", {"wanted": [["OWNER-a-b", 0, -7]]}),
     ("fetch", {"wanted": []}),
+    *(("lens", {"wanted": [[run, point, op]] * many, "top": top}) for run, point, op, many, top in (
+        ("nobody", 0, None, 1, 5), ("OWNER-a-b", 0, None, 1, 5), ("OWNER-a-b", 0, None, 0, 5), ("OWNER-a-b", -1, None, 1, 5),
+        ("OWNER-a-b", 1 << 62, None, 1, 5), ("OWNER-a-b", 0, 1 << 62, 1, 5), ("OWNER-a-b", 0, None, 1, 0),
+        ("OWNER-a-b", 0, None, 1, 1 << 40), ("OWNER-a-b", 0, None, 5000, 128),
+    )),
     ("free", {"session": "../..", "release": ["nobody"]}),
     ("free", {"session": "x" * 100_000}),
     ("sampling", {"temperature": float("nan")}),

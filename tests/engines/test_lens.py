@@ -25,6 +25,7 @@ from patchclamp.studies.study import Reporter
 from ..models import of_family, with_words
 from ..reference import readouts
 from ..reference.hooks import PlainModel
+from .conftest import CHUNKED, PROMPTS
 
 PROMPT = "The Eiffel Tower is located in the city of"
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
@@ -489,3 +490,83 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
     failed = CliRunner().invoke(app, ["lens", worded, "--prompt", "w5", "--png", "a.pgn"])
     assert failed.exit_code == 2
     assert "no picture format 'pgn'" in failed.output
+
+
+LENSES = [pc.Lens(pc.resid_post[1::3], top=5), pc.Lens(pc.mlp_out[4], pc.generated, top=1),
+          pc.Lens(pc.resid_mid[6], pc.prompt[-1] | pc.token(198), top=128)]  # fmt: skip
+MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {}),
+         "a process of its own": ("vllm", {"multiprocess_mode": True})}  # fmt: skip
+
+
+class TestLensReadout:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_it_equals_logit_lens(self, shallow, mode):
+        """At the prompt's tokens and at generated ones, alone and in a batch, with a cold and with a warm cache."""
+        engine, options = MODES[mode]
+        lm = shallow.get(engine, "float32", **options)
+        prompts = [*PROMPTS, [5]]
+        for _ in range(2):
+            runs = lm.run(prompts, max_tokens=4, capture=LENSES)
+            lm.lens(runs)
+            for run in runs:
+                whole = [*run.prompt_token_ids, *run.token_ids[:-1]]
+                for at, op in (("resid_post", 0), ("mlp_out", 1), ("resid_mid", 2)):
+                    read = run.lens[f"capture[{op}]"]
+                    expected = logit_lens(lm, whole, site=at, layers=LENSES[op].at.layers, top=LENSES[op].top,
+                                          positions=read.positions)  # fmt: skip
+                    ids, logprobs = (each.reshape(expected.top_ids.shape) for each in (read.ids, read.logprobs))
+                    assert np.abs(logprobs - np.log(expected.top_probs)).max() < 1e-4
+                    differing = ids != expected.top_ids
+                    assert differing.mean() < 0.01  # two that tie within rounding
+                assert run.lens["resid_post[4]"].positions == list(range(len(whole)))
+                assert run.lens["mlp_out[4]"].positions == list(range(len(run.prompt_token_ids), len(whole)))
+
+    def test_what_leaves_the_worker_is_read_in_one_call(self, shallow, monkeypatch):
+        lm = shallow.get("vllm", "float32")
+        calls, stock = [], lm.engine._ask
+        monkeypatch.setattr(lm.engine, "_ask", lambda verb, *args: calls.append(verb) or stock(verb, *args))
+        runs = lm.run(
+            [list(range(5, 5 + n)) for n in range(1, 25)], max_tokens=1, capture=pc.Lens(pc.resid_post @ pc.prompt[-1])
+        )
+        lenses = lm.lens(runs)
+        assert [each[pc.resid_post].ids.shape for each in lenses] == [(8, 1, 5)] * 24
+        assert (calls.count("lens"), calls.count("fetch")) == (1, 0)
+
+    @both_engines
+    def test_samples_of_a_prompt_have_lenses_of_their_own(self, shallow, engine):
+        lm = shallow.get(engine, "float32")
+        lens = pc.Lens(pc.resid_post[7], top=3)
+        runs = lm.run(PROMPTS[0], n=3, temperature=1.5, sampling={"seed": 3}, max_tokens=5, capture=lens)
+        assert len({tuple(run.token_ids) for run in runs}) > 1
+        for run in runs:
+            whole = lm.run([*run.prompt_token_ids, *run.token_ids[:-1]], max_tokens=1, capture=lens)
+            assert np.abs(run.lens["resid_post[7]"].logprobs - whole.lens["resid_post[7]"].logprobs).max() < 1e-3
+
+    @both_engines
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_the_last_layer_gives_the_distribution_that_is_sampled_from(self, shallow, engine, dtype):
+        lm = shallow.get(engine, dtype)
+        run = lm.run(PROMPTS[1], max_tokens=6, logprobs=4, edits=pc.Scale(1.1, at=pc.resid_post[3]),
+                     capture=pc.Lens(pc.resid_post[-1], pc.prompt[-1] | pc.generated, top=4))  # fmt: skip
+        read, gap = run.lens[pc.resid_post[-1]], 1e-4 if dtype == "float32" else 0.05
+        assert len(read.positions) == len(run.top_logprobs) == 6
+        for logprobs, tops in zip(read.logprobs, run.top_logprobs, strict=True):
+            assert np.abs(logprobs - sorted(tops.values(), reverse=True)[:4]).max() < gap
+
+    @pytest.mark.parametrize("compiled", [True])
+    def test_compiled_code_reads_the_same(self, shallow, compiled):
+        eager, lm = shallow.get("vllm", "float32"), shallow.get("vllm", "float32", compiled=compiled)
+        reads = [one.run(PROMPTS[2], max_tokens=3, capture=LENSES[0]).lens[pc.resid_post] for one in (eager, lm)]
+        assert np.abs(reads[0].logprobs - reads[1].logprobs).max() < 1e-3
+
+    def test_runs_that_share_a_trunk_have_the_rows_before_it(self, shallow):
+        """On Transformers, runs of one prompt are computed from where their programs differ."""
+        lm, prompt = shallow.get("transformers", "float32"), list(range(5, 45))
+        lens = [pc.Lens(pc.resid_post[[1, 6]] @ pc.prompt[-2:], top=4), pc.Lens(pc.resid_post[7])]
+        edits = [[pc.Scale(0.5 + i, at=pc.mlp_out[5], tokens=pc.prompt[-1])] for i in range(12)]
+        runs = lm.run([prompt] * 12, max_tokens=1, edits=edits, capture=lens)
+        with lm.engine.computing_whole():
+            whole = lm.run([prompt] * 12, max_tokens=1, edits=edits, capture=lens)
+        for one, other in zip(lm.lens(runs), lm.lens(whole), strict=True):
+            for path in ("capture[0]", "capture[1]"):
+                assert np.abs(one[path].logprobs - other[path].logprobs).max() < 1e-4

@@ -74,6 +74,9 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         found |= {f"{i} {name}[{n}]": run[f"{name}[{n}]"] for name in LAYERED for n in range(LAYERS)}
         found |= {f"{i} {name}": run[name] for name in SINGLE} | {f"{i} plain": torch.tensor(run.logprobs)}
     size = lm.engine.status()["captured_bytes"]
+    lenses = lm.run([SHORT, LONG], max_tokens=4, capture=[pc.Lens(pc.resid_post, top=3), pc.Lens(pc.mlp_out[1], top=1)])
+    found |= {f"{i} lens": torch.tensor(run.lens[pc.resid_post].logprobs) for i, run in enumerate(lenses)}
+    found |= {f"{i} lens of mlp_out": torch.tensor(run.lens["mlp_out[1]"].logprobs) for i, run in enumerate(lenses)}
     for layer in range(LAYERS):
         edited = lm.run(
             [SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)], logprobs=True

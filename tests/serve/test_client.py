@@ -60,6 +60,13 @@ CASES = {
             pc.Capture(pc.resid_post, pool="max"),
         ]
     ),
+    "lenses": dict(
+        capture=[
+            pc.Lens(pc.resid_post, top=3),
+            pc.Lens(pc.mlp_out[3], pc.token(198) | pc.generated, top=128),
+            pc.Capture(pc.resid_post[3], dtype="bfloat16"),
+        ]
+    ),
     "noise": dict(edits=[pc.Noise(0.5, at=pc.resid_post[1], seed=3, relative=True)], capture=[pc.final_norm]),
     "by id": dict(edits=[pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198))], capture=[pc.embed @ pc.token(198)]),
     "sampled": dict(sampling={"n": 3, "temperature": 1.0, "seed": 11}, edits=[pc.Scale(0.5, at=pc.attn_out[1])]),
@@ -87,6 +94,11 @@ def check_same(a: pc.Run, b: pc.Run) -> None:
     for name in a.probes:
         assert a.probe_positions(name) == b.probe_positions(name)
         assert torch.equal(a.probes[name], b.probes[name])
+    assert list(a.lens) == list(b.lens)
+    for site, read in a.lens.items():
+        other = b.lens[site]
+        assert (read.positions, read.tokens) == (other.positions, other.tokens)
+        assert np.array_equal(read.logprobs, other.logprobs)
     for site in a.sites:
         assert a.positions(site) == b.positions(site)
         assert a[site].dtype == b[site].dtype

@@ -81,6 +81,23 @@ PROBES = [
 ]
 
 
+LENSES = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.attn_out[4], pc.prompt[-1], top=1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lenses_are_tokens_in_the_answer(server, local, stream):
+    run = local.run(PROMPT, max_tokens=6, capture=LENSES)
+    response = complete(server, program(capture=LENSES), stream=stream)
+    [told] = (list(response)[-1] if stream else response).model_extra["patchclamp"]["runs"]
+    assert list(told["lens"]) == list(run.lens) == ["resid_post[1]", "resid_post[2]", "attn_out[4]"]
+    assert "captures" not in told
+    for site, read in run.lens.items():
+        assert told["lens"][site]["positions"] == read.positions
+        assert told["lens"][site]["ids"] == read.ids.tolist()
+        assert told["lens"][site]["tokens"] == read.tokens
+        assert np.array_equal(np.float32(told["lens"][site]["logprobs"]), read.logprobs)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_probes_are_numbers_in_the_answer_and_tensors_in_the_file(server, local, stream):
     run = local.run(PROMPT, max_tokens=6, capture=PROBES)

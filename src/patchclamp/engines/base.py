@@ -392,6 +392,26 @@ MAX_SCORES = 128  # graded token ids per run, and top tokens per position: the l
 Wanted = tuple[str, int, int | None]  # a run, a point, and an op's index in the bound program, or None for all ops
 Window = tuple[str, int, int | None, int, int]  # a `Wanted`, and the rows begin … end−1
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
+TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, top] int32, log-probabilities fp32
+
+
+def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
+    """Split the likeliest tokens of all rows by the captures that these are of."""
+    ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
+    return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
+
+
+class PackedTokens(msgspec.Struct, array_like=True):
+    """`TopTokens` of captures as bytes: positions int64, and of all rows the ids int32, log-probabilities fp32."""
+
+    positions: list[bytes]
+    ids: bytes
+    logprobs: bytes
+
+    def read(self, top: int) -> list[TopTokens]:
+        ids, logprobs = np.frombuffer(self.ids, np.int32), np.frombuffer(self.logprobs, np.float32)
+        positions = [np.frombuffer(each, np.int64) for each in self.positions]
+        return by_capture(positions, ids.reshape(-1, top), logprobs.reshape(-1, top))
 
 
 class Engine(Protocol):
@@ -457,6 +477,11 @@ class Engine(Protocol):
             [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
         )
         return run, np.concatenate([positions for positions, _ in captured]), rows
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after the model's own final
+        norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
+        raise EngineError(f"the {self.model.engine} engine has no lens")
 
     def release(self, runs: list[str]) -> None:
         """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call

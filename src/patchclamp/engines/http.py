@@ -25,8 +25,10 @@ from patchclamp.engines.base import (
     Captured,
     Engine,
     Expanded,
+    PackedTokens,
     Part,
     Request,
+    TopTokens,
     Wanted,
     carry,
     receipt_of,
@@ -46,7 +48,7 @@ TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
 
 
-LARGE = ("fetch", "weight")  # routes whose response may take long
+LARGE = ("fetch", "lens", "weight")  # routes whose response may take long
 
 
 class HttpEngine(Engine):
@@ -116,6 +118,10 @@ class HttpEngine(Engine):
             return file.captured()
 
         return self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True, take=take))
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        data = self._wait(self._ask("POST", "lens", wire.LensWanted(wanted, top), again=True))
+        return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
 
     @property
     def batch_refusal(self) -> str:

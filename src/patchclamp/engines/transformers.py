@@ -29,11 +29,15 @@ from patchclamp.engines.base import (
     Model,
     Request,
     Tokenizer,
+    TopTokens,
+    Wanted,
+    by_capture,
     only_uniform,
     settle,
     settle_if_failed,
 )
 from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
+from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -262,6 +266,9 @@ class TransformersEngine(Engine):
         positions, rows = fetched.result()
         return positions, rows.cpu()
 
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        return self._call(self._lens, wanted, top).result()
+
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not take a lock
         self._released.extend(runs)
@@ -335,6 +342,19 @@ class TransformersEngine(Engine):
                     fetched.set_result(self.runtime.fetch(*wanted))
             except Exception as error:
                 fetched.set_exception(error)
+
+    def _lens(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        net, sizes = self._net, self.sites.sizes
+        norm, head = LastNorm.of(net, self.sites, "transformers"), net.get_output_embeddings()
+
+        def unembed(rows_ND: torch.Tensor) -> torch.Tensor:
+            logits_NV = head(norm(rows_ND.to(self.device), net.dtype)) * sizes.logit_factor
+            return logits_NV if sizes.logit_cap is None else sizes.logit_cap * (logits_NV / sizes.logit_cap).tanh()
+
+        captured = [self.runtime.fetch(*each) for each in wanted]
+        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites)
+        assert found is not None
+        return by_capture([positions for positions, _ in captured], *found)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         """Serve a batch. A program without room is an error, except in a batch formed by a cut: there it waits for the

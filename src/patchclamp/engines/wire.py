@@ -7,6 +7,7 @@
     POST grade       `WireJobs`; returns frames of `GradedPart`, until each program and prompt is graded. Closing the
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
+    POST lens        `LensWanted`; returns `base.PackedTokens`
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
                      client is considered dead unless it reconnects at once
@@ -34,7 +35,7 @@ from patchclamp.errors import EngineError, Packed, pack, unpack
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 4  # the protocol version; client and server must have the same
+WIRE = 5  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -110,6 +111,11 @@ class WireJobs(msgspec.Struct):
 
 class Fetch(msgspec.Struct):
     wanted: list[Wanted]
+
+
+class LensWanted(msgspec.Struct):
+    wanted: list[Wanted]
+    top: int
 
 
 class Free(msgspec.Struct):

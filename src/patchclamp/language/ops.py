@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
 from patchclamp.language.conditions import Condition, Output, check_condition
 from patchclamp.language.probes import linear_model, read_probe, write_probe
-from patchclamp.language.site import At, Site, parse_edited_site, parse_site
+from patchclamp.language.site import SITES, At, Site, parse_edited_site, parse_site
 from patchclamp.language.tokens import Tokens, as_integer, every, parse_tokens
 from patchclamp.language.values import (
     Converted,
@@ -49,10 +49,12 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When", "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When",
+    "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
+MAX_TOP = 128  # likeliest tokens of a lens
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
@@ -100,6 +102,13 @@ def as_conditional_edits(value: Op | Iterable[Op]) -> tuple[Op, ...]:
     if not edits:
         raise ProgramError("expected at least one edit")
     return edits
+
+
+def as_top(value: int) -> int:
+    top = as_integer(value)
+    if not 1 <= top <= MAX_TOP:
+        raise ProgramError(f"expected a number of tokens from 1 to {MAX_TOP}, got {top}")
+    return top
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,6 +261,33 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
             raise ProgramError(f"the weight is {self.weight.name!r} in a bank: save its numbers", "weight")
         bias = None if self.bias is None else self.bias.array()
         write_probe(path, self.weight.rows(), bias, self.activation)
+
+
+class Lens(Readout, frozen=True, forbid_unknown_fields=True):
+    """The logit lens: the `top` likeliest tokens, and their log-probabilities, if the model stopped at a selected row.
+
+    The row goes through the model's own final norm and unembedding, where the model runs, when `run.lens[site]` is
+    read; log-probabilities are computed in fp32. The site must be as wide as the stream and have one row per layer. A
+    site may have several lenses, and be captured as well.
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong).
+    """
+
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    top: int = field(converter=as_top, default=5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lens_site(self.at)
+
+
+def check_lens_site(at: Site) -> None:
+    """Raise `UnsupportedSite` for a site that a lens does not read."""
+    spec = SITES[at.name]
+    if not spec.layered or spec.width != "D" or at.index is not None:
+        wide = ", ".join(name for name, spec in SITES.items() if spec.layered and spec.width == "D")
+        raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, one row per layer: {wide}", "at")
 
 
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):

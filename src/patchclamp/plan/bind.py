@@ -66,7 +66,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import record_count
-from patchclamp.sites import Point, SiteMap, SiteRef
+from patchclamp.sites import LENS, Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
@@ -94,6 +94,10 @@ class Context(Protocol):
 
     def points(self) -> list[tuple[str, int | None]]:
         """Kind and layer of each point."""
+        ...
+
+    def check_top(self, top: int) -> None:
+        """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens."""
         ...
 
     def code(self, op: ops.Apply) -> int:
@@ -136,6 +140,12 @@ def _probe(op: ops.Probe, context: Context) -> Lowered:
     if op.bias is not None and op.bias.shape != (len(matrix.rows()),):
         raise ShapeError(f"expected [{len(matrix.rows())}] numbers, got {list(op.bias.shape)}", "bias")
     return Lowered(Keep(0, context.conditional, context.put(matrix), len(matrix.rows()), pool, op.name))
+
+
+@lower.register
+def _lens(op: ops.Lens, context: Context) -> Lowered:
+    context.check_top(op.top)
+    return Lowered(Keep(0, context.conditional, lens=True))
 
 
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
@@ -604,6 +614,12 @@ class _OpBinder:
 
     def points(self) -> list[tuple[str, int | None]]:
         return [(point.kind, point.layer) for point in (self._sites.points[ref.point] for ref in self._refs)]
+
+    def check_top(self, top: int) -> None:
+        if why := self._sites.withdrawn.get(LENS):
+            raise UnsupportedSite(f"this model has no lens: {why}")
+        if top > self._sites.d_vocab:
+            raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {top}", "top")
 
     def code(self, op: Apply) -> int:
         return self._binder.number_code(self._path, op, {ref.point: str(ref) for ref in self._refs})

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
+from patchclamp.sites import SiteMap
 from patchclamp.store.tensors import PROBE
 
 CAPTURE = 0  # record the row
@@ -54,6 +55,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
     probe: the name of the probe that its products are for; "" if they are the site's
+    lens: True if its rows are for a lens, and not the site's
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -63,6 +65,12 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     products: int = 0
     pool: int = 0
     probe: str = ""
+    lens: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        """True if its rows are not those of the site."""
+        return self.lens or bool(self.probe)
 
 
 class Linear(msgspec.Struct, frozen=True, array_like=True, tag=LINEAR):
@@ -249,11 +257,12 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         keeps = [(op.action, op.points) for op in self.ops if captures_site(op)]
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
-    def probed_bytes(self, computed: int | None = None) -> int:
-        """The bytes of all probes' products in the first `computed` positions; None: in all, up to `max_tokens`."""
+    def private_bytes(self, sites: SiteMap, computed: int | None = None) -> int:
+        """The bytes of all rows of probes and lenses in the first `computed` positions; None: in all, up to
+        `max_tokens`."""
         return sum(
-            4 * op.action.products * len(op.points) * max(min(stop, computed or stop) - start, 0)
-            for op in self.ops if isinstance(op.action, Keep) and op.action.probe
+            4 * (op.action.products or sites.d_model) * len(op.points) * max(min(stop, computed or stop) - start, 0)
+            for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
             for start, stop, *_ in op.ranges
         )  # fmt: skip
 
@@ -284,7 +293,7 @@ def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raise `ProgramError` if one point is captured in two ways, since all rows of a point in a run have one width.
-    Probes are not concerned: each has rows of its own.
+    Probes and lenses are not concerned: each has rows of its own.
 
     label: returns the name of a point
     """
@@ -336,8 +345,8 @@ def pack_columns(columns: tuple[int, int]) -> int:
 
 
 def captures_site(op: BoundOp) -> bool:
-    """True if an op captures rows of its site, which a probe does not."""
-    return isinstance(op.action, Keep) and not op.action.probe
+    """True if an op captures rows of its site, which probes and lenses do not."""
+    return isinstance(op.action, Keep) and not op.action.is_private
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:

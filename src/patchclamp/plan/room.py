@@ -69,7 +69,7 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
     }
     width = bound.captured_width
     of_sites = sum(4 * rows[id(at)] * (width[i] or sites.points[i].width) for i, at in bound.captured.items())
-    return of_sites + bound.probed_bytes(computed)
+    return of_sites + bound.private_bytes(sites, computed)
 
 
 def resident_name(key: str, sharded: bool) -> str:

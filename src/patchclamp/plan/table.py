@@ -444,7 +444,7 @@ def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], address
 def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses: Several, ordinal: int) -> None:
     matrices = [known[a.matrix][0] if a.matrix else 0 for a, known in zip(actions, addresses, strict=True)]
     fields["dtype"] = _column([action.dtype for action in actions])
-    fields["region"] = _column([ordinal + (PROBE if action.probe else 0) for action in actions])
+    fields["region"] = _column([ordinal + (PROBE if action.is_private else 0) for action in actions])
     fields["products"], fields["matrix"] = _column([action.products for action in actions]), _column(matrices)
 
 

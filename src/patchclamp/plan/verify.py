@@ -265,6 +265,9 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     if action.probe:
         _need(action.probe not in frame.decided.probes, f"two probes named {action.probe!r}")
         frame.decided.probes[action.probe] = op
+    if action.lens:
+        _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
+        _need(all(frame.sites.lens_reads(point) for point in op.points), "a lens of a point not as wide as the stream")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, Part, decode, receipt_of
+from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, PackedTokens, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
 from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.engines.weights import checked_layers
@@ -30,11 +30,13 @@ from patchclamp.errors import (
     as_patchclamp_error,
     pack,
 )
+from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.tokens import Tokens
 from patchclamp.plan.bound import BoundProgram, run_key, source_of
 from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify, verify_cells
+from patchclamp.run import LENS_ROWS
 from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
 from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
@@ -126,6 +128,29 @@ async def fetch(request: Request) -> Response:
             raise ProgramError(f"there is no point {point}", "wanted")
     file = await numbered_file(front.engine, wanted)
     return await answer(file, front.engine.fetch_windows, lambda error: front.failed(error, owner))
+
+
+@router.post("/lens")
+async def lens(request: Request) -> Response:
+    """Returns the likeliest tokens of captured rows, as msgpack."""
+    front, owner = caller(request)
+    asked = await _read(request, wire.LensWanted)
+    engine, sites = front.engine, front.engine.sites
+    if not 1 <= asked.top <= min(MAX_TOP, sites.d_vocab):
+        raise ProgramError(
+            f"expected a number of tokens from 1 to {min(MAX_TOP, sites.d_vocab)}, got {asked.top}", "top"
+        )
+    for name, point, _ in asked.wanted:
+        _check_owned(owner, name)
+        if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
+            raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
+    rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
+    if not asked.wanted or rows > LENS_ROWS + most:  # a step of all requests waits for them
+        raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
+    positions, ids, logprobs = zip(*await engine.lens(asked.wanted, asked.top), strict=True)
+    parts = (np.concatenate(arrays).tobytes() for arrays in (ids, logprobs))
+    found = PackedTokens([each.tobytes() for each in positions], *parts)
+    return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")
 
 
 @router.post("/free")

@@ -271,6 +271,8 @@ class ProgramCall:
             }
         if run.probes:
             answer["probes"] = await asyncio.to_thread(probe_answers, run)
+        if run.lens:
+            answer["lens"] = await asyncio.to_thread(lens_answers, run)
         if run.has_captures:
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
@@ -289,6 +291,15 @@ def probe_answers(run: Run) -> dict[str, Any]:
         name: {"positions": run.probe_positions(name), "scores": _finite(run.probes[name].tolist())}
         for name in run.probes
     }
+
+
+def lens_answers(run: Run) -> dict[str, Any]:
+    """The results of a run's lenses as JSON, by site."""
+    return {
+        str(site): {"positions": read.positions, "ids": read.ids.tolist(), "tokens": read.tokens,
+                    "logprobs": _finite(read.logprobs.tolist())}
+        for site, read in run.lens.items()
+    }  # fmt: skip
 
 
 def _finite(numbers: Any) -> Any:

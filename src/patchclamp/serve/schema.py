@@ -284,7 +284,7 @@ PatchclampRequest: type[Closed] = create_model(
     __base__=Closed,
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
     edits=(_list_of(ANY_OP), []),
-    capture=(_list_of(OP_MODELS["capture"] | OP_MODELS["probe"] | SiteText), []),
+    capture=(_list_of(OP_MODELS["capture"] | OP_MODELS["probe"] | OP_MODELS["lens"] | SiteText), []),
     run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
     keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
     tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),
@@ -299,6 +299,15 @@ class ProbeAnswer(BaseModel):
     scores: list[Any] = Field(description="[tokens, k], or [k] if pooled; with several layers, one of these for each")
 
 
+class LensAnswer(BaseModel):
+    """The likeliest tokens that a lens read at a site, best first, for each position."""
+
+    positions: list[int] = Field(description="of the tokens whose rows were read")
+    ids: list[list[int]] = Field(description="[tokens, top]")
+    tokens: list[list[str]] = Field(description="their texts")
+    logprobs: list[list[float | None]] = Field(description="their log-probabilities; null where they are not finite")
+
+
 class RunAnswer(BaseModel):
     """The run of one choice."""
 
@@ -311,6 +320,7 @@ class RunAnswer(BaseModel):
         examples=[{"edits[0]": [[4, 5]]}],
     )  # fmt: skip
     probes: dict[str, ProbeAnswer] | None = Field(None, description="the results of its probes, by name")
+    lens: dict[str, LensAnswer] | None = Field(None, description="what its lenses read, by site")
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 

@@ -60,6 +60,17 @@ class Sizes(msgspec.Struct, frozen=True):
             return 1.0
         return self.factors[scale] if isinstance(scale, str) else scale
 
+    @property
+    def logit_factor(self) -> float:
+        """The number that logits are multiplied by."""
+        factors = self.factors
+        return factors.get("logit_scale", factors.get("lm_head_multiplier", 1.0)) / factors.get("logits_scaling", 1.0)
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c in c · tanh(logits / c). Source: Gemma 2 (arXiv:2408.00118), section 2."""
+        return self.factors.get("final_logit_softcapping")
+
     def parts(self, size: Size) -> tuple[int, int]:
         """The number of heads, neurons or experts in a row, and the width of each."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
@@ -250,6 +261,9 @@ class Shard(NamedTuple):
     keeps: bool
 
 
+LENS = "lens"  # in `SiteMap.withdrawn`, if the unembedding was not proved
+
+
 class SiteMap:
     """The points and site refs of a model, with `tensor_parallel` workers in each of `stages` pipeline stages."""
 
@@ -351,6 +365,11 @@ class SiteMap:
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
+
+    def lens_reads(self, point: int) -> bool:
+        """True if a lens reads a point: layers have one, as wide as the stream."""
+        kind = self.points[point].kind
+        return self.family.points[kind].width == "D" and (self.points[point].layer is not None or kind == "stream_end")
 
     def refs(self) -> list[SiteRef]:
         """The refs of all sites of the model, without second indices."""

@@ -356,13 +356,13 @@ class CaptureStore:
         if not parts:
             none = np.zeros(0, np.int64)
             return none, none, torch.empty(0, self._widths[point])
-        run, position = (np.concatenate([part[i] for part in parts]) for i in range(2))
-        stored = [each for _, _, each in parts]
+        runs_of_rows, positions, stored = zip(*parts, strict=True)
+        run, position = np.concatenate(runs_of_rows), np.concatenate(positions)
         if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
             joined = stored[0]._replace(positions=position, parts=[piece for each in stored for piece in each.parts])
             [(_, rows)] = tensors_of([joined])
         else:
-            rows = torch.cat([rows.float() for _, rows in tensors_of(stored)])
+            rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
         key = run * (1 << 31) + position
         if bool((np.diff(key) > 0).all()):
             return run, position, rows

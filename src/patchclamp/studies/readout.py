@@ -170,13 +170,11 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
         return kept
     size = theirs_1V.shape[1]
     matrix_VD, bias_V = lm.weights("W_U").T[:size], weight_or_none(lm, "b_U")
-    factors = lm.sites.sizes.factors
-    scale = factors.get("logit_scale", factors.get("lm_head_multiplier", 1.0)) / factors.get("logits_scaling", 1.0)
+    sizes = lm.sites.sizes
     candidates = [
-        Unembedding(norm, matrix_VD, None if bias_V is None else bias_V[:size], scale,
-                    factors.get("final_logit_softcapping"))
+        Unembedding(norm, matrix_VD, None if bias_V is None else bias_V[:size], sizes.logit_factor, sizes.logit_cap)
         for norm in possible_norms(lm, "ln_final")
-    ]  # fmt: skip
+    ]
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(

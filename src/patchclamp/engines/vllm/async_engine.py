@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from patchclamp.engines.base import ABORTED, Answer, Captured, Request, Wanted, Window, settle
+from patchclamp.engines.base import ABORTED, Answer, Captured, Request, TopTokens, Wanted, Window, settle
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import clients, configuration
@@ -29,6 +29,7 @@ from patchclamp.engines.vllm.frontend import (
     next_call,
     no_room,
     results_of,
+    top_tokens_of,
     with_rows,
 )
 from patchclamp.engines.weights import join_shards
@@ -81,6 +82,9 @@ class AsyncEngine(VllmFrontEnd):
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         return self._wait(self._fetch("fetch", wanted))
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        return self._wait(self.lens(wanted, top))
 
     def release(self, runs: list[str]) -> None:
         self._soon(lambda: self._release(runs))
@@ -355,6 +359,14 @@ class AsyncEngine(VllmFrontEnd):
             ]
 
         return await self._of_cores(wanted, measure)
+
+    async def lens(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        """Like `lens_many`."""
+
+        async def read(core: int, some: list[Wanted]) -> list[TopTokens]:
+            return top_tokens_of(await self.ask("lens", some, top, only=core), top)
+
+        return await self._of_cores(wanted, read)
 
     async def _fetch(self, verb: str, wanted: list[Any]) -> list[Captured]:
         def receive(core: int, some: list[Any]) -> list[Captured]:

@@ -25,9 +25,11 @@ from patchclamp.engines.base import (
     Drafts,
     Engine,
     Model,
+    PackedTokens,
     Part,
     Request,
     Tokenizer,
+    TopTokens,
     carry,
     receipt_of,
 )
@@ -407,6 +409,11 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
         some[0] if len(some) == 1 else (some[0][0], torch.cat([torch.as_tensor(rows) for _, rows in some], 1))
         for some in kept
     ]
+
+
+def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], top: int) -> list[TopTokens]:
+    """Return the results of a lens, from a worker that has them."""
+    return PackedTokens(*next(answer for answer in answers if answer is not None)).read(top)
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:

@@ -25,6 +25,7 @@ from patchclamp.engines.base import (
     Expanded,
     Finding,
     Request,
+    TopTokens,
     Wanted,
     settle,
     settle_if_failed,
@@ -52,6 +53,7 @@ from patchclamp.engines.vllm.frontend import (
     merged,
     no_room,
     results_of,
+    top_tokens_of,
 )
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
@@ -129,6 +131,13 @@ class VllmEngine(VllmFrontEnd):
             return super().gather(runs, point, op)
         [gathered] = self._call(lambda: self._ask("gather", runs, point, op)).result()
         return gathered
+
+    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+        def ask() -> list[Any]:
+            self._check_awake()
+            return self._ask("lens", wanted, top)
+
+        return top_tokens_of(self._call(ask).result(), top)
 
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not wait for a lock
@@ -331,9 +340,12 @@ class VllmEngine(VllmFrontEnd):
                     underway.take(output)
         self._drop(ended)
 
-    def _begin_grading(self, grading: RunningGrading) -> None:
+    def _check_awake(self) -> None:
         if self._asleep:
             raise EngineError("the engine sleeps: wake it with lm.wake()")
+
+    def _begin_grading(self, grading: RunningGrading) -> None:
+        self._check_awake()
         self._gradings.append(grading)
 
     def _grade_on(self) -> None:
@@ -383,8 +395,7 @@ class VllmEngine(VllmFrontEnd):
         self._asleep = False
 
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
-        if self._asleep:
-            raise EngineError("the engine sleeps: wake it with lm.wake()")
+        self._check_awake()
         accepted: list[tuple[Request, Future[Answer]]] = []
         for request, future in zip(requests, futures, strict=True):
             if request.abandoned:  # before it was submitted

@@ -7,7 +7,7 @@ Every worker installs the same programs in the same order, so senders and receiv
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Wanted, Window, decode, receipt_of
+from patchclamp.engines.base import Captured, Wanted, Window, decode, receipt_of
+from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders
 from patchclamp.engines.vllm.bulk import LATER, Bulk, Job
@@ -26,7 +27,7 @@ from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.weights import Shard, read_weight, shard_of
-from patchclamp.errors import EngineError, MissingSource, Packed, pack
+from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import source_of
@@ -90,6 +91,26 @@ class Exchange:
         if isinstance(rows, MissingSource):
             raise rows
         return rows
+
+    def everywhere(self, wanted: list[Wanted], fetch: Callable[[list[Wanted]], list[Captured]]) -> list[Captured]:
+        """Send captures, whose rows one worker keeps whole, to every worker. Called on all of them. Raises the error of
+        the worker that keeps one."""
+        kept = self._has_tap.astype(bool) & self._keeps.astype(bool)
+        owners = [int(kept[:, point].argmax()) for _, point, _ in wanted]
+        found: dict[int, Captured] = {}
+        for owner in sorted(set(owners)):
+            places = [i for i, of in enumerate(owners) if of == owner]
+            sent: list[Any] = [None]
+            if self._group.rank_in_group == owner:
+                try:
+                    sent = [fetch([wanted[i] for i in places])]
+                except Exception as error:
+                    sent = [pack(error)]
+            torch.distributed.broadcast_object_list(sent, self._group.ranks[owner], self._group.cpu_group)
+            if isinstance(sent[0], tuple):
+                raise unpack(sent[0])
+            found |= zip(places, sent[0], strict=True)
+        return [found[i] for i in range(len(wanted))]
 
     def _move(self, reads: list[tuple[str, int]]) -> dict[str, torch.Tensor] | MissingSource:
         received: dict[str, torch.Tensor] = {}
@@ -467,6 +488,32 @@ class Attached:
     def do_gather(self, runs: list[str], point: int, op: int | None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Return the rows of a point in many runs as one tensor, to a caller in this process."""
         return self.runtime.store.gather(runs, point, op)
+
+    def do_lens(self, wanted: list[Wanted], top: int) -> tuple[list[bytes], bytes, bytes] | None:
+        """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
+        (`top_tokens`); None if another worker does."""
+        if self._config.lora_config is not None:
+            raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
+
+        def fetch(some: list[Wanted]) -> list[Captured]:
+            return [*tensors_of(self.runtime.store.find(some))]
+
+        captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
+        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
+        try:
+            found = top_tokens([torch.as_tensor(rows) for _, rows in captured], self._unembed, top, self.runtime.sites)
+        finally:
+            self._awaits_logits = awaits
+        if found is None:
+            return None
+        return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()
+
+    def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor | None:
+        if not self.runtime.has_tap[self._logits]:  # of another pipeline stage
+            return None
+        net = self._runner.get_model()
+        norm = LastNorm.of(net, self.runtime.sites, "vllm")
+        return net.compute_logits(norm(rows_ND.to(self.runtime.device), self._config.model_config.dtype))
 
     def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
         """Like `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""

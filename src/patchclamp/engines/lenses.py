@@ -1,0 +1,68 @@
+"""Lenses where the model runs: captured rows through a live model's own final norm and unembedding.
+
+N rows · D model width · V vocabulary · K likeliest tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from patchclamp.errors import ProgramError
+from patchclamp.runtime.taps import find
+from patchclamp.sites import SiteMap
+
+MAX_ROWS = 1 << 11  # unembedded together
+MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+
+Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the host to logits [N, V]
+
+
+class LastNorm(NamedTuple):
+    """A model's final norm, the module at whose input the stream ends.
+
+    factor: rows are the module's input times this
+    pair: True if its input is the sum of two tensors
+    """
+
+    module: Any
+    factor: float
+    pair: bool
+
+    @classmethod
+    def of(cls, net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"]) -> LastNorm:
+        """Find the norm beside the taps of the site table."""
+        tap = next(tap for point, tap in sites.taps(engine) if point.kind == "stream_end")
+        return cls(find(net, tap.module), sites.sizes.factor(tap.scale), tap.residual is not None)
+
+    def __call__(self, rows_ND: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The normed rows, in the model's dtype."""
+        rows_ND = rows_ND / self.factor
+        rounded = rows_ND.to(dtype)
+        rest = [(rows_ND - rounded.float()).to(dtype)] if self.pair else []  # as precise as the stream itself
+        normed = self.module(*rest, rounded)
+        return normed[0] if isinstance(normed, tuple) else normed
+
+
+@torch.inference_mode()
+def top_tokens(
+    rows: Sequence[torch.Tensor], unembed: Unembed, top: int, sites: SiteMap
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The ids and log-probabilities [N, K] of all rows, one after another; None if this worker gets no logits."""
+    if any(each.shape[1] != sites.d_model for each in rows):
+        raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
+    ids, logprobs, is_here = [np.zeros((0, top), np.int32)], [np.zeros((0, top), np.float32)], True
+    size = min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))
+    for rows_ND in torch.cat([*rows]).split(size) if rows else ():
+        logits_NV = unembed(rows_ND.float()) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
+        if logits_NV is None:  # another worker has them; this one takes part in every product
+            is_here = False
+            continue
+        logits_NV = logits_NV.float()
+        best = logits_NV.topk(top)
+        ids.append(best.indices.int().cpu().numpy())
+        logprobs.append((best.values - logits_NV.logsumexp(-1, keepdim=True)).cpu().numpy())
+    return (np.concatenate(ids), np.concatenate(logprobs)) if is_here else None

@@ -1,0 +1,194 @@
+"""Lens readouts on the fake engine: equal to `logit_lens`, in every form and order."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.engines.tokenizer import prompt_of
+from patchclamp.plan.bind import Bindings
+from patchclamp.plan.verify import verify
+from patchclamp.proving import prove_lens
+from patchclamp.studies import logit_lens
+
+PROMPT = [1, 2, 3, 7, 5, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake", engine="fake") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def expected(lm):
+    return logit_lens(lm, PROMPT, top=6)
+
+
+def test_a_lens_equals_logit_lens(lm, expected):
+    run = lm.run(PROMPT, max_tokens=1, capture=pc.Lens(pc.resid_post, top=6))
+    read = run.lens[pc.resid_post]
+    assert read.layers == expected.layers == (0, 1, 2)
+    assert read.positions == list(range(7))
+    assert (read.ids.dtype, read.logprobs.dtype) == (np.int32, np.float32)
+    assert np.array_equal(read.ids, expected.top_ids)
+    assert np.abs(read.logprobs - np.log(expected.top_probs)).max() < 1e-5
+    assert read.tokens[1][2] == [expected.texts[token] for token in expected.top_ids[1, 2].tolist()]
+    one = run.lens[pc.resid_post[1]]
+    assert (one.layers, one.ids.shape) == ((), (7, 6))
+    assert np.array_equal(one.ids, read.ids[1])
+    assert list(run.lens) == ["resid_post[0]", "resid_post[1]", "resid_post[2]"]
+    assert (run.sites, run.has_captures) == ([], False)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_lens_reads_the_tokens_that_it_selects(chunk):
+    with pc.LM("fake", engine="fake", chunk=chunk) as lm:
+        selections = [pc.prompt[-1], pc.generated, pc.token(7), pc.prompt[1:4], pc.every]
+        for tokens, prompt in itertools.product(selections, (PROMPT, [7])):
+            run = lm.run(prompt, max_tokens=5, capture=[pc.Lens(pc.mlp_out[1:3], tokens), pc.resid_mid @ tokens])
+            read, whole = run.lens[pc.mlp_out[2]], lm.run(prompt, max_tokens=5, capture=pc.Lens(pc.mlp_out[2], top=5))
+            assert read.positions == run.positions(pc.resid_mid)
+            rows = [whole.lens[pc.mlp_out[2]].positions.index(position) for position in read.positions]
+            assert np.array_equal(read.logprobs, whole.lens[pc.mlp_out[2]].logprobs[rows])
+
+
+def test_lenses_captures_and_probes_share_a_site(lm):
+    at = pc.resid_post[1]
+    edits = [pc.Lens(at, top=2), pc.Scale(-3.0, at=at), pc.Lens(at, pc.prompt[0])]
+    run = lm.run(PROMPT, edits=edits, capture=[at, pc.Lens(at, top=4), pc.Probe(np.ones(16), at=at, name="p")])
+    plain = lm.run(PROMPT, capture=[at, pc.Lens(at, top=2)])
+    assert np.array_equal(run.lens["edits[0]"].ids[:7], plain.lens[at].ids[:7])
+    assert run.lens["edits[2]"].ids.shape == (1, 5)
+    assert run.lens[at].ids[0].tolist() == run.lens["edits[2]"].ids[0, :4].tolist()
+    assert not np.array_equal(run.lens[at].ids[:7, :2], plain.lens[at].ids[:7])
+    assert np.allclose(run[at][:7], -3 * plain[at][:7])
+    assert run.probes["p"].shape == (len(run[at]), 1)
+    assert run.sites == plain.sites
+    assert "a lens of 1 sites" in repr(run)
+
+
+def test_many_runs_are_read_together(lm, monkeypatch):
+    runs = lm.run([PROMPT, PROMPT[:1], PROMPT[2:]], capture=[pc.Lens(pc.resid_post), pc.Lens(pc.attn_out[0], top=1)])
+    calls, stock = [], lm.engine.lens_many
+    monkeypatch.setattr(
+        lm.engine, "lens_many", lambda wanted, top: calls.append((len(wanted), top)) or stock(wanted, top)
+    )
+    lenses = lm.lens(runs)
+    assert sorted(calls) == [(3, 1), (9, 5)]
+    assert [len(each) for each in lenses] == [4] * 3
+    for run, lens in zip(runs, lenses, strict=True):
+        assert lens["attn_out[0]"].ids.shape == (run.positions_computed, 1)
+        run.close()
+        assert lens[pc.resid_post].ids.shape == (3, run.positions_computed, 5)
+    assert sorted(calls) == [(3, 1), (9, 5)]
+
+
+def test_a_frame_has_a_row_for_each_rank(lm):
+    run = lm.run(PROMPT, capture=pc.Lens(pc.resid_post[[2, 0]] @ pc.prompt[1:3], top=3), max_tokens=1)
+    read = run.lens[pc.resid_post[[2, 0]]]
+    frame = read.to_frame()
+    assert list(frame.columns) == ["layer", "position", "rank", "token", "token_id", "logprob"]
+    assert frame["layer"].tolist() == [2] * 6 + [0] * 6
+    assert frame["position"].tolist() == [1, 1, 1, 2, 2, 2] * 2
+    assert frame["token"].tolist() == lm.tokenizer.token_strings(read.ids.ravel().tolist())
+    assert "layer" not in run.lens[pc.resid_post[0]].to_frame()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "path"),
+    [
+        (lambda: pc.Lens(pc.z[0]), pc.UnsupportedSite, "at"),
+        (lambda: pc.Lens(pc.final_norm), pc.UnsupportedSite, "at"),
+        (lambda: pc.Lens(pc.logits), pc.UnsupportedSite, "at"),
+        (lambda: pc.Lens(pc.neurons[1, 3]), pc.UnsupportedSite, "at"),
+        (lambda: pc.Lens(pc.embed), pc.UnsupportedSite, "at"),
+        (lambda: pc.Lens("nowhere"), pc.UnknownName, "at"),
+        (lambda: pc.Lens(pc.resid_post, top=0), pc.ProgramError, "top"),
+        (lambda: pc.Lens(pc.resid_post, top=129), pc.ProgramError, "top"),
+        (lambda: pc.Lens(pc.resid_post, top=1.5), pc.ProgramError, "top"),
+    ],
+)
+def test_an_invalid_lens_is_refused_with_its_field(make, error, path):
+    with pytest.raises(error) as raised:
+        make()
+    assert raised.value.path == path
+
+
+def test_a_lens_that_does_not_fit_is_refused_with_its_path(lm):
+    for capture, path in ((pc.Lens(pc.resid_post, top=65), "top"), (pc.Lens(pc.resid_post[9]), "at")):
+        with pytest.raises(pc.PatchclampError) as raised:
+            lm.run(PROMPT, capture=[pc.resid_post, capture])
+        assert raised.value.path == f"capture[1].{path}"
+    assert lm.run(PROMPT, capture=pc.Lens(pc.resid_post[0], top=64)).lens[pc.resid_post[0]].ids.shape[1] == 64
+
+
+def test_grades_have_no_lenses(lm):
+    with pytest.raises(pc.ProgramError, match="lenses") as raised:
+        lm.grade(PROMPT, [pc.Zero(pc.mlp_out[0])], score=[3], capture=[pc.resid_post[0], pc.Lens(pc.resid_post[0])])
+    assert raised.value.path == "capture[1]"
+
+
+def test_a_site_that_no_lens_read_names_those_that_there_are(lm):
+    run = lm.run(PROMPT, capture=[pc.Lens(pc.resid_post[0]), pc.Lens(pc.resid_post[1], pc.prompt[0]), pc.resid_post[2]])
+    sites = (pc.resid_post[0], "resid_pre[1]", "capture[1]", pc.resid_post, pc.resid_post[2], pc.resid_post[0:3])
+    assert [site in run.lens for site in sites] == [True] * 4 + [False] * 2
+    with pytest.raises(pc.MissingSource, match=r"resid_post\[0\]"):
+        run.lens[pc.resid_post[2]]
+    with pytest.raises(pc.ProgramError, match="other positions"):
+        run.lens[pc.resid_post]
+    run.close()
+    closed = lm.run(PROMPT, capture=pc.Lens(pc.resid_post[0]))
+    closed.close()
+    with pytest.raises(pc.MissingSource, match="closed"):
+        closed.lens[pc.resid_post[0]]
+
+
+def test_programs_with_lenses_have_a_text_form():
+    program = pc.Program.of([pc.Lens(pc.resid_mid[1])], [pc.Lens(pc.resid_post[0:2] @ pc.prompt[-1], top=7)])
+    assert pc.Program.from_json(program.to_json()) == program
+    assert program.fingerprint == pc.Program.from_json(program.to_json()).fingerprint
+
+
+def test_a_model_whose_unembedding_is_not_proved_has_no_lens(monkeypatch):
+    with pc.LM("fake", engine="fake", prove=False) as lm:
+        assert prove_lens(lm).holds
+        net, stock = lm.engine._net, lm.engine._net.unembed
+        monkeypatch.setattr(lm.engine, "lens_many", lambda wanted, top: _flat(lm, wanted, top))
+        proof = prove_lens(lm)
+        assert not proof.holds
+        assert (net.unembed, "log-probabilities" in proof.note) == (stock, True)
+        lm.sites.withdrawn["lens"] = proof.note
+        with pytest.raises(pc.UnsupportedSite, match="unembedding") as raised:
+            lm.run(PROMPT, capture=pc.Lens(pc.resid_post))
+        assert raised.value.path == "capture[0]"
+
+
+def _flat(lm, wanted, top):
+    ids = np.arange(top, dtype=np.int32)
+    at = [lm.engine.fetch(*each)[0] for each in wanted]
+    return [(of, np.tile(ids, (len(of), 1)), np.full((len(of), top), -np.log(64), np.float32)) for of in at]
+
+
+def test_bound_lenses_are_verified_on_arrival(lm):
+    prompt = prompt_of(lm.tokenizer, PROMPT, None, None, [])
+    bindings = Bindings(lm.sites, lm._source, lm.bank, False)
+    program = pc.Program.of([], [pc.Lens(pc.resid_post), pc.Capture(pc.z[0], pc.prompt)])
+    bound = bindings.of(program, "run", prompt, 1).bound
+    lens, other = bound.ops
+
+    def check(op):
+        verify(msgspec.structs.replace(bound, ops=(op,)), {}, len(PROMPT), len(PROMPT), lm.sites)
+
+    check(lens)
+    wrong = [msgspec.structs.replace(lens, points=other.points), msgspec.structs.replace(lens, columns=1 << 16)]
+    wrong += [
+        msgspec.structs.replace(lens, action=msgspec.structs.replace(lens.action, **change))
+        for change in ({"dtype": 1}, {"pool": 1}, {"matrix": "v:" + "0" * 64, "products": 2}, {"probe": "p"})
+    ]
+    wrong.append(msgspec.structs.replace(lens, points=lm.run(PROMPT, capture=pc.final_norm)._bound.ops[0].points))
+    for op in wrong:
+        with pytest.raises(pc.ProgramError):
+            check(op)
