@@ -67,6 +67,17 @@ CASES = {
             pc.Capture(pc.resid_post[3], dtype="bfloat16"),
         ]
     ),
+    "conditional": dict(
+        edits=[
+            pc.When(
+                pc.Probe([VECTOR, VECTOR[::-1]], at=pc.resid_post[2], bias=[1, 2], name="decides")[1] > 0,
+                [pc.Add(VECTOR, at=pc.resid_post[3]), pc.Scale(0.5, pc.mlp_out[4], pc.generated)],
+                scope="onwards",
+            ),
+            pc.When(~(pc.Probe(VECTOR, at=pc.resid_post[1], name="also") > 0), pc.Scale(0.9, at=pc.resid_post[1])),
+        ],
+        logprobs=True,
+    ),
     "noise": dict(edits=[pc.Noise(0.5, at=pc.resid_post[1], seed=3, relative=True)], capture=[pc.final_norm]),
     "by id": dict(edits=[pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198))], capture=[pc.embed @ pc.token(198)]),
     "sampled": dict(sampling={"n": 3, "temperature": 1.0, "seed": 11}, edits=[pc.Scale(0.5, at=pc.attn_out[1])]),

@@ -116,6 +116,19 @@ def test_probes_are_numbers_in_the_answer_and_tensors_in_the_file(server, local,
         assert np.array_equal(captured["resid_post[4]"], run["resid_post[4]"].numpy())
 
 
+def test_a_condition_decides_where_its_edits_act(server, local):
+    probe = pc.Probe(VECTOR, at=pc.resid_post[3], name="decides")
+    scores = local.run(PROMPT, max_tokens=6, capture=probe).probes["decides"]
+    edits = [pc.When(probe > float(scores.median()), pc.Add(VECTOR, at=pc.resid_post[4], scale=9.0))]
+    run = local.run(PROMPT, max_tokens=6, edits=edits, logprobs=True)
+    response = complete(server, program(edits, tokens=True), logprobs=1)
+    [told] = response.model_extra["patchclamp"]["runs"]
+    assert response.choices[0].logprobs.token_logprobs == run.logprobs
+    acted = [position for begin, end in told["acted"]["edits[0].edits[0]"] for position in range(begin, end)]
+    assert acted == run.acted["edits[0].edits[0]"] != []
+    assert np.array_equal(np.float32(told["probes"]["decides"]["scores"]), run.probes["decides"].numpy())
+
+
 def test_a_stream_has_the_same_parts_and_ours_at_its_end(server, local):
     run = local.run(PROMPT, max_tokens=6, edits=[STEERED])
     chunks = list(complete(server, program([STEERED]), stream=True))
