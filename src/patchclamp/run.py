@@ -303,7 +303,7 @@ class Run:
         """The paths of edits that acted on no row, in order: the run ended before any of their tokens."""
         return [path for path, positions in self.acted.items() if not positions]
 
-    @functools.cached_property
+    @property
     def probes(self) -> Mapping[str, torch.Tensor]:
         """The results of its probes by name: [T, k] in fp32, one row for each selected token (`probe_positions`), or
         [k] if pooled; with an axis of layers before these where the probe's site has several."""
@@ -375,7 +375,7 @@ class Run:
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
         return stacked(scores) if is_stacked(op.at) else scores[0]
 
-    @functools.cached_property
+    @property
     def lens(self) -> Mapping[Site | str, LensResult]:
         """The likeliest tokens that its lenses read, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
         `run.lens[pc.resid_post]`. Where two lenses read a site, the later one; the key "edits[0]" means that one. They

@@ -653,7 +653,8 @@ def test_every_op_names_its_fields():
         name: getattr(pc, name) for name in language.ops.__all__
     }
     for kind in OPS.values():
-        assert ({"name", "tokens"} if kind is pc.Use else {"at", "tokens"}) <= set(kind.__struct_fields__)
+        named = {pc.Use: {"name", "tokens"}, pc.When: {"condition", "edits"}}.get(kind, {"at", "tokens"})
+        assert named <= set(kind.__struct_fields__)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1 << 30))

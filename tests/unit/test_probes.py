@@ -1,6 +1,7 @@
 """Probes and pooled captures on the fake engine: equal to arithmetic on captured rows, in every form and order."""
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -44,6 +45,17 @@ def test_a_probe_equals_its_formula_on_captured_rows(lm, activation, pool):
         assert run.probes["p"].shape == expected.shape
         assert np.asarray(run.probes["p"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert run.probe_positions("p") == run.positions(pc.resid_post[1])
+
+
+def test_reading_probes_does_not_keep_a_run(lm):
+    probe, lens = pc.Probe(np.ones(D), at=pc.resid_post[0], name="p"), pc.Lens(pc.resid_post[1], top=2)
+    run = lm.run(PROMPT, max_tokens=1, capture=[probe, lens])
+    key, *_ = run.key, run.probes["p"], run.lens[pc.resid_post[1]]
+    gone = weakref.ref(run)
+    del run
+    assert gone() is None, "it is freed without the garbage collector"
+    with pytest.raises(pc.MissingSource):
+        lm.engine.fetch(key, 0)
 
 
 def test_several_probes_and_a_capture_share_a_site(lm):

@@ -187,12 +187,12 @@ WRONG_DECISIONS = {
     "a test at other positions": (1, {"ranges": (PositionRange(0, 7),)}),
     "a test at another point": (1, {"points": (point("resid_post[1]"),)}),
     "a test of columns": (1, {"columns": pack_columns((0, 2))}),
-    "a bit that is not there": (1, {"action": Compare(0.0, False, 31, "a")}),
+    "a bit that is not there": (1, {"action": Compare(0.0, False, 23, "a")}),
     "a negative bit": (1, {"action": Compare(0.0, False, -1, "a")}),
     "a bit of another test": (3, {"action": Compare(0.0, False, 0, "b")}),
     "no number": (1, {"action": Compare(float("nan"), False, 0, "a")}),
     "bits that are not set": (4, {"action": All(2, 1 << 9, 1 << 9)}),
-    "bits beyond a word": (4, {"action": All(2, 1 << 31, 0)}),
+    "bits beyond a word": (4, {"action": All(2, 1 << 23, 0)}),
     "wanted bits outside the mask": (4, {"action": All(2, 1, 2)}),
     "bits before they are set": (4, {"points": (point("embed"),)}),
     "values for a decision": (4, {"values": (KEY,)}),
@@ -215,7 +215,7 @@ def test_decisions_that_no_binder_makes_are_refused():
         "latches beyond those of a request": (latched[0], {"action": Latch(0, 8)}),
         "a negative latch": (latched[0], {"action": Latch(0, -1)}),
         "a latch twice": (latched[1], {"action": Latch(0, 0)}),
-        "a latch of a bit that is not set": (latched[0], {"action": Latch(30, 0)}),
+        "a latch of a bit that is not set": (latched[0], {"action": Latch(20, 0)}),
     }
     for name, (i, fields) in wrong.items():
         ops = list(program.ops)

@@ -197,7 +197,7 @@ def test_too_many_conditions_are_refused():
     for edits in (many, latches):
         with pytest.raises(pc.ProgramError):
             LM.run(PROMPT, edits=edits)
-    assert LM.run(PROMPT, edits=many[:30], max_tokens=1).acted
+    assert LM.run(PROMPT, edits=many[:23], max_tokens=1).acted
 
 
 def test_conditions_have_a_text_form_and_no_truth_value():

@@ -19,8 +19,7 @@ import triton.language as tl
 from patchclamp import plan
 from patchclamp.kernels import noise
 from patchclamp.kernels.relaunch import relauncher
-from patchclamp.plan import RECORD
-from patchclamp.plan.bound import LATCHES
+from patchclamp.plan import RECORD, bound
 
 MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per program; wider rows take passes of PASS_BLOCK
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), factor, columns
@@ -30,7 +29,7 @@ CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, p
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
 APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
-MAX_LATCHES = tl.constexpr(LATCHES)
+MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -182,12 +181,12 @@ def _capture(
 
 
 @triton.jit
-def _when(latch, bit, position, bits, latched, latches):
+def _when(latch, bit, position, bits, latches):
     """True if a bit of the row is set, or, with a latch of at least 0, if its position is not after the row's. A latch
     that this row has set itself may not be in memory yet."""
     number = tl.maximum(latch, 0).to(tl.int32)
     first = tl.load(latches + number)
-    from_latch = (position >= first) | (((latched >> number) & 1) != 0)
+    from_latch = (position >= first) | (((bits >> (BITS + number)) & 1) != 0)
     return tl.where(latch < 0, ((bits >> bit) & 1) != 0, from_latch)
 
 
@@ -201,8 +200,7 @@ def _walk(
     are all columns of the row. The next record and its vector are prefetched while one is applied."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # for wider rows, two vectors do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
-    before, latched = _look(bits_of_row + row), 0  # latched: the latches that this row has set
-    bits = before
+    bits = _look(bits_of_row + row)  # above the bits of records: the latches that this row has set
     start, stop, kind, step, value, x, y, word = _record(records, begin)
     v, number = 0.0, begin
     if AHEAD:
@@ -254,9 +252,9 @@ def _walk(
             elif kind == LATCH:
                 is_set = (bits >> step) & 1
                 tl.atomic_min(latches + value, position, mask=(is_set != 0) & KEEP)
-                latched = latched | (is_set << value.to(tl.int32))
+                bits = bits | (is_set << (BITS + value.to(tl.int32)))
             elif kind == WHEN:
-                held = _when(value, step, position, bits, latched, latches)
+                held = _when(value, step, position, bits, latches)
                 matched = held.to(tl.int32)
             elif kind == STORE:
                 tl.store(bank + value + (position - start).to(tl.int64) * width + columns, h, mask=inside & KEEP)
@@ -286,7 +284,8 @@ def _walk(
         if AHEAD:
             start, stop, kind, step, value, x, y = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2
             v, word = v_2, word_2
-    tl.store(bits_of_row + row, bits, mask=(bits != before) & KEEP)
+    if KEEP:
+        tl.store(bits_of_row + row, bits)
     return h, edited
 
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import as_integer
 from patchclamp.language.values import as_number
 
-if TYPE_CHECKING:
-    from patchclamp.language.ops import Probe
-
 MAX_DEPTH = 16  # of nested conditions
 
 
-class Condition(PublicStruct, frozen=True):
+class ProbeCondition(PublicStruct, frozen=True):
     """Base of conditions. A condition is decided where the model runs, token by token."""
 
-    def __and__(self, other: Condition) -> Condition:
+    def __and__(self, other: ProbeCondition) -> ProbeCondition:
         return Every((self, check_condition(other)))
 
-    def __or__(self, other: Condition) -> Condition:
+    def __or__(self, other: ProbeCondition) -> ProbeCondition:
         return Not(Every((Not(self), Not(check_condition(other)))))
 
-    def __invert__(self) -> Condition:
+    def __invert__(self) -> ProbeCondition:
         return Not(self)
 
     def __bool__(self) -> bool:
@@ -34,53 +31,53 @@ class Condition(PublicStruct, frozen=True):
         )
 
 
-class Above(Condition, frozen=True, tag="above"):
+class Above(ProbeCondition, frozen=True, tag="above"):
     """True where output `output` of a probe is above `threshold`, or, if `inclusive`, equal to it."""
 
-    probe: Probe
+    probe: Any  # a `Probe`, whose module imports this one
     threshold: float
     output: int = 0
     inclusive: bool = False
 
 
-class Every(Condition, frozen=True, tag="every"):
+class Every(ProbeCondition, frozen=True, tag="every"):
     """True where all of `conditions` are."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[ProbeCondition, ...]
 
 
-class Not(Condition, frozen=True, tag="not"):
+class Not(ProbeCondition, frozen=True, tag="not"):
     """True where `condition` is not."""
 
-    condition: Condition
+    condition: ProbeCondition
 
 
 class Output:
     """One output of a probe, `probe[i]`, to compare with a number."""
 
-    def __init__(self, probe: Probe, output: int) -> None:
+    def __init__(self, probe: Any, output: int) -> None:
         self.probe, self.output = probe, output
 
-    def __gt__(self, threshold: float) -> Condition:
+    def __gt__(self, threshold: float) -> ProbeCondition:
         return Above(self.probe, as_number(threshold), self.output)
 
-    def __ge__(self, threshold: float) -> Condition:
+    def __ge__(self, threshold: float) -> ProbeCondition:
         return Above(self.probe, as_number(threshold), self.output, inclusive=True)
 
-    def __lt__(self, threshold: float) -> Condition:
+    def __lt__(self, threshold: float) -> ProbeCondition:
         return Not(self >= threshold)
 
-    def __le__(self, threshold: float) -> Condition:
+    def __le__(self, threshold: float) -> ProbeCondition:
         return Not(self > threshold)
 
 
-def check_condition(value: object) -> Condition:
-    if not isinstance(value, Condition):
+def check_condition(value: object) -> ProbeCondition:
+    if not isinstance(value, ProbeCondition):
         raise ProgramError(f"expected a condition, such as probe > 0.8, got {type(value).__name__} {value!r:.100}")
     return value
 
 
-def comparisons(condition: Condition) -> list[Above]:
+def comparisons(condition: ProbeCondition) -> list[Above]:
     """The comparisons in a condition, from left to right."""
     if isinstance(condition, Not):
         return comparisons(condition.condition)
@@ -90,7 +87,7 @@ def comparisons(condition: Condition) -> list[Above]:
     return [condition]
 
 
-def condition_data(condition: Condition, probe_data: Any) -> dict[str, Any]:
+def condition_data(condition: ProbeCondition, probe_data: Any) -> dict[str, Any]:
     """A condition as plain data; `probe_data` converts a probe."""
     if isinstance(condition, Not):
         return {"type": "not", "condition": condition_data(condition.condition, probe_data)}
@@ -101,7 +98,7 @@ def condition_data(condition: Condition, probe_data: Any) -> dict[str, Any]:
             "output": condition.output, "inclusive": condition.inclusive}  # fmt: skip
 
 
-def read_condition(data: object, path: str, read_probe: Any, depth: int = 0) -> Condition:
+def read_condition(data: object, path: str, read_probe: Any, depth: int = 0) -> ProbeCondition:
     """Parse the output of `condition_data`; `read_probe(data, path)` parses a probe."""
     if not isinstance(data, dict) or depth > MAX_DEPTH:
         raise ProgramError(f"expected an object, at most {MAX_DEPTH} deep, got {type(data).__name__}", path)

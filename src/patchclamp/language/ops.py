@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
-from patchclamp.language.conditions import Condition, Output, check_condition
+from patchclamp.language.conditions import Output, ProbeCondition, check_condition
 from patchclamp.language.probes import linear_model, read_probe, write_probe
 from patchclamp.language.site import SITES, At, Site, parse_edited_site, parse_site
 from patchclamp.language.tokens import Tokens, as_integer, every, parse_tokens
@@ -218,16 +218,16 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         """One of the k outputs, to compare with a number in a condition: `probe[2] > 0.5`."""
         return Output(self, as_integer(output))
 
-    def __gt__(self, threshold: float) -> Condition:
+    def __gt__(self, threshold: float) -> ProbeCondition:
         return self[0] > threshold
 
-    def __ge__(self, threshold: float) -> Condition:
+    def __ge__(self, threshold: float) -> ProbeCondition:
         return self[0] >= threshold
 
-    def __lt__(self, threshold: float) -> Condition:
+    def __lt__(self, threshold: float) -> ProbeCondition:
         return self[0] < threshold
 
-    def __le__(self, threshold: float) -> Condition:
+    def __le__(self, threshold: float) -> ProbeCondition:
         return self[0] <= threshold
 
     @classmethod
@@ -373,7 +373,7 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
     """
 
-    condition: Condition = field(converter=check_condition)
+    condition: ProbeCondition = field(converter=check_condition)
     edits: tuple[Op, ...] = field(converter=as_conditional_edits)
     scope: str = field(converter=as_scope, default="token")
 

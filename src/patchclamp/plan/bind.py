@@ -33,8 +33,7 @@ from patchclamp.language import (
     When,
     ops,
 )
-from patchclamp.language.conditions import Above, Every, Not, comparisons
-from patchclamp.language.conditions import Condition as ProbeCondition
+from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal

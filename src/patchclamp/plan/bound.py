@@ -33,7 +33,7 @@ TEST = 8  # a bit of the row: a product with the row is above a threshold
 ALL = 9  # a bit of the row: some of its bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
-BITS, LATCHES = 31, 8  # of a row; of a request
+BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
 
@@ -425,12 +425,11 @@ def acted_on(
 
     ids: the ids of the tokens that had activations
     ids_of: the token ids of a condition, by bank key
-    held: `decided`, if the program has guards
+    held: `decided`; None to count a guarded op everywhere it could act
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)
-    if op.guard is not None:
-        assert held is not None
+    if op.guard is not None and held is not None:
         joined = joined[held(op.guard)[joined]]
     if op.condition is None:
         return joined

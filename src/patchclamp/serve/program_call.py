@@ -262,12 +262,16 @@ class ProgramCall:
                 kept.let_go(self.owner, name, run)
 
     async def _run_answer(self, choice: int, name: str, run: Run, most: int | None) -> dict[str, Any]:
-        answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
+        answer: dict[str, Any] = {
+            "index": choice,
+            "run": name,
+            "idle_edits": await asyncio.to_thread(lambda: run.idle_edits),
+        }
         if self.tokens:
             answer["tokens"] = run.token_strings
             answer["acted"] = {
                 path: [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
-                for path, positions in run.acted.items()
+                for path, positions in (await asyncio.to_thread(lambda: run.acted)).items()
             }
         if run.probes:
             answer["probes"] = await asyncio.to_thread(probe_answers, run)

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 
 from patchclamp.errors import PatchclampError
 from patchclamp.language import Named, Site, Tokens, Vector
+from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import OPS, Op
 from patchclamp.language.values import Value
 
@@ -247,6 +248,8 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Value: Numbers | VectorValue | NamedValue | FromValue | SameRunValue,
     Vector | Named: Numbers | VectorValue | NamedValue,
     Vector: list[float] | VectorValue,
+    ProbeCondition: dict[str, Any],
+    tuple[Op, ...]: list[dict[str, Any]],
 }
 
 
