@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -98,7 +100,7 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
     found |= {"swept": torch.as_tensor(sweep.grid)} | graded(lm, runs[1])
-    return found | of_the_same_run(lm) | projected(lm), size
+    return found | of_the_same_run(lm) | projected(lm) | conditional(lm), size
 
 
 def graded(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
@@ -118,6 +120,26 @@ def graded(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
     kept = [i for i in range(len(programs)) if i != 6]
     found = {"graded": grades.logprobs[kept], "likeliest": grades.top_logprobs[kept], "kl + 1": grades.kl[kept] + 1}
     return {name: torch.as_tensor(numbers) for name, numbers in found.items()}
+
+
+def conditional(lm: pc.LM) -> dict[str, torch.Tensor]:
+    """Edits of whole rows and of shards where a probe fires; over two stages, which refuse that, at the same tokens."""
+    probe = pc.Probe(torch.randn(2, D, generator=torch.Generator().manual_seed(4)), at=pc.resid_post[1], name="p")
+    scores = lm.run(LONG, max_tokens=3, capture=probe).probes["p"]
+    condition, found = probe > float(scores[:, 0].median()), {"scores": scores}
+    for scope in ("token", "onwards"):
+        edits = [pc.Add(VECTOR, at=pc.resid_post[2]), pc.Scale(0.5, at=pc.z[3]), pc.Zero(pc.neurons[3])]
+        if lm.engine.config.parallel_config.pipeline_parallel_size > 1:
+            with pytest.raises(pc.UnsupportedSite):
+                lm.run(LONG, edits=pc.When(condition, edits, scope=scope))
+            fired = np.flatnonzero(scores[:, 0].numpy() > float(scores[:, 0].median()))
+            where = fired[fired < len(LONG)] if scope == "token" else np.arange(fired[0], len(LONG))
+            edits = [msgspec.structs.replace(edit, tokens=pc.tokens([int(p) for p in where])) for edit in edits]
+        else:
+            edits = [pc.When(condition, edits, scope=scope)]
+        run = lm.run(LONG, max_tokens=1, edits=edits, logprobs=True)
+        found |= {f"conditional {scope}": torch.tensor(run.logprobs), f"acted {scope}": torch.tensor(len(run.acted))}
+    return found
 
 
 def projected(lm: pc.LM) -> dict[str, torch.Tensor]:

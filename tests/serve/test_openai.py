@@ -103,7 +103,9 @@ def test_probes_are_numbers_in_the_answer_and_tensors_in_the_file(server, local,
     run = local.run(PROMPT, max_tokens=6, capture=PROBES)
     response = complete(server, program(capture=PROBES, keep=True), stream=stream)
     [told] = (list(response)[-1] if stream else response).model_extra["patchclamp"]["runs"]
-    files = [server.http().get(f"/v1/patchclamp/runs/{told['run']}/captures").content]
+    with server.http() as http:
+        files = [http.get(f"/v1/patchclamp/runs/{told['run']}/captures").content]
+        assert http.delete(f"/v1/patchclamp/runs/{told['run']}").is_success
     files += [base64.b64decode(told["captures"])] if told["captures"] is not None else []
     for name in ("p", "mean"):
         assert told["probes"][name]["positions"] == run.probe_positions(name)
