@@ -49,7 +49,7 @@ from patchclamp.plan.bound import (
     run_key,
 )  # fmt: skip
 from patchclamp.plan.step import BYTES
-from patchclamp.plan.table import records_of, records_of_alike, shape_of
+from patchclamp.plan.table import record_count, record_work, records_of, records_of_alike, shape_of
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 from tests.reference.admitting import Table
@@ -773,6 +773,14 @@ def test_a_key_says_all_of_an_action():
         assert len(keys) == 1 + len(others)
     conditions = [Condition("a", True), Condition("a", False), Condition("b", True)]
     assert len({key_of(msgspec.structs.replace(op, condition=each)) for each in conditions}) == 3
+
+
+def test_a_matrix_counts_once_for_each_256_rows():
+    wide = SiteMap(LLAMA, Sizes(2, 1024, 6, heads=4, kv_heads=2, d_head=256, d_mlp=8))
+    for rows, work in ((1, 2), (256, 2), (257, 4), (1024, 8)):
+        capture = pc.Probe(np.ones((rows, 1024)), at="resid_post[0:2]", name="p")
+        made = bind(Program.of([], [capture]), "r", Prompt(list(range(9)), lambda: ("", [])), 1, wide, None)
+        assert (record_count(made.ops), record_work(made.ops)) == (2, work)
 
 
 def test_a_key_says_which_heads_and_neurons():

@@ -340,6 +340,7 @@ def named(records: np.ndarray, kind: int) -> np.ndarray:
     return records.view(LAYOUTS[kind])
 
 
+PRODUCTS = 256  # that take as long as a record may
 Addresses = Mapping[str, tuple[int, int]]  # by bank key: the offset of its rows, in numbers, and their width
 Several = Sequence[Addresses]  # one per program
 Number = int | np.ndarray
@@ -376,6 +377,13 @@ def record_count(ops: Sequence[BoundOp]) -> int:
     return sum(
         len(op.points) * len(op.ranges) * (1 + (op.condition is not None) + (op.guard is not None)) for op in ops
     )
+
+
+def record_work(ops: Sequence[BoundOp]) -> int:
+    """The records of a bound program, where a matrix counts once for each `PRODUCTS` rows: a step computes the products
+    of a row one by one."""
+    products = ((op.action.products if isinstance(op.action, Keep) else 0, op) for op in ops)
+    return record_count(ops) + sum((rows - 1) // PRODUCTS * record_count([op]) for rows, op in products if rows)
 
 
 def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:

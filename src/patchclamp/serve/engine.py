@@ -34,7 +34,7 @@ from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.tokens import Tokens
 from patchclamp.plan.bound import BoundProgram, run_key, source_of
 from patchclamp.plan.cells import CellRecords
-from patchclamp.plan.table import record_count
+from patchclamp.plan.table import record_work
 from patchclamp.plan.verify import is_content, verify, verify_cells
 from patchclamp.run import LENS_ROWS
 from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_file
@@ -253,7 +253,7 @@ class _Running:
         self._events: asyncio.Queue[wire.Event] = asyncio.Queue()
         self._left = {request.run for request in requests}
         self._carried = {each.run: each.carried for each in batch.requests if each.carried is not None}
-        self._waiting = {i: 0 if each.bound is None else record_count(each.bound.ops)
+        self._waiting = {i: 0 if each.bound is None else record_work(each.bound.ops)
                          for i, each in enumerate(requests)}  # fmt: skip
         self._records: dict[int, int] = {}  # of running requests, by index
 
@@ -510,7 +510,7 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
         # a step executes the records at its positions one by one, and every request of the batch waits for them
-        front.limits.check("program_records", record_count(carried.bound.ops), RECORDS)
+        front.limits.check("program_records", record_work(carried.bound.ops), RECORDS)
     except PatchclampError as error:
         raise error.under(asked.run) from None
     return carried

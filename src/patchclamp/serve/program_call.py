@@ -37,7 +37,7 @@ from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
-from patchclamp.plan.table import record_count
+from patchclamp.plan.table import record_work
 from patchclamp.run import Run
 from patchclamp.serve.capture_files import captured_file
 from patchclamp.serve.kept import KeptObjects, check_name
@@ -480,7 +480,7 @@ def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callab
         if known is None:
             known = call.bindings[key] = job("")
         elif known.bound is not None:
-            count(record_count(known.bound.ops))
+            count(record_work(known.bound.ops))
         return known
 
     return bind

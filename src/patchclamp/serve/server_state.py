@@ -28,7 +28,7 @@ from patchclamp.language import Program
 from patchclamp.lm import LM
 from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
-from patchclamp.plan.table import record_count
+from patchclamp.plan.table import record_work
 from patchclamp.proving import ensure_proved
 from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
 
@@ -153,7 +153,7 @@ class KnownBindings:
             with self._lock:
                 known = self._known.get(key)
             if known is not None and known.bound is not None:
-                count(record_count(known.bound.ops))
+                count(record_work(known.bound.ops))
                 return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
             binding = Bindings(self._lm.sites, owned.source, owned, False, count).of(program, run, prompt, max_tokens)
             small = sum(rows.nbytes for rows in binding.vectors.values()) <= MAX_VECTOR_BYTES

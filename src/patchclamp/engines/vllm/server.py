@@ -55,8 +55,9 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_body_bytes: any body on the two OpenAI routes; None: unlimited, as in stock vLLM
     program_ops: ops of a program, including its variant
     program_captures: captures among them
-    program_records: records of a bound program, one per op, point and range of positions, for every step; the total of
-        all prompts and choices (n) of a request, and of the active runs of a batch
+    program_records: records of a bound program, one per op, point and range of positions, for every step, and one more
+        for each 256 rows of a matrix beyond the first; the total of all prompts and choices (n) of a request, and of
+        the active runs of a batch
     inline_bytes: captures returned in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
