@@ -1,5 +1,6 @@
 """Conditional edits on the fake engine: decided by the scores of probes, and equal to the same edits at those tokens."""
 
+import functools
 import json
 import operator
 
@@ -72,9 +73,6 @@ def test_edits_act_where_the_condition_holds_and_nowhere_else(made, scope, token
         )
     except pc.TokensError:
         return  # no token could meet it
-    except pc.UnsupportedSite:
-        assert scope == "token"  # the condition reads resid_post[1] of ... a later layer than the edit's
-        return
     held, read = decide(run)
     held &= read
     count = len(held)
@@ -227,6 +225,42 @@ def test_malformed_conditions_are_refused_with_a_path(change):
     with pytest.raises(pc.PatchclampError) as raised:
         Program.from_json(json.dumps(data))
     assert raised.value.path.startswith("edits[0]")
+
+
+def test_many_joined_comparisons_have_a_text_form_too():
+    """However they are joined, 23 comparisons nest less deep than is refused."""
+    for join in (operator.and_, operator.or_):
+        condition = functools.reduce(join, [i < P for i in range(12)])
+        program = Program.of([pc.When(condition, pc.Zero(pc.mlp_out[1]))])
+        assert Program.from_json(program.to_json()) == program
+        assert LM.run(PROMPT, edits=program.edits, max_tokens=1).acted
+    assert ~~(P > 0) == (P > 0)
+
+
+@pytest.mark.parametrize(("fields", "path"), [
+    ({"threshold": None}, "threshold"), ({"threshold": "1"}, "threshold"), ({"output": 0.5}, "output"),
+    ({"inclusive": 1}, "inclusive"), ({"probe": None}, "probe"), ({"probe": {"type": "capture", "at": "embed"}}, "probe"),
+])  # fmt: skip
+def test_a_malformed_comparison_names_its_field(fields, path):
+    data = plain_data()
+    data["edits"][0]["condition"] |= fields
+    with pytest.raises(pc.ProgramError) as raised:
+        Program.from_json(json.dumps(data))
+    assert raised.value.path == f"edits[0].condition.{path}"
+    del data["edits"][0]["condition"]["threshold"]
+    with pytest.raises(pc.ProgramError):
+        Program.from_json(json.dumps(data))
+
+
+def test_a_program_with_conditions_is_not_used_by_name():
+    """Its probes would not be in the program that uses it, so that their scores had no names."""
+    with pc.LM("fake", engine="fake") as lm:
+        lm.bank["calm"] = Program.of(pc.When(P > 0, pc.Zero(pc.mlp_out[1])))
+        for use in (pc.Use("calm"), pc.Use("calm", tokens=pc.generated), pc.Use("calm", scale=2.0)):
+            with pytest.raises(pc.ProgramError) as raised:
+                lm.run(PROMPT, edits=[use])
+            assert raised.value.path == "edits[0].name"
+        assert lm.run(PROMPT, edits=lm.bank["calm"].edits, max_tokens=1).probes["p"].shape == (len(PROMPT), 1)
 
 
 def test_conditions_of_endless_depth_are_refused():

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import as_integer
-from patchclamp.language.values import as_number
+from patchclamp.language.values import Converted, as_flag, as_number, field
 
-MAX_DEPTH = 16  # of nested conditions
+MAX_DEPTH = 64  # of nested conditions; a program has fewer comparisons and joins
 
 
-class ProbeCondition(PublicStruct, frozen=True):
+class ProbeCondition(Converted, frozen=True):
     """Base of conditions. A condition is decided where the model runs, token by token."""
 
     def __and__(self, other: ProbeCondition) -> ProbeCondition:
-        return Every((self, check_condition(other)))
+        parts = (each.conditions if isinstance(each, Every) else (each,) for each in (self, check_condition(other)))
+        return Every(tuple(itertools.chain.from_iterable(parts)))
 
     def __or__(self, other: ProbeCondition) -> ProbeCondition:
-        return Not(Every((Not(self), Not(check_condition(other)))))
+        return ~(~self & ~check_condition(other))
 
     def __invert__(self) -> ProbeCondition:
         return Not(self)
@@ -35,9 +36,9 @@ class Above(ProbeCondition, frozen=True, tag="above"):
     """True where output `output` of a probe is above `threshold`, or, if `inclusive`, equal to it."""
 
     probe: Any  # a `Probe`, whose module imports this one
-    threshold: float
-    output: int = 0
-    inclusive: bool = False
+    threshold: float = field(converter=as_number)
+    output: int = field(converter=as_integer, default=0)
+    inclusive: bool = field(converter=as_flag, default=False)
 
 
 class Every(ProbeCondition, frozen=True, tag="every"):
@@ -51,6 +52,9 @@ class Not(ProbeCondition, frozen=True, tag="not"):
 
     condition: ProbeCondition
 
+    def __invert__(self) -> ProbeCondition:
+        return self.condition
+
 
 class Output:
     """One output of a probe, `probe[i]`, to compare with a number."""
@@ -59,10 +63,10 @@ class Output:
         self.probe, self.output = probe, output
 
     def __gt__(self, threshold: float) -> ProbeCondition:
-        return Above(self.probe, as_number(threshold), self.output)
+        return Above(self.probe, threshold, self.output)
 
     def __ge__(self, threshold: float) -> ProbeCondition:
-        return Above(self.probe, as_number(threshold), self.output, inclusive=True)
+        return Above(self.probe, threshold, self.output, inclusive=True)
 
     def __lt__(self, threshold: float) -> ProbeCondition:
         return Not(self >= threshold)
@@ -117,11 +121,7 @@ def read_condition(data: object, path: str, read_probe: Any, depth: int = 0) -> 
             return Every(tuple(
                 read_condition(each, f"{path}.conditions[{i}]", read_probe, depth + 1) for i, each in enumerate(parts)
             ))  # fmt: skip
-        if not isinstance(data.get("inclusive", False), bool):
-            raise ProgramError("expected true or false", "inclusive")
-        return Above(
-            read_probe(data.get("probe"), f"{path}.probe"), as_number(data.get("threshold")),  # pyright: ignore
-            as_integer(data.get("output", 0)), data.get("inclusive", False),
-        )  # fmt: skip
+        numbers = {name: data[name] for name in ("threshold", "output", "inclusive") if name in data}
+        return Above(read_probe(data.get("probe"), f"{path}.probe"), **numbers)
     except PatchclampError as error:
         raise error if (error.path or "").startswith(path) else error.under(path) from None

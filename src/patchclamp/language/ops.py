@@ -26,6 +26,7 @@ from patchclamp.language.probes import linear_model, read_probe, write_probe
 from patchclamp.language.site import SITES, At, Site, parse_edited_site, parse_site
 from patchclamp.language.tokens import Tokens, as_integer, every, parse_tokens
 from patchclamp.language.values import (
+    POOLS,
     Converted,
     Named,
     Value,
@@ -39,12 +40,12 @@ from patchclamp.language.values import (
     as_mask,
     as_number,
     as_numbers,
-    as_pool,
     as_seed,
     as_strength,
     as_value,
     check_name,
     field,
+    one_of,
     optional,
 )
 
@@ -74,22 +75,10 @@ def as_bias(value: ValueLike) -> Vector:
     return vector
 
 
-def as_activation(value: object) -> str:
-    if not isinstance(value, str) or value not in ACTIVATIONS:
-        raise unknown("activation", str(value), ACTIVATIONS)
-    return value
-
-
 def as_probe_name(value: object) -> str:
     """Check a probe's name: 1 to 64 letters, digits and _ . -"""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
         raise ProgramError(f"expected a name of 1 to 64 letters, digits and _ . -, got {value!r:.100}")
-    return value
-
-
-def as_scope(value: object) -> str:
-    if not isinstance(value, str) or value not in SCOPES:
-        raise unknown("scope", str(value), SCOPES)
     return value
 
 
@@ -186,7 +175,7 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
     dtype: str = field(converter=as_dtype, default="float32")
     project: Vector | Named | None = field(converter=optional(as_numbers), default=None)
-    pool: str | None = field(converter=optional(as_pool), default=None)
+    pool: str | None = field(converter=optional(one_of("way to pool", POOLS)), default=None)
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
@@ -204,8 +193,8 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     bias: Vector | None = field(converter=optional(as_bias), default=None)
-    activation: str | None = field(converter=optional(as_activation), default=None)
-    pool: str | None = field(converter=optional(as_pool), default=None)
+    activation: str | None = field(converter=optional(one_of("activation", ACTIVATIONS)), default=None)
+    pool: str | None = field(converter=optional(one_of("way to pool", POOLS)), default=None)
     name: str = field(converter=as_probe_name, default="")
 
     def __post_init__(self) -> None:
@@ -216,7 +205,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
 
     def __getitem__(self, output: int) -> Output:
         """One of the k outputs, to compare with a number in a condition: `probe[2] > 0.5`."""
-        return Output(self, as_integer(output))
+        return Output(self, output)
 
     def __gt__(self, threshold: float) -> ProbeCondition:
         return self[0] > threshold
@@ -375,7 +364,7 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
 
     condition: ProbeCondition = field(converter=check_condition)
     edits: tuple[Op, ...] = field(converter=as_conditional_edits)
-    scope: str = field(converter=as_scope, default="token")
+    scope: str = field(converter=one_of("scope", SCOPES), default="token")
 
 
 class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):

@@ -401,11 +401,15 @@ def as_dtype(value: object, path: str | None = None) -> str:
     return name
 
 
-def as_pool(value: object) -> str:
-    """One of `POOLS`."""
-    if not isinstance(value, str) or value not in POOLS:
-        raise unknown("way to pool", str(value), POOLS)
-    return value
+def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
+    """Return a converter that accepts one of some words; `what` names them in its error."""
+
+    def check(value: str) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise unknown(what, str(value), words)
+        return value
+
+    return check
 
 
 def as_numbers(value: ValueLike) -> Vector | Named:

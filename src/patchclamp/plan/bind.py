@@ -64,7 +64,7 @@ from patchclamp.plan.bound import (
     run_key,
 )
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.table import record_count
+from patchclamp.plan.table import record_work
 from patchclamp.sites import LENS, Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
@@ -274,7 +274,7 @@ class Known:
     """A cache shared by the programs of one call: the refs of a site, the positions of a selection, the rows of a run,
     and the ranges of positions. Entries keyed by an array's identity hold the array, so that its id is not reused.
 
-    `count(records)` is called with the number of records of each op as it is bound; binding ends if it raises.
+    `count(records)` is called with the work of each op as it is bound (`record_work`); binding ends if it raises.
     """
 
     def __init__(self, count: Callable[[int], None] | None = None) -> None:
@@ -334,14 +334,14 @@ class _Binder:
         try:
             if isinstance(op, When):
                 conditional = self._when(path, op)
-                self.known.count(record_count(conditional))
+                self.known.count(record_work(conditional))
                 return conditional
             if isinstance(op, Probe) and op.name in self._probes:
                 return []  # a condition reads it
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
                 bound = self._bind(path, op)
-                self.known.count(record_count(bound))
+                self.known.count(record_work(bound))
                 return bound
             edits = self._used(op, users)
         except PatchclampError as error:
@@ -358,6 +358,8 @@ class _Binder:
         program = self.entry(op.name, "name")
         if not isinstance(program, Program):
             raise ProgramError(f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name")
+        if any(isinstance(edit, When) for edit in program.edits):
+            raise ProgramError(f"{op.name!r} has conditions: pass its edits instead of its name", "name")
         self._used_edits += len(program.edits)
         if self._used_edits > MAX_USED_EDITS:
             raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
@@ -393,8 +395,14 @@ class _Binder:
             parts = condition.conditions if isinstance(condition, Every) else (condition,)
             if isinstance(condition, Above) and not negated:
                 return bits[condition]
-            mask = sum({1 << (bits[part] if isinstance(part, Above) else bit_of(part)) for part in parts})
-            return decide(All(self._next_bit(), mask, mask, negated))
+            wanted = {bits[part]: 1 for part in parts if isinstance(part, Above)}
+            for part in parts:
+                if isinstance(part, Not) and isinstance(part.condition, Above) and bits[part.condition] not in wanted:
+                    wanted[bits[part.condition]] = 0
+                elif not isinstance(part, Above):
+                    wanted[bit_of(part)] = 1
+            mask, set_bits = sum(1 << bit for bit in wanted), sum(one << bit for bit, one in wanted.items())
+            return decide(All(self._next_bit(), mask, set_bits, negated))
 
         guard = Guard(bit_of(op.condition))
         if op.scope != "token":
