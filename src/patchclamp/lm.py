@@ -50,7 +50,6 @@ from patchclamp.errors import (
     CapacityError,
     EngineError,
     MissingSource,
-    NotFinite,
     PatchclampError,
     ProgramError,
     TokensError,
@@ -63,11 +62,11 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, LensResult, Rows, Run, activated, pooled_by_run, read_lenses
+from patchclamp.run import Captures, LensResult, Rows, Run, activated, check_range, pooled_by_run, read_lenses
 from patchclamp.sites import SiteMap
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
-from patchclamp.store.tensors import cast, overflowed
+from patchclamp.store.tensors import cast
 from patchclamp.stream import Stream, wake
 
 if TYPE_CHECKING:
@@ -618,8 +617,7 @@ class LM:
         if not np.array_equal(np.bincount(run, minlength=len(runs)), expected):
             raise PatchclampError(f"{name}: other positions were captured than were asked for")
         rows = cast(rows, way.dtype) if way.dtype != "float32" else rows
-        if overflowed(rows) is not None:
-            raise NotFinite(f"{name} has numbers above 65,504, the largest of float16", "capture")
+        check_range(rows, position, name)
         return Rows(rows if isinstance(rows, np.ndarray) else rows.float().numpy(), run, position), way.pool
 
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:

@@ -486,7 +486,7 @@ class Run:
             parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
         positions, rows = parts[0] if len(parts) == 1 else merged(parts)
         rows = rows if layout.pool else cast(rows, layout.dtype)
-        self._check_range(rows, positions, str(layout.ref))
+        check_range(rows, positions, str(layout.ref))
         rows = self.shaped(layout.at, layout.ref, rows)
         return torch.as_tensor(pooled(rows, layout.pool, str(layout.ref)) if layout.pool else rows)
 
@@ -587,17 +587,8 @@ class Run:
         else:
             positions, rows = self._stored(point, ordinal, name)
         rows = rows if dtypes == {"float32"} or len(dtypes) > 1 else cast(rows, dtypes.pop())
-        self._check_range(rows, positions, name)
+        check_range(rows, positions, name)
         return positions, rows
-
-    def _check_range(self, rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: str) -> None:
-        """Raises `NotFinite` for float16 rows that overflowed."""
-        row = overflowed(rows)
-        if row is not None:
-            raise NotFinite(
-                f"{name} at position {int(positions[row])} has numbers above 65,504, the largest of float16: capture "
-                "it in bfloat16 or float32", "capture"
-            )  # fmt: skip
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
         """The ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
@@ -686,8 +677,9 @@ class Run:
     @functools.cached_property
     def captured_bytes(self) -> int:
         """The approximate size of all captured rows as fp32, in bytes."""
-        bound, computed = self._bound, self.positions_computed
-        private = 0 if bound is None else bound.private_bytes(self._sites, computed)
+        if self._bound is None:
+            return 0
+        private = self._bound.private_bytes(self._sites, self.positions_computed)
         return sum(map(self.bytes_at, self._captured)) + private
 
     def bytes_at(self, point: int) -> int:
@@ -898,6 +890,16 @@ def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -
         bias = probe.bias.array()
         products = products + (bias if isinstance(products, np.ndarray) else products.new_tensor(bias))
     return activated(products if probe.pool is None else pooled(products, probe.pool, name), probe.activation)
+
+
+def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: str) -> None:
+    """Raises `NotFinite` for float16 rows that overflowed."""
+    row = overflowed(rows)
+    if row is not None:
+        raise NotFinite(
+            f"{name} at position {int(positions[row])} has numbers above 65,504, the largest of float16: capture it in "
+            "bfloat16 or float32", "capture"
+        )  # fmt: skip
 
 
 def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
