@@ -41,6 +41,7 @@ PROGRAMS: dict[str, list] = {
         pc.Replace(pc.SameRun(pc.embed, pc.generated[1]), pc.mlp_out[1], pc.generated[3:9]),
     ],
     "a token": [pc.Scale(0.2, pc.resid_pre[2], pc.token(5))],
+    "a condition": [pc.When(pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0, pc.Scale(0.2, pc.resid_post[1]))],
 }
 
 
@@ -218,6 +219,23 @@ def test_batchmates_without_programs_are_as_without_drafts(pair):
     parts = list(drafting.stream(PROMPTS[0], edits=edits[0], **LONG))
     assert [token for part in parts for token in part.token_ids] == ours[0].token_ids
     assert max(len(part.token_ids) for part in parts) > 1
+
+
+def test_probes_read_the_tokens_that_are_kept(pair):
+    probes = [pc.Probe([ROW_D, -ROW_D], at=pc.resid_post[1], name="each"),
+              pc.Probe(ROW_D, at=pc.resid_post[1], tokens=pc.generated, pool="mean", name="mean")]  # fmt: skip
+    theirs, ours = (lm.run(PROMPTS, capture=probes, **LONG) for lm in pair)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.probe_positions("each") == b.probe_positions("each") == list(range(len(a.prompt_token_ids) + 31))
+        for name in ("each", "mean"):
+            assert torch.allclose(a.probes[name], b.probes[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scope", ["prompt", "onwards"])
+def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
+    condition = pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0
+    with pytest.raises(pc.PatchclampError, match="scope"):
+        pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.When(condition, pc.Scale(0.2, pc.resid_post[1]), scope=scope))
 
 
 def test_code_is_refused(pair):

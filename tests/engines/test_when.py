@@ -9,6 +9,7 @@ import torch
 import patchclamp as pc
 
 from .conftest import CHUNKED, PROMPTS
+from .test_modes import SMALL
 
 D = 576
 MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
@@ -92,3 +93,27 @@ def test_two_requests_with_one_prefix_share_no_block_that_differs(shallow, thres
             again = lm.run(ids, max_tokens=4, edits=programs[name], logprobs=True)
             assert again.token_ids == alone[name].token_ids
             assert np.allclose(again.logprobs, alone[name].logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_preempted_requests_decide_the_same(shallow, thresholds):
+    """Requests are thrown out and recomputed, their prompt and what they generated in one step: with the probe in an
+    earlier layer and, of generated tokens, at the edit's own site."""
+    small, roomy = shallow.get("vllm", "float32", **SMALL), shallow.get("vllm", "float32")
+    ids, site = roomy.tokens(" ".join(PROMPTS)), pc.resid_post[3]
+    prompts = [ids[i : i + 28] for i in range(4)]
+    p, later = (pc.Probe(WEIGHT, at=site, tokens=tokens, name="p") for tokens in (pc.every, pc.generated))
+    programs = [pc.When(p > thresholds[0] + 2, pc.Add(PUSH, at=pc.resid_post[4]), scope="onwards"),
+                pc.When(later > thresholds[0] + 2, pc.Add(PUSH / 4, at=site), scope="onwards"),
+                pc.When(p[1] > thresholds[1], pc.Add(PUSH / 4, at=pc.resid_post[5]), scope="token")]  # fmt: skip
+    wanted = {"max_tokens": 40, "sampling": {"ignore_eos": True}, "capture": pc.resid_post[6]}
+    for program in programs:
+        before = small.engine.status()["preemptions"]
+        crowded = small.run(prompts, edits=program, **wanted)
+        assert small.engine.status()["preemptions"] > before
+        alone = [roomy.run(prompt, edits=program, **wanted) for prompt in prompts]
+        assert any(run.acted["edits[0].edits[0]"] for run in alone)
+        for run, other in zip(crowded, alone, strict=True):
+            assert (run.token_ids, run.acted) == (other.token_ids, other.acted)
+            assert torch.allclose(run.probes["p"], other.probes["p"], rtol=1e-3, atol=1e-2)
+            assert torch.allclose(run[pc.resid_post[6]], other[pc.resid_post[6]], rtol=1e-3, atol=0.05)
