@@ -164,7 +164,7 @@ def test_every_row_is_scored_by_a_fit_without_its_document(lm, method, pool):
 
 
 def test_random_labels_of_documents_are_not_learnt(lm):
-    """Rows of a document are alike: with a document on both sides, AUROC would be far above chance."""
+    """Rows of a document resemble each other: with a document on both sides, AUROC would be far above chance."""
     rng = np.random.default_rng(3)
     prompts = [[token] * 12 for token in rng.permutation(np.arange(2, 38)).tolist()]
     labels = rng.permutation([0, 1] * 18).tolist()
