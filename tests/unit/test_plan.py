@@ -222,6 +222,27 @@ def test_blocks_of_the_cache_tell_noise_and_masks_apart():
     assert key(pc.Ablate(v, "embed")) == key(pc.Ablate([6.0, 0.0, 8.0, 0.0], "embed"))
 
 
+def test_blocks_of_the_cache_tell_apart_what_decides():
+    """A block with conditional edits depends on every number of their condition, and one without on none."""
+    v, w = [3.0, 0.0, 4.0, 0.0], [0.0, 1.0, 0.0, 0.0]
+
+    def key(condition, scope="token", tokens="every", start=0) -> str | None:
+        return block_key(bound(pc.When(condition, pc.Zero("mlp_out[2]", tokens), scope=scope)), start, 16)
+
+    p, q = (pc.Probe([v, w], "resid_post[1]", bias=[0, 1], name=name) for name in "pq")
+    different = [
+        key(p > 0), key(p > 1), key(p >= 0), key(p[1] > 0), key(~(p > 0)), key((p > 0) & (p[1] > 0)),
+        key(pc.Probe([w, v], "resid_post[1]", name="p") > 0), key(pc.Probe([v, w], "resid_post[0]", name="p") > 0),
+        key(pc.Probe([v, w], "resid_post[1]", "prompt", name="p") > 0), key(p > 0, "prompt"), key(p > 0, "onwards"),
+        block_key(bound(pc.Zero("mlp_out[2]")), 0, 16),
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
+    assert key(p > 0, tokens="prompt[-1]", start=0) is not None
+    assert block_key(bound(pc.When(p > 0, pc.Zero("mlp_out[2]", "prompt[-1]"))), 0, 2) is None
+    assert key(p[-1] > 1) == key(p[1] > 1)
+    assert key(q > 1) is not None
+
+
 def test_captures_of_one_site_are_a_union():
     kept = ["embed @ prompt[2:4]", "resid_pre[0] @ prompt[0]", "logits @ generated[1]"]
     made = bound(pc.Capture("embed", "prompt[1:3]"), kept)

@@ -180,28 +180,33 @@ CONDITIONAL = [
 ]  # fmt: skip
 # by name: the index of an op of the bound `CONDITIONAL`, and fields of it that no binder makes so
 WRONG_DECISIONS = {
-    "a test of a probe that is not kept": (1, {"action": Compare(0.0, False, 0, "c")}),
+    "a test of a probe that is not kept": (1, {"action": Compare(0.0, 0, "c")}),
     "a test of another matrix": (1, {"values": (KEY,)}),
     "a test of another product": (1, {"ranges": (PositionRange(0, 8, 2),)}),
     "a test of several products": (1, {"ranges": (PositionRange(0, 8, 0, 1),)}),
     "a test at other positions": (1, {"ranges": (PositionRange(0, 7),)}),
     "a test at another point": (1, {"points": (point("resid_post[1]"),)}),
     "a test of columns": (1, {"columns": pack_columns((0, 2))}),
-    "a bit that is not there": (1, {"action": Compare(0.0, False, 23, "a")}),
-    "a negative bit": (1, {"action": Compare(0.0, False, -1, "a")}),
-    "a bit of another test": (3, {"action": Compare(0.0, False, 0, "b")}),
-    "no number": (1, {"action": Compare(float("nan"), False, 0, "a")}),
-    "bits that are not set": (4, {"action": All(2, 1 << 9, 1 << 9)}),
-    "bits beyond a word": (4, {"action": All(2, 1 << 23, 0)}),
-    "wanted bits outside the mask": (4, {"action": All(2, 1, 2)}),
-    "bits before they are set": (4, {"points": (point("embed"),)}),
-    "values for a decision": (4, {"values": (KEY,)}),
-    "a guard of a bit that is not set": (5, {"guard": Guard(20)}),
-    "a guard of a latch that is not set": (5, {"guard": Guard(0, 5)}),
-    "an edit before its condition": (5, {"points": (point("resid_mid[0]"),)}),
-    "a guard of logits": (6, {"points": (point("logits"),), "reaches_cache": False, "ranges": (PositionRange(4, 8),)}),
+    "a bit that is not there": (1, {"action": Compare(0.0, 23, "a")}),
+    "a negative bit": (1, {"action": Compare(0.0, -1, "a")}),
+    "a bit of another test": (4, {"action": Compare(0.0, 0, "b")}),
+    "no number": (1, {"action": Compare(float("nan"), 0, "a")}),
+    "bits that are not set": (6, {"action": All(2, 1 << 9, 1 << 9)}),
+    "bits beyond a word": (6, {"action": All(2, 1 << 23, 0)}),
+    "wanted bits outside the mask": (6, {"action": All(2, 1, 2)}),
+    "bits before they are set": (6, {"points": (point("embed"),)}),
+    "values for a decision": (6, {"values": (KEY,)}),
+    "a guard of a bit that is not set": (7, {"guard": Guard(20)}),
+    "a guard of a latch that is not set": (7, {"guard": Guard(0, 5)}),
+    "an edit before its condition": (7, {"points": (point("resid_mid[0]"),)}),
+    "a guard of logits": (8, {"points": (point("logits"),), "reaches_cache": False, "ranges": (PositionRange(4, 8),)}),
     "a guard of a capture": (0, {"guard": Guard(0)}),
-    "two probes of one name": (2, {"action": Keep(0, False, vector_key(pc.Vector.of([V, V[::-1]])), 2, 0, "a")}),
+    "a guard of a latch below none": (7, {"guard": Guard(0, -9)}),
+    "a name that probes have not": (
+        0,
+        {"action": Keep(0, False, vector_key(pc.Vector.of([V, V[::-1]])), 2, 0, "a/b\n")},
+    ),
+    "two probes of one name": (3, {"action": Keep(0, False, vector_key(pc.Vector.of([V, V[::-1]])), 2, 0, "a")}),
 }
 
 
@@ -209,13 +214,16 @@ def test_decisions_that_no_binder_makes_are_refused():
     program, sizes = bound(CONDITIONAL)
     check(program, sizes)
     names = [(op.path, type(op.action).__name__) for op in program.ops]
-    assert [name for _, name in names[:5]] == ["Keep", "Compare", "Keep", "Compare", "All"], names
+    assert [name for _, name in names[:7]] == [*["Keep", "Compare", "Compare"] * 2, "All"], names
     latched = [i for i, op in enumerate(program.ops) if isinstance(op.action, Latch)]
     wrong = WRONG_DECISIONS | {
         "latches beyond those of a request": (latched[0], {"action": Latch(0, 8)}),
         "a negative latch": (latched[0], {"action": Latch(0, -1)}),
         "a latch twice": (latched[1], {"action": Latch(0, 0)}),
         "a latch of a bit that is not set": (latched[0], {"action": Latch(20, 0)}),
+        "a latch of logits": (latched[0], {"points": (point("logits"),), "ranges": (PositionRange(4, 8),)}),
+        "a latch of no position": (latched[0], {"ranges": ()}),
+        "an edit beside a latch of the prompt's tokens": (latched[0] + 1, {"points": (point("resid_post[0]"),)}),
     }
     for name, (i, fields) in wrong.items():
         ops = list(program.ops)
@@ -226,6 +234,20 @@ def test_decisions_that_no_binder_makes_are_refused():
         except ProgramError:
             continue
         pytest.fail(name)
+
+
+def test_nothing_stands_between_a_probe_and_its_tests():
+    """An edit there would make the decision one of other rows than those of the score."""
+    program, sizes = bound([A, pc.Zero("resid_post[0]"), *CONDITIONAL])
+    check(program, sizes)
+    kinds = [type(op.action).__name__ for op in program.ops]
+    assert kinds[:3] == ["Keep", "Compare", "Compare"]
+    edit = kinds.index("Linear")
+    for at in (1, 2):
+        ops = list(program.ops)
+        ops.insert(at, ops.pop(edit))
+        with pytest.raises(ProgramError, match="read right before"):
+            check(msgspec.structs.replace(program, ops=tuple(ops)), sizes)
 
 
 def test_a_point_is_captured_in_one_way():

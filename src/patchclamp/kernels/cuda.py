@@ -242,7 +242,7 @@ def _walk(
             elif kind == TEST:  # other is the bit; the product is computed as a capture's
                 against = _loaded(v, bank, columns, inside, width, position, start, 0, value, ALIGNED, AHEAD)
                 product = tl.sum(tl.where(inside & changed, h * against, 0.0), axis=0)
-                above = tl.where(y != 0.0, product >= x, product > x).to(tl.int32)
+                above = (product > x).to(tl.int32)
                 bit = _look((record + 8).to(tl.pointer_type(tl.int64))).to(tl.int32)
                 bits = (bits & ~(1 << bit)) | (above << bit)
             elif kind == ALL:  # value is the mask, other the wanted bits, x 1 if negated, step the bit

@@ -200,8 +200,7 @@ def _decide(
         np.minimum.at(table.latches, (slot, latch), rows.position[row[is_set]])
         return
     if kind == TEST:
-        product = _tested(h_AW, index, fields, bank_B)
-        held = np.where(fields["inclusive"] != 0, product >= fields["threshold"], product > fields["threshold"])
+        held = _tested(h_AW, index, fields, bank_B) > fields["threshold"]
     else:
         held = ((bits_R[row] & fields["mask"]) == fields["wanted"]) != (fields["negated"] != 0)
     bits_R[row] = bits_R[row] & ~(1 << bit) | held << bit

@@ -71,13 +71,7 @@ def apply(
                 ids = bank_B[record["ids"] : record["ids"] + record["count"]]
                 matched = (token_R[r] in ids) == (record["expected"] == 1)
             elif kind == TEST:
-                product = _product(h_RW[r], record, bank_B)
-                _set(
-                    bits_R,
-                    r,
-                    record,
-                    product >= record["threshold"] if record["inclusive"] else product > record["threshold"],
-                )
+                _set(bits_R, r, record, _product(h_RW[r], record, bank_B) > record["threshold"])
             elif kind == ALL:
                 _set(bits_R, r, record, (bits_R[r] & record["mask"] == record["wanted"]) != bool(record["negated"]))
             elif kind == LATCH:

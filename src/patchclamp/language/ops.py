@@ -356,8 +356,10 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     - "prompt": from the last token of the prompt on, if it holds there;
     - "onwards": from the first token on where it holds.
 
-    The edits must come after the probes: in later layers, or, for "token", at the same site. The scores of the probes
-    are in `run.probes`, and `run.acted` has the tokens where each edit acted.
+    The edits must come after the probes: in later layers, or, for "token", at the same site. Probes of one condition
+    read one site of a layer. The scores are in `run.probes`, and each decision is that of the score: all conditions on
+    a probe are decided where the program first reads it, before later edits at its site. `run.acted` has the tokens
+    where each edit acted.
 
     Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
     """

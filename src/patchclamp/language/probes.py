@@ -1,4 +1,4 @@
-"""Weights of linear probes: from files, and from fitted models of scikit-learn and PyTorch."""
+"""Linear probes: weights from files and from fitted models of scikit-learn and PyTorch, and activations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from patchclamp.errors import ProgramError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")}
 
@@ -98,3 +99,20 @@ def _activation(model: Any, outputs: int) -> str | None:
     if getattr(model, "multi_class", "") == "ovr" and outputs > 1:
         raise ProgramError("one-versus-rest probabilities are not a softmax; give activation=, or fit multinomially")
     return "sigmoid" if outputs == 1 else "softmax"
+
+
+def activated(products: torch.Tensor | np.ndarray, activation: str | None) -> torch.Tensor | np.ndarray:
+    """Apply a probe's activation; softmax is over the last axis."""
+    import numpy as np
+
+    if activation is None:
+        return products
+    if not isinstance(products, np.ndarray):  # by the same arithmetic on every engine
+        return products.new_tensor(activated(products.numpy(), activation))
+    if activation == "relu":
+        return np.maximum(products, 0)
+    if activation == "sigmoid":
+        with np.errstate(over="ignore"):
+            return (1 / (1 + np.exp(-products.astype(np.float64)))).astype(np.float32)
+    powers = np.exp(products.astype(np.float64) - products.max(-1, keepdims=True))
+    return (powers / powers.sum(-1, keepdims=True)).astype(np.float32)

@@ -50,13 +50,13 @@ class Program(PublicStruct, frozen=True):
     @property
     def probes(self) -> dict[str, Probe]:
         """Its probes by name, those in conditions included. Raises `ProgramError` if two have one name."""
-        named, read = dict[str, Probe](), list[Probe]()
+        named, read = dict[str, Probe](), set[str]()  # those that are ops by themselves
         for path, op in self.ops:
             compared = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else []
             for probe in [op] if isinstance(op, Probe) else compared:
-                if named.setdefault(probe.name, probe) != probe or (probe is op and probe in read):
+                if named.setdefault(probe.name, probe) != probe or (probe is op and probe.name in read):
                     raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", f"{path}.name")
-            read += [op] if isinstance(op, Probe) else []
+            read |= {op.name} if isinstance(op, Probe) else set()
         return named
 
     @property

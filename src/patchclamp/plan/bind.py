@@ -6,9 +6,9 @@ reads the prompt, the model and the bank through its `Context`.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,7 @@ from patchclamp.language import (
 )
 from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
 from patchclamp.language.ops import Op
+from patchclamp.language.probes import activated
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import (
@@ -265,7 +266,7 @@ def bind(
         prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
         {} if vectors is None else vectors, code, Known() if known is None else known,
     )  # fmt: skip
-    ops = tuple(itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops))
+    ops = binder.program(program)
     check_one_way(ops, sites.label)
     return BoundProgram(run, len(prompt.ids), ops)
 
@@ -326,8 +327,20 @@ class _Binder:
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
         self.own_keys = itertools.count()
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
-        self._probes: set[str] = set()  # names of probes in conditions so far
+        self._edits_at: collections.Counter[int] = collections.Counter()  # the edits bound so far, by point
+        self._read_after: dict[str, list[int]] = {}  # the same number where a probe is read, at each of its points
+        self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
+        self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
+
+    def program(self, program: Program) -> tuple[BoundOp, ...]:
+        """Bind all ops. What conditions ask of a probe is decided where the program first reads it, so that decisions
+        are those of its scores, whatever the edits between."""
+        ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
+        return tuple(
+            each for op in ops
+            for each in (op, *(self._tests.get(op.action.probe, ()) if isinstance(op.action, Keep) else ()))
+        )  # fmt: skip
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
         """Bind an op, or the edits of the program that it uses; `users`: the chain of `Use` that leads to the op."""
@@ -336,8 +349,8 @@ class _Binder:
                 conditional = self._when(path, op)
                 self.known.count(record_work(conditional))
                 return conditional
-            if isinstance(op, Probe) and op.name in self._probes:
-                return []  # a condition reads it
+            if isinstance(op, Probe):
+                return self._read(path, op)
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
                 bound = self._bind(path, op)
@@ -358,8 +371,6 @@ class _Binder:
         program = self.entry(op.name, "name")
         if not isinstance(program, Program):
             raise ProgramError(f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name")
-        if any(isinstance(edit, When) for edit in program.edits):
-            raise ProgramError(f"{op.name!r} has conditions: pass its edits instead of its name", "name")
         self._used_edits += len(program.edits)
         if self._used_edits > MAX_USED_EDITS:
             raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
@@ -368,18 +379,22 @@ class _Binder:
     def _when(self, path: str, op: When) -> list[BoundOp]:
         """Bind conditional edits: first what reads the probes and decides, then the edits with their guard."""
         ops: list[BoundOp] = []
-        bits: dict[Above, int] = {}
-        last: Point | None = None  # the last point that a probe of the condition reads
+        points: dict[int, Point] = {}  # that its probes read, by depth
         within = np.ones(self.limit, bool)  # the positions that all of them read
         try:
             for each in comparisons(op.condition):
-                point, read, tests = self._comparison(f"{path}.condition", each, bits)
+                ops += self._read(f"{path}.condition", each.probe, is_compared=True)
+                point, read = self._comparison(f"{path}.condition", each)
                 within &= np.isin(np.arange(self.limit), read)
-                last = point if last is None or self.sites.depth(point.number) > self.sites.depth(last.number) else last
-                ops += tests
+                if points.setdefault(self.sites.depth(point.number), point) != point:
+                    other = points[self.sites.depth(point.number)].number
+                    raise UnsupportedSite(
+                        f"the probes of a condition read {self.sites.label(other)} and {self.sites.label(point.number)}"
+                        ", two sites of one layer: use one of them, or sites of two layers", "at"
+                    )  # fmt: skip
         except PatchclampError as error:
             raise error.under("condition") from None
-        assert last is not None
+        last = points[max(points)]
         where = position_ranges(np.flatnonzero(within), None)
         if not where:
             raise TokensError("no token is read by all its probes, so that it never holds", "condition")
@@ -394,8 +409,8 @@ class _Binder:
                 return bit_of(condition.condition, not negated)
             parts = condition.conditions if isinstance(condition, Every) else (condition,)
             if isinstance(condition, Above) and not negated:
-                return bits[condition]
-            wanted = {bits[part]: 1 for part in parts if isinstance(part, Above)}
+                return self._bit_of[condition]
+            bits, wanted = self._bit_of, {self._bit_of[part]: 1 for part in parts if isinstance(part, Above)}
             for part in parts:
                 if isinstance(part, Not) and isinstance(part.condition, Above) and bits[part.condition] not in wanted:
                     wanted[bits[part.condition]] = 0
@@ -429,8 +444,24 @@ class _Binder:
             raise ProgramError(f"the conditions of a program have more than {BITS} parts")
         return bit
 
-    def _comparison(self, path: str, each: Above, bits: dict[Above, int]) -> tuple[Point, np.ndarray, list[BoundOp]]:
-        """The point that a comparison's probe reads, its positions, and the ops that read it and set a bit."""
+    def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
+        """The op that reads a probe, where the program names it first. Raises `ProgramError` for a probe whose scores
+        would now be others, unless it is named to compare the scores that it has."""
+        counts = [self._edits_at[ref.point] for ref in self._resolve(probe)]
+        if probe.name in self._read_after:
+            if self._read_after[probe.name] != counts and not is_compared:
+                raise ProgramError(
+                    f"{probe.at} is edited after a condition has read the probe {probe.name!r}: give this one another "
+                    "name", "name"
+                )  # fmt: skip
+            return []
+        self._read_after[probe.name] = counts
+        bound = self._bind(path, probe)
+        self.known.count(record_work(bound))
+        return bound
+
+    def _comparison(self, path: str, each: Above) -> tuple[Point, np.ndarray]:
+        """Give a comparison a bit. Returns the point that its probe reads, and the positions."""
         probe = each.probe
         if probe.pool is not None:
             raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its request has ended", "pool")
@@ -446,21 +477,23 @@ class _Binder:
             raise TokensError(
                 f"{probe.tokens} depends on tokens to come: a condition's probe reads positions", "tokens"
             )
-        ops = [] if probe.name in self._probes else self._bind(path, probe)
-        self._probes.add(probe.name)
-        if each in bits:
-            return point, cases[0].positions, ops
-        bits[each] = self._next_bit()
+        if each in self._bit_of:
+            return point, cases[0].positions
+        self._bit_of[each] = self._next_bit()
         matrix = _OpBinder(self, path, probe, refs, cases[0], False).vector(probe.weight, "weight")
-        threshold, row = product_above(each, len(matrix.rows())), each.output
-        ranges = tuple(one._replace(row=row) for one in position_ranges(cases[0].positions, None))
-        columns = refs[0].columns
-        compare = Compare(threshold, each.inclusive, bits[each], probe.name)
-        ops.append(BoundOp(
-            path, compare, (point.number,), (self.put(matrix),), ranges,
-            columns=0 if columns is None else pack_columns(columns),
-        ))  # fmt: skip
-        return point, cases[0].positions, ops
+        outputs, columns = len(matrix.rows()), refs[0].columns
+        if not -outputs <= each.output < outputs:
+            raise ProgramError(
+                f"expected one of the {outputs} outputs of the probe {probe.name!r}, got {each.output}", "output"
+            )
+        ranges = tuple(one._replace(row=each.output % outputs) for one in position_ranges(cases[0].positions, None))
+        test = BoundOp(
+            path, Compare(product_above(each), self._bit_of[each], probe.name), (point.number,), (self.put(matrix),),
+            ranges, columns=0 if columns is None else pack_columns(columns),
+        )  # fmt: skip
+        self.known.count(record_work([test]))
+        self._tests.setdefault(probe.name, []).append(test)
+        return point, cases[0].positions
 
     def _conditional(self, path: str, edit: Op, guard: Guard, last: Point, first: int) -> list[BoundOp]:
         """The ops of a conditional edit, from position `first` on."""
@@ -503,6 +536,7 @@ class _Binder:
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
+        self._edits_at.update(ref.point for ref in refs)
         return [bound for case in cases for bound in _OpBinder(self, path, op, refs, case, False).bound()]
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
@@ -787,20 +821,40 @@ class _OpBinder:
             raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
 
 
-def product_above(each: Above, outputs: int) -> float:
-    """The threshold of W h for one of the activated output, W h + b, of a probe."""
-    probe, threshold = each.probe, each.threshold
-    if not -outputs <= each.output < outputs:
-        raise ProgramError(f"the probe {probe.name!r} has {outputs} outputs, and none of index {each.output}", "output")
+def product_above(each: Above) -> float:
+    """The threshold of the product W h: the greatest fp32 number whose score, as `run.probes` computes it, is not above
+    that of the comparison. So a decision is that of the score to the bit, however bias and activation round."""
+    probe = each.probe
     if probe.activation == "softmax":
         raise ProgramError("a softmax depends on all outputs: compare those of a probe without it", "activation")
-    if probe.activation == "sigmoid":
-        if not 0 < threshold < 1:
-            raise ProgramError(f"expected a threshold between 0 and 1 for a sigmoid, got {threshold}", "threshold")
-        threshold = math.log(threshold) - math.log1p(-threshold)
-    if probe.activation == "relu" and (threshold < 0 or (threshold == 0 and each.inclusive)):
-        raise ProgramError("a relu is never below 0: compare with a number above 0", "threshold")
-    return threshold - (0.0 if probe.bias is None else float(probe.bias.array()[each.output]))
+    bias = 0.0 if probe.bias is None else float(probe.bias.array()[each.output])
+    return _greatest_below(bias, probe.activation, each.threshold, each.inclusive)
+
+
+@functools.lru_cache(4096)
+def _greatest_below(bias: float, activation: str | None, threshold: float, inclusive: bool) -> float:
+    """`product_above` by bisection, since scores rise with products."""
+    compare = np.greater_equal if inclusive else np.greater
+
+    def product(rank: int) -> np.ndarray:
+        """The fp32 number of a rank in their order; 0 has rank 0."""
+        return np.copysign(np.array([abs(rank)], np.int32).view(np.float32), rank)
+
+    def holds(rank: int) -> bool:
+        with np.errstate(over="ignore"):
+            score = np.asarray(activated(product(rank) + np.float32(bias), activation))
+        return bool(compare(score, np.float32(threshold))[0])
+
+    below, above = -(greatest := int(np.array([MAX_FP32], np.float32).view(np.int32)[0])), greatest
+    if holds(below) or not holds(above):
+        when = "always" if holds(below) else "never"
+        raise ProgramError(
+            f"this {activation or 'probe'} is {when} above {threshold}: compare with another", "threshold"
+        )
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if holds(middle) else (middle, above)
+    return float(product(below)[0])
 
 
 def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange, ...]:

@@ -120,12 +120,11 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
-    """Set bit `bit` of the row if its product with the value's row is above `threshold`, or, if `inclusive`, equal.
-    The program keeps the product for the probe named `probe`."""
+    """Set bit `bit` of the row if its product with the value's row is above `threshold`. The program keeps the product
+    for the probe named `probe`."""
 
     kind: ClassVar[int] = TEST
     threshold: float
-    inclusive: bool
     bit: int
     probe: str
 
@@ -406,9 +405,8 @@ def decided(bound: BoundProgram, count: int, products: Products) -> Callable[[Gu
             within[start:stop] = True
         if isinstance(action, Compare):
             read, product = products(op)
-            compare = np.greater_equal if action.inclusive else np.greater
             above = np.zeros(count, bool)
-            above[read] = compare(product, np.float32(action.threshold))
+            above[read] = product > np.float32(action.threshold)
             bits = np.where(within, bits & ~(1 << action.bit) | above << action.bit, bits)
         elif isinstance(action, All):
             held = ((bits & action.mask) == action.wanted) != action.negated

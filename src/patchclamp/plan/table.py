@@ -315,7 +315,7 @@ FIELDS: dict[int, dict[str, str]] = {
     MATCH: {"count": "step", "ids": "value", "expected": "x"},
     APPLY: {"code": "value"},
     STORE: {"row_step": "step", "vector": "value"},
-    TEST: {"row_step": "step", "vector": "value", "threshold": "x", "inclusive": "y", "bit": "other"},
+    TEST: {"row_step": "step", "vector": "value", "threshold": "x", "bit": "other"},
     ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
     LATCH: {"latch": "value", "bit": "step"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
@@ -463,8 +463,7 @@ def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses
 
 @_write.register
 def _test(first: Compare, fields: np.ndarray, actions: Sequence[Compare], addresses: Several, ordinal: int) -> None:
-    for name in ("threshold", "inclusive", "bit"):
-        fields[name] = _column([getattr(action, name) for action in actions])
+    fields["threshold"], fields["bit"] = (_column([getattr(a, name) for a in actions]) for name in ("threshold", "bit"))
 
 
 @_write.register

@@ -19,6 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
+from patchclamp.language.ops import as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
@@ -59,18 +60,26 @@ MAX_PATH = 500
 
 
 class Decided(msgspec.Struct):
-    """The decisions so far: by bit and by latch the depth and the point where it is set; the kept probes by name."""
+    """The decisions so far.
+
+    bits: the depth and the point where each bit is set
+    latches: the same of each latch, and the lowest position that sets it
+    probes: the names of the probes that are kept
+    reading: the op that keeps a probe, while nothing but its tests follow
+    """
 
     bits: dict[int, tuple[int, int]] = {}
-    latches: dict[int, tuple[int, int]] = {}
-    probes: dict[str, BoundOp] = {}
+    latches: dict[int, tuple[int, int, int]] = {}
+    probes: set[str] = set()
+    reading: BoundOp | None = None
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The context of a check: sizes (rows, width) by bank key, positions below `limit`, the model's sites, and the
-    positions of the rows stored so far, by own key."""
+    """The context of a check: sizes (rows, width) by bank key, the length of the prompt, positions below `limit`, the
+    model's sites, and the positions of the rows stored so far, by own key."""
 
     sizes: Mapping[str, tuple[int, int]]
+    prompt: int
     limit: int
     sites: SiteMap
     stored: dict[str, np.ndarray]
@@ -87,7 +96,7 @@ def verify(
     """
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
-    frame = Frame(sizes, limit, sites, {}, Decided())
+    frame = Frame(sizes, prompt, limit, sites, {}, Decided())
     _check_sizes(sizes, sites)
     for op in bound.ops:
         try:
@@ -197,6 +206,7 @@ def _check_op(op: BoundOp, frame: Frame) -> None:
     _check_columns(op, width)
     _check_ranges(op, frame)
     _check_shards(op, frame.sites)
+    frame.decided.reading = frame.decided.reading if op.kind == TEST else None
     _check_action(op.action, op, frame, width)
     _check_own(op, frame)
     _check_guard(op, frame)
@@ -261,10 +271,11 @@ def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None
 def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
     _need(0 <= action.pool <= len(POOLS), f"pool {action.pool}")
-    _need(len(action.probe) <= 64 and (not action.probe or bool(action.matrix)), "a probe with no matrix")
     if action.probe:
-        _need(action.probe not in frame.decided.probes, f"two probes named {action.probe!r}")
-        frame.decided.probes[action.probe] = op
+        _need(as_probe_name(action.probe) not in frame.decided.probes, f"two probes named {action.probe!r}")
+        _need(bool(action.matrix), "a probe with no matrix")
+        frame.decided.probes.add(action.probe)
+        frame.decided.reading = op
     if action.lens:
         _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
         _need(all(frame.sites.lens_reads(point) for point in op.points), "a lens of a point not as wide as the stream")
@@ -290,10 +301,9 @@ def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
 @_check_action.register
 def _test(action: Compare, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.threshold)
-    kept = frame.decided.probes.get(action.probe)
-    _need(kept is not None and isinstance(kept.action, Keep), f"a test of {action.probe[:64]!r}, which is not kept")
-    assert kept is not None
-    assert isinstance(kept.action, Keep)
+    kept = frame.decided.reading
+    if kept is None or not isinstance(kept.action, Keep) or kept.action.probe != action.probe:
+        raise ProgramError(f"no binder makes this: a test of {action.probe[:64]!r}, which is not read right before it")
     rows = {each.row for each in op.ranges}
     _need(op.values == (kept.action.matrix,) and op.columns == kept.columns, "a test of another matrix")
     _need(len(rows) == 1 and max(rows) < kept.action.products and op.points == kept.points, "a test of another product")
@@ -316,7 +326,8 @@ def _latch(action: Latch, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.latch < LATCHES and action.latch not in frame.decided.latches, f"latch {action.latch}")
     _read_bit(action.bit, op, frame)
     [point] = op.points
-    frame.decided.latches[action.latch] = frame.sites.depth(point), point
+    _need(bool(op.ranges), "a latch at no position")
+    frame.decided.latches[action.latch] = frame.sites.depth(point), point, op.ranges[0].start
 
 
 def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:
@@ -340,12 +351,13 @@ def _check_guard(op: BoundOp, frame: Frame) -> None:
     """Check that an edit comes after what decides where it acts."""
     if (guard := op.guard) is None:
         return
-    known = frame.decided.latches if guard.latch >= 0 else frame.decided.bits
-    number = guard.latch if guard.latch >= 0 else guard.bit
-    _need(op.is_edit and op.kind != APPLY and number in known and 0 <= guard.bit < BITS, f"a guard of {number}")
-    depth, point = known[number]
+    decided, is_latched = frame.decided, guard.latch != -1
+    known = guard.latch in decided.latches if is_latched else guard.bit in decided.bits
+    _need(op.is_edit and op.kind != APPLY and known and 0 <= guard.bit < BITS, f"a guard of {guard}")
+    depth, point, *first = decided.latches[guard.latch] if is_latched else decided.bits[guard.bit]
+    at_once = not first or first[0] >= frame.prompt - 1  # else a later row of the same step might set the latch
     for each in op.points:
-        later = frame.sites.depth(each) > depth or each == point
+        later = frame.sites.depth(each) > depth or (each == point and at_once)
         _need(later and frame.sites.points[each].rows == "tokens", "an edit before its condition is decided")
 
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.language import Op, Program, Readout, Site, Vector
+from patchclamp.language import Op, Program, Readout, Site, Vector, When
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
 from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, to_float32
@@ -271,6 +271,8 @@ def as_entry(entry: Any) -> Entry:
         program = entry if isinstance(entry, Program) else Program.of(entry)
         if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
             raise ProgramError("a named program has edits and captures nothing")
+        if any(isinstance(op, When) for op in program.edits):
+            raise ProgramError("a named program has no conditions, whose probes are read: pass its edits by themselves")
         return program
     return Vector.of(entry)
 
