@@ -58,12 +58,13 @@ from patchclamp.errors import (
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
 from patchclamp.language import Capture, Program, Site, every
 from patchclamp.language.ops import Scale
+from patchclamp.language.probes import activated
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, LensResult, Rows, Run, activated, check_range, pooled_by_run, read_lenses
-from patchclamp.sites import SiteMap
+from patchclamp.run import Captures, LensResult, Rows, Run, check_range, pooled_by_run, read_lenses
+from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
@@ -569,8 +570,9 @@ class LM:
         """Read the captures of many runs as one array for each site, at some sites or (None) at those of the first run,
         in one engine call a site: `lm.rows(runs)["resid_post[3]"].values` is [R, D], with the run and the position of
         each row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site
-        that a run did not capture, or captured by token id, and a failed run's own error."""
-        runs = runs_of(runs)
+        that a run did not capture, or captured by token id or otherwise than the first run, and a failed run's own
+        error."""
+        runs = _different(runs)
         if not runs:
             return {}
         asked = self._sites_of(sites) if sites is not None else []
@@ -579,7 +581,7 @@ class LM:
             refs = list({ref.point: ref for ref in runs[0].captured_of(self.sites.refs())}.values())
         found: dict[str, Rows] = {}
         for ref in refs:
-            rows, pool = self._gathered(runs, ref.point)
+            rows, pool = self._gathered(runs, ref)
             values = np.asarray(runs[0].shaped(parse_site(str(ref)), ref, rows.values))
             rows = msgspec.structs.replace(rows, values=values)
             found[str(ref)] = pooled_by_run(rows, pool, len(runs), str(ref)) if pool else rows
@@ -588,27 +590,28 @@ class LM:
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
         """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
         engine call a probe. Raises as `rows` does."""
-        runs = runs_of(runs)
+        runs = _different(runs)
         found: dict[str, Rows] = {}
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
             if others:
                 raise ProgramError(f"the probe {name!r} reads several layers: read run.probes[{name!r}]", name)
-            rows, pool = self._gathered(runs, ref.point, name)
+            rows, pool = self._gathered(runs, ref, name)
             values = rows.values if probe.bias is None else rows.values + probe.bias.array()
             rows = msgspec.structs.replace(rows, values=values)
             rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
             found[name] = msgspec.structs.replace(rows, values=np.asarray(activated(rows.values, probe.activation)))
         return found
 
-    def _gathered(self, runs: Sequence[Run], point: int, probe: str = "") -> tuple[Rows, str]:
-        """The rows of a point, or of a probe, in many runs, and how they are pooled."""
-        name = probe or self.sites.label(point)
-        ways = {run.capture_way(point, probe): None for run in runs}
-        if len(ways) > 1:
-            raise MissingSource(f"{name} was captured in several ways: read it run by run")
-        [way] = ways
+    def _gathered(self, runs: Sequence[Run], ref: SiteRef, probe: str = "") -> tuple[Rows, str]:
+        """The rows of a site, or of a probe, in many runs, and how they are pooled."""
+        name, point = probe or str(ref), ref.point
+        way = runs[0].capture_way(ref, probe)
+        other = next((i for i, run in enumerate(runs) if run.capture_way(ref, probe) != way), None)
+        if other is not None:
+            raise MissingSource(f"{name} was captured otherwise in runs[{other}] than in runs[0]: read it run by run")
         run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
+        rows = rows if len(rows) else rows.reshape(0, way.width)
         computed = position < np.array([each.positions_computed for each in runs])[run]
         if not computed.all():
             kept = np.flatnonzero(computed)
@@ -907,6 +910,14 @@ _drawn: collections.deque[str] = collections.deque()  # keys for future runs
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drawn.clear)
+
+
+def _different(runs: Iterable[Run]) -> list[Run]:
+    """A list of runs, each there once."""
+    runs = runs_of(runs)
+    if len({run.key for run in runs}) < len(runs):
+        raise ProgramError("expected each run once", "runs")
+    return runs
 
 
 def _key() -> str:

@@ -15,12 +15,13 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp
 from patchclamp.language.ops import Lens
+from patchclamp.language.probes import activated
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, POOLS, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
-from patchclamp.plan.bound import Compare, Keep, acted, captures_site, pack_columns, position_array, stored_op
+from patchclamp.plan.bound import Compare, Keep, acted, captures_site, pack_columns, position_array, stored_op, way_of
 from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.tensors import PROBE, cast, merged, overflowed
 
@@ -55,7 +56,7 @@ class Layout(NamedTuple):
     at, ref: the site
     stored: the sources of the rows; at a position that two captured, the later one counts
     positions [T], shape, dtype: those of `run[site]`
-    pool: how the rows at `positions` are pooled, or None
+    pool: how the rows at `positions` are pooled, or None; without positions there is no row, and shape is [0, ...]
     """
 
     at: Site
@@ -69,12 +70,15 @@ class Layout(NamedTuple):
 
 class CaptureWay(NamedTuple):
     """The way in which rows were captured: by the op with this number (None: by all), how they are pooled, their width
-    and their dtype."""
+    and their dtype, the matrix and the columns of a projection, and the probe that they are the products of."""
 
     number: int | None
     pool: str
     width: int
     dtype: str
+    matrix: str
+    columns: int
+    probe: Probe | None
 
 
 class Owner(Protocol):
@@ -285,7 +289,7 @@ class Run:
     @property
     def acted(self) -> dict[str, list[int]]:
         """The ascending positions that each edit acted on, by path ("edits[0]", or "edits[0].edits[1]" in a `When`).
-        The token ids determine them, and the scores of probes in conditions."""
+        The token ids determine them, and the scores of probes in conditions, which are read at the first call."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self.positions_computed], np.int64)
         if self._bound is None:
             return {}
@@ -308,6 +312,10 @@ class Run:
         """The results of its probes by name: [T, k] in fp32, one row for each selected token (`probe_positions`), or
         [k] if pooled; with an axis of layers before these where the probe's site has several."""
         return _Probes(self)
+
+    @functools.cached_property
+    def _named_probes(self) -> dict[str, Probe]:
+        return self.program.probes
 
     @functools.cached_property
     def _probe_ops(self) -> dict[str, int]:
@@ -337,21 +345,24 @@ class Run:
                 self._fetched[key] = self._read(*key, op)
         return self._fetched[keys[0]][0], [self._fetched[key][1] for key in keys]
 
-    def capture_way(self, point: int, probe: str = "") -> CaptureWay:
-        """The way in which a point was captured, or read by a probe. Raises `MissingSource` where rows have to be read
+    def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
+        """The way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be read
         run by run."""
         self.answer  # noqa: B018  raises the run's own error
+        point, name = ref.point, f"the probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
         ordinals = [number] if number is not None else [] if probe else self._captures_at.get(point, [])
-        name = f"the probe {probe!r}" if probe else self._sites.label(point)
+        if not probe:
+            self._check_part(ref, name)
         if not ordinals or self.closed:
             raise MissingSource(f"run {self.key} {'was closed' if self.closed else f'did not capture {name}'}")
         if any(_conditional(self._stored_op(i)) for i in ordinals):
             raise MissingSource(f"{name} was captured by token id: read it run by run")
-        dtypes, pool = self._dtypes(ordinals), self._pooled.get(point, "")
+        dtypes, made_by = self._dtypes(ordinals), self._named_probes[probe] if probe else None
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        return CaptureWay(number, (self.program.probes[probe].pool or "") if probe else pool,
-                          self.width_at(point, number), dtype)  # fmt: skip
+        pool = self._pooled.get(point, "") if made_by is None else made_by.pool or ""
+        matrix, columns, _ = way_of(self._stored_op(ordinals[0]))
+        return CaptureWay(number, pool, self.width_at(point, number), dtype, matrix, columns, made_by)
 
     def expected_rows(self, point: int, number: int | None) -> int:
         """The number of positions captured at a point by one op, or by all (None)."""
@@ -361,17 +372,18 @@ class Run:
         """The engine's captures that `run.probes[name]` is made from, each a point and the number of an op, its
         positions, and its shape, without reading it."""
         number = self._probe_ops[name]
-        bound, op = self._stored_op(number), self.program.probes[name]
+        bound, op = self._stored_op(number), self._named_probes[name]
         assert isinstance(bound.action, Keep)
         positions, selected = self._selected(number, self._expected(bound.points[0], number))
         positions = positions if selected is None else positions[selected]
-        shape = (*([len(bound.points)] if is_stacked(op.at) else []), *([] if op.pool else [len(positions)]))
+        count = [] if op.pool and len(positions) else [len(positions)]
+        shape = (*([len(bound.points)] if is_stacked(op.at) else []), *count)
         return [(point, number) for point in bound.points], positions, (*shape, bound.action.products)
 
     def probed(self, name: str) -> torch.Tensor:
         """`run.probes[name]`."""
         _, products = self._products(name)
-        op = self.program.probes[name]
+        op = self._named_probes[name]
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
         return stacked(scores) if is_stacked(op.at) else scores[0]
 
@@ -470,7 +482,7 @@ class Run:
         dtypes = self._dtypes(ordinals)
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         pool = self._pooled.get(ref.point)
-        shape = tuple(empty.shape[1:]) if pool else (len(positions), *empty.shape[1:])
+        shape = tuple(empty.shape[1:]) if pool and len(positions) else (len(positions), *empty.shape[1:])
         return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
@@ -755,7 +767,14 @@ class Rows(PublicStruct, frozen=True, eq=False):
         return pandas.DataFrame({"run": self.run, "position": self.position} | dict(enumerate(columns)))
 
 
-class _Probes(Mapping[str, "torch.Tensor"]):
+class _Readings(Mapping[Any, Any]):
+    """A mapping whose `[...]` raises errors of this package, and whose `get` raises none."""
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  it would call itself
+
+
+class _Probes(_Readings):
     """`run.probes`; results are read when they are asked for."""
 
     def __init__(self, run: Run) -> None:
@@ -815,7 +834,7 @@ class LensResult(NamedTuple):
         return f"<LensResult {self.site} {list(self.ids.shape)}>"
 
 
-class _Lenses(Mapping["Site | str", LensResult]):
+class _Lenses(_Readings):
     """`run.lens`; results are computed when they are asked for."""
 
     def __init__(self, run: Run) -> None:
@@ -927,21 +946,6 @@ def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tenso
         row = rows.mean(0, dtype=np.float64) if pool == "mean" else rows.max(0)
         return row.astype(np.float32)  # pyright: ignore[reportReturnType]
     return rows.double().mean(0).float() if pool == "mean" else rows.float().amax(0)
-
-
-def activated(products: torch.Tensor | np.ndarray, activation: str | None) -> torch.Tensor | np.ndarray:
-    """Apply a probe's activation; softmax is over the last axis."""
-    if activation is None:
-        return products
-    if not isinstance(products, np.ndarray):  # by the same arithmetic on every engine
-        return products.new_tensor(activated(products.numpy(), activation))
-    if activation == "relu":
-        return np.maximum(products, 0)
-    if activation == "sigmoid":
-        with np.errstate(over="ignore"):
-            return (1 / (1 + np.exp(-products.astype(np.float64)))).astype(np.float32)
-    powers = np.exp(products.astype(np.float64) - products.max(-1, keepdims=True))
-    return (powers / powers.sum(-1, keepdims=True)).astype(np.float32)
 
 
 class Captures(dict[str, "torch.Tensor"]):

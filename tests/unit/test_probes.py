@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.language import Program
 
 PROMPT = [1, 2, 3, 7, 5, 7, 8]
 D = 16
@@ -296,6 +297,87 @@ def test_rows_and_probes_of_many_runs_equal_those_of_each(chunk):
     frame = lm.probes(runs)["each"].to_frame()
     assert list(frame.columns) == ["run", "position", 0, 1, 2]
     assert len(frame) == sum(len(run.probes["each"]) for run in runs)
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_of_two_captures_of_a_position_the_later_counts_for_many_runs_too(chunk):
+    lm = pc.LM("fake", engine="fake", chunk=chunk)
+    edits = [
+        pc.Capture(pc.resid_post[0]),
+        pc.Scale(3.0, at=pc.resid_post[0]),
+        pc.Capture(pc.resid_post[0], pc.prompt[1:]),
+    ]
+    runs = lm.run([PROMPT, PROMPT[:3]], max_tokens=2, edits=edits)
+    [rows] = lm.rows(runs).values()
+    for i, run in enumerate(runs):
+        assert np.array_equal(rows.values[rows.run == i], run[pc.resid_post[0]])
+        assert rows.position[rows.run == i].tolist() == run.positions(pc.resid_post[0])
+
+
+def test_runs_without_rows_are_read_with_others_or_alone(lm):
+    capture = [
+        pc.Probe(np.ones((2, D)), at=pc.resid_post[0], tokens=pc.generated, bias=[1, 2], name="p"),
+        pc.resid_post[1] @ pc.generated,
+        pc.Capture(pc.resid_post[2], pc.generated, project=W),
+    ]
+    short, long = (lm.run(PROMPT, max_tokens=count, capture=capture) for count in (1, 4))
+    for runs in ([short, long], [long, short, lm.run(PROMPT, max_tokens=1, capture=capture)], [short]):
+        found = lm.rows(runs) | lm.probes(runs)
+        widths = {"resid_post[1]": D, "resid_post[2]": 2, "p": 2}
+        assert {name: rows.values.shape for name, rows in found.items()} == {
+            name: (3 * runs.count(long), width) for name, width in widths.items()
+        }
+        for name, rows in found.items():
+            if long in runs:
+                assert np.array_equal(rows.values, long.probes[name] if name == "p" else long[name])
+
+
+def test_runs_that_were_read_otherwise_are_not_joined(lm):
+    """Also where the rows have the same width."""
+
+    def run(**options):
+        return lm.run(PROMPT, max_tokens=1, **options)
+
+    site, part = pc.resid_post[0], np.ones((2, 8), np.float32)
+    probes = [pc.Probe(W, at=site, name="p", **options) for options in ({}, {"bias": [1, 2]}, {"activation": "relu"},
+                                                                        {"pool": "max"}, {"pool": "mean"})]  # fmt: skip
+    probes += [pc.Probe(-W, at=site, name="p"), pc.Probe(W, at=pc.resid_post[1], name="p")]
+    for other in probes[1:]:
+        with pytest.raises(pc.MissingSource):
+            lm.probes([run(capture=probes[0]), run(capture=other)])
+    captures = [pc.Capture(pc.z[0, 0], project=part), pc.Capture(pc.z[0, 1], project=part),
+                pc.Capture(pc.z[0, 0], project=-part), pc.Capture(pc.z[0, 0], project=part, pool="max")]  # fmt: skip
+    for other in captures[1:]:
+        with pytest.raises(pc.MissingSource):
+            lm.rows([run(capture=captures[0]), run(capture=other)])
+    one = run(capture=captures[0])
+    with pytest.raises(pc.MissingSource):
+        lm.rows([one], pc.z[0, 1])
+    assert lm.rows([one], pc.z[0, 0])["z[0, 0]"].values.shape == (len(PROMPT), 2)
+    for read in (lm.rows, lm.probes):
+        with pytest.raises(pc.ProgramError) as raised:
+            read([one, one])
+        assert raised.value.path == "runs"
+
+
+def test_what_is_not_there_has_a_default(lm):
+    run = lm.run(
+        PROMPT, max_tokens=1, capture=[pc.Probe(np.ones(D), at=pc.resid_post[0], name="p"), pc.Lens(pc.mlp_out[0])]
+    )
+    assert (run.probes.get("q"), run.probes.get("q", 3), run.lens.get(pc.embed), run.lens.get("attn_out[0]", 3)) == (
+        None, 3, None, 3,
+    )  # fmt: skip
+    assert run.probes.get("p") is not None
+
+
+def test_hundreds_of_probes_are_looked_through_once(lm, monkeypatch):
+    probes = [pc.Probe(np.ones(D), at=pc.resid_post[i % 3], name=f"p{i}") for i in range(300)]
+    run, looked = lm.run(PROMPT, max_tokens=1, capture=probes), []
+    found = Program.probes.fget
+    monkeypatch.setattr(Program, "probes", property(lambda self: looked.append(1) or found(self)))
+    assert all(len(run.probes[f"p{i}"]) == len(PROMPT) for i in range(300))
+    assert len(lm.probes([run])) == 300
+    assert len(looked) <= 2
 
 
 def test_many_runs_that_cannot_be_read_at_once_are_refused(lm):

@@ -146,6 +146,14 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
                     assert positions.tolist() == list(expected)
                     assert rows.tolist() == [row.tolist() for row in expected.values()]
                     held.append((rows, rows.tolist()))
+        for point in range(2) if runs else ():
+            for op in (None, 0, 1, 2):
+                asked = [str(name) for name in draw.permutation(list(runs))]
+                run, positions, rows = store.gather(asked, point, op)
+                of_each = [plain.fetch(name, point, op) for name in asked]
+                expected = [(i, p, row.float().tolist()) for i, found in enumerate(of_each) for p, row in found.items()]
+                assert list(zip(run.tolist(), positions.tolist(), rows.float().tolist(), strict=True)) == expected
+                held.append((rows, rows.tolist()))
         wanted = [(name, point, op) for name in runs for point in range(2) for op in (None, 0, 1, 2)]
         for view_bytes in (0, 1 << 30):  # views where they can be, and none
             for one, (positions, rows) in zip(wanted, tensors_of(store.find(wanted), view_bytes), strict=True):

@@ -473,9 +473,8 @@ class Engine(Protocol):
         position, and the rows [R, W], ascending by run and position. They may be the captured memory itself."""
         captured = self.fetch_many([(run, point, op) for run in runs])
         run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
-        rows = np.concatenate(
-            [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
-        )
+        parts = [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
+        rows = np.concatenate([part for part in parts if len(part)] or parts[:1])
         return run, np.concatenate([positions for positions, _ in captured]), rows
 
     def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:

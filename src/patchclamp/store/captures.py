@@ -91,8 +91,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return _split_by_run(self.table)
 
     def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """The rows of some entries of equal row size and alignment: the number of each row's run, its position, and the
-        bytes of all rows in pieces, [S, n] for each place; views if the rows are contiguous."""
+        """The rows of some entries of equal row size and alignment: the index of each row's entry, its position, and
+        the bytes of all rows in pieces, [S, n] for each place; views if the rows are contiguous."""
         count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
         rows, begin, pieces = int(count.sum()), int(table["offset"][0]), list[np.ndarray]()
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
@@ -104,8 +104,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
                 pieces.append(np.empty((place.steps, rows * size), np.uint8))
                 _gather_rows(place, table, self.stride, pieces[-1])
         steps = np.arange(self.steps)[:, None]
-        run = np.broadcast_to(np.repeat(table["run"], count), (self.steps, rows))
-        return run.reshape(-1), (np.repeat(table["position"], count) + nth + steps).reshape(-1), pieces
+        entry = np.broadcast_to(np.repeat(np.arange(len(table)), count), (self.steps, rows))
+        return entry.reshape(-1), (np.repeat(table["position"], count) + nth + steps).reshape(-1), pieces
 
     @functools.cached_property
     def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
@@ -331,8 +331,8 @@ class CaptureStore:
         self, runs: Sequence[str], point: int, op: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """The rows of one point in many runs, as one tensor: the index of each row's run in `runs` [R], its position
-        [R], and the rows [R, W], ascending by run and position; a view of a chunk where they are contiguous. As with
-        `fetch`, of two rows of a position the first counts, or the last with `keeps_last`."""
+        [R], and the rows [R, W], ascending by run and position; a view of a chunk where they are contiguous. Of several
+        rows of a position the same one counts as with `fetch`. No run may be given twice."""
         self._check_kept(runs)
         self._flush()
         kept = [self._runs[run] for run in runs]
@@ -341,7 +341,7 @@ class CaptureStore:
         turns = range(
             min(run.since for run in kept), max(self._turn if run.until is None else run.until for run in kept)
         )
-        parts: list[tuple[np.ndarray, np.ndarray, StoredRows]] = []
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, StoredRows]] = []
         for chunk in filter(None, map(self._chunks.get, turns)):
             table = chunk.table
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
@@ -349,15 +349,17 @@ class CaptureStore:
             table = table[held & (numbers[at] == table["run"])]
             alike = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
             for key in np.unique(alike, axis=1).T:
-                run, position, pieces = chunk.gather(table[(alike == key[:, None]).all(0)])
+                entries = table[(alike == key[:, None]).all(0)]
+                entry, position, pieces = chunk.gather(entries)
                 dtype = _TORCH[key[2]]
                 stored = StoredRows(position, pieces, dtype, int(key[0]) // dtype.itemsize)
-                parts.append((order[np.searchsorted(numbers[order], run)], position, stored))
+                run = order[np.searchsorted(numbers[order], entries["run"])]
+                parts.append((run[entry], position, entries["op"][entry], stored))
         if not parts:
             none = np.zeros(0, np.int64)
             return none, none, torch.empty(0, self._widths[point])
-        runs_of_rows, positions, stored = zip(*parts, strict=True)
-        run, position = np.concatenate(runs_of_rows), np.concatenate(positions)
+        *labels, stored = zip(*parts, strict=True)
+        run, position, ops = map(np.concatenate, labels)
         if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
             joined = stored[0]._replace(positions=position, parts=[piece for each in stored for piece in each.parts])
             [(_, rows)] = tensors_of([joined])
@@ -367,7 +369,7 @@ class CaptureStore:
         if bool((np.diff(key) > 0).all()):
             return run, position, rows
         age = np.arange(len(key))
-        order = np.lexsort((-age if self.keeps_last else age, key))
+        order = np.lexsort((-age if self.keeps_last else age, -ops.astype(np.int64), key))
         order = order[np.append(True, np.diff(key[order]) > 0)]
         return run[order], position[order], rows[torch.from_numpy(order)]
 
