@@ -118,6 +118,32 @@ def test_probes_are_numbers_in_the_answer_and_tensors_in_the_file(server, local,
         assert np.array_equal(captured["resid_post[4]"], run["resid_post[4]"].numpy())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_selects_no_token_is_empty_in_the_answer_and_in_the_file(server, stream):
+    """Pooled or not; the generation is not lost."""
+    capture = [
+        pc.Probe([VECTOR, VECTOR], at=pc.resid_post[3], tokens=pc.generated, pool=pool, name=f"p-{pool}")
+        for pool in (None, "mean")
+    ]
+    capture += [
+        pc.Capture(pc.resid_post[4], pc.generated, pool="mean"), pc.resid_post[5] @ pc.generated,
+        pc.Probe(VECTOR, at=pc.resid_post[1:3], tokens=pc.generated, pool="max", name="layers"),
+    ]  # fmt: skip
+    response = complete(server, program(capture=capture, keep=True), stream=stream, max_tokens=1)
+    [told] = (list(response)[-1] if stream else response).model_extra["patchclamp"]["runs"]
+    assert {name: each["scores"] for name, each in told["probes"].items()} == {
+        "p-None": [], "p-mean": None, "layers": None,
+    }  # fmt: skip
+    with server.http() as http:
+        file = http.get(f"/v1/patchclamp/runs/{told['run']}/captures").content
+    shapes = {name: rows.shape for name, rows in safetensors.numpy.load(file).items()}
+    width = len(VECTOR)
+    assert shapes == {"probe p-None": (0, 2), "probe p-mean": (0, 2), "probe layers": (2, 0, 1), "resid_post[4]": (0, width),
+                      "resid_post[5]": (0, width)}  # fmt: skip
+    if told["captures"] is not None:
+        assert base64.b64decode(told["captures"]) == file
+
+
 def test_a_condition_decides_where_its_edits_act(server, local):
     probe = pc.Probe(VECTOR, at=pc.resid_post[3], name="decides")
     scores = local.run(PROMPT, max_tokens=6, capture=probe).probes["decides"]

@@ -188,6 +188,7 @@ def captured_file(run: Run) -> bytes:
     rows = (
         run.read(keys[name], copy=False) if (name := tensor.name) in keys else run.probes[name.removeprefix(PROBE_OF)]
         for tensor in file.tensors
+        if tensor.nbytes
     )
     return b"".join([file.header, *(bytes_of(each).tobytes() for each in rows)])
 
@@ -200,7 +201,8 @@ def file_of(run: Run) -> File:
     for name in run.probes:
         keys, read, shape = run.probe_layout(name)
         at[PROBE_OF + name] = read.tolist()
-        tensors.append(FileTensor(PROBE_OF + name, "float32", shape, [_probe_window(run, name, keys, shape)]))
+        windows = [] if 0 in shape else [_probe_window(run, name, keys, shape)]
+        tensors.append(FileTensor(PROBE_OF + name, "float32", shape, windows))
     positions = json.dumps(at)
     ids = {"prompt_token_ids": json.dumps(run.prompt_token_ids), "token_ids": json.dumps(run.token_ids)}
     return File.of(tensors, {"positions": positions, **ids})
@@ -210,7 +212,7 @@ def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
     """Cuts the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
-    for begin, end in [(0, len(positions))] if layout.pool else cut(len(positions), row_bytes):
+    for begin, end in [(0, len(positions))] if layout.pool and positions else cut(len(positions), row_bytes):
         first, stop = positions[begin], positions[end - 1] + 1
         wanted = [(run.key, layout.ref.point, each.op, *each.between(first, stop)) for each in layout.stored]
         yield FileWindow(

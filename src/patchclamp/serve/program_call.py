@@ -97,6 +97,7 @@ QUICK_WORK = 1 << 12  # ops × tokens that are bound within milliseconds
 WORK_OF_OP, WORK_OF_TEXT = 64, 16  # extra tokens per op; the weight of a token whose text is read
 # few, because each competes with the event loop for the GIL; two, so that a long job does not block the others
 _binders = ThreadPoolExecutor(2, "patchclamp bind")
+LENS_TOKEN_BYTES = 16  # an id, a log-probability and a text
 FLAGS = ("keep", "compare", "tokens")
 FIELDS = ("edits", "capture", "run", *FLAGS)
 
@@ -273,15 +274,17 @@ class ProgramCall:
                 path: [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
                 for path, positions in (await asyncio.to_thread(lambda: run.acted)).items()
             }
+        limit, numbers = self._limits.inline_bytes, readout_bytes(run)
+        if not self.on_own_route:
+            size = max(run.captured_bytes if run.has_captures else 0, numbers)
+            self._limits.check("inline_bytes", size, "bytes captured, which go along on this route")
         if run.probes:
-            answer["probes"] = await asyncio.to_thread(probe_answers, run)
+            answer["probes"] = await asyncio.to_thread(probe_answers, run) if numbers <= limit else None
         if run.lens:
-            answer["lens"] = await asyncio.to_thread(lens_answers, run)
+            answer["lens"] = await asyncio.to_thread(lens_answers, run) if numbers <= limit else None
         if run.has_captures:
-            if not self.on_own_route:
-                self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
             file = None
-            if run.captured_bytes <= self._limits.inline_bytes:
+            if run.captured_bytes <= limit:
                 file = base64.b64encode(await asyncio.to_thread(captured_file, run)).decode()
                 file = file if most is None or len(file) <= most else None
             answer["captures"] = file
@@ -289,12 +292,22 @@ class ProgramCall:
         return answer
 
 
+def readout_bytes(run: Run) -> int:
+    """The approximate size of what a run's probes and unread lenses found, in bytes."""
+    scores = sum(4 * math.prod(run.probe_layout(name)[2]) for name in run.probes)
+    return scores + sum(LENS_TOKEN_BYTES * top * rows for top, rows in run.unread_lenses().values())
+
+
 def probe_answers(run: Run) -> dict[str, Any]:
-    """The results of a run's probes as JSON; numbers that are not finite are null."""
-    return {
-        name: {"positions": run.probe_positions(name), "scores": _finite(run.probes[name].tolist())}
-        for name in run.probes
-    }
+    """The results of a run's probes as JSON; null for a number that is not finite, and for a pooled result where no
+    token was selected."""
+    answers: dict[str, Any] = {}
+    for name in run.probes:
+        _, positions, _ = run.probe_layout(name)
+        is_empty = not len(positions) and run.program.probes[name].pool is not None
+        scores = None if is_empty else _finite(run.probes[name].tolist())
+        answers[name] = {"positions": positions.tolist(), "scores": scores}
+    return answers
 
 
 def lens_answers(run: Run) -> dict[str, Any]:

@@ -299,7 +299,9 @@ class ProbeAnswer(BaseModel):
     """The result of a probe."""
 
     positions: list[int] = Field(description="of the tokens that it read")
-    scores: list[Any] = Field(description="[tokens, k], or [k] if pooled; with several layers, one of these for each")
+    scores: list[Any] | None = Field(
+        description="[tokens, k], or [k] if pooled (null if it selects no token), for each layer if there are several"
+    )
 
 
 class LensAnswer(BaseModel):
@@ -322,8 +324,12 @@ class RunAnswer(BaseModel):
         None, description="by edit, half-open ranges of the positions that it acted on, for tokens",
         examples=[{"edits[0]": [[4, 5]]}],
     )  # fmt: skip
-    probes: dict[str, ProbeAnswer] | None = Field(None, description="the results of its probes, by name")
-    lens: dict[str, LensAnswer] | None = Field(None, description="what its lenses read, by site")
+    probes: dict[str, ProbeAnswer] | None = Field(
+        None, description="the results of its probes, by name; null where they are larger than inline_bytes"
+    )
+    lens: dict[str, LensAnswer] | None = Field(
+        None, description="what its lenses read, by site; null where it is larger than inline_bytes"
+    )
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 
