@@ -524,6 +524,8 @@ class Remote:
         environ = {**os.environ, "VLLM_CACHE_ROOT": f"/tmp/peers-cache-{name}"}  # they compile at the same time
         environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if shape == "tiny" else {}
         environ |= {"VLLM_PLUGINS": ""} if name in ("stock", "nnsight") else {}
+        # nnsight asks for the device before its engine starts; a forked engine could not use it after that
+        environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if name == "nnsight" else {}
         self._log = (folder / f"{name}.log").open("w")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
                                          text=True, env=environ, start_new_session=True)  # fmt: skip
