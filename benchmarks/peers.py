@@ -10,9 +10,11 @@ Jobs, of the shape of Qwen3-0.6B with random weights in bf16, prompts as token i
 - `sweep`: the stream before every layer at each of 204 positions patched from another prompt: 5,712 cells;
 - `lens`: the five likeliest tokens of every layer at the last position of 64 prompts of 64 tokens.
 
+`capture/8` is an eighth of a job: of its prompts, or of the layers of a sweep, evenly spaced.
+
 Each side is a process, with an environment of its own where it needs one (`--side NAME=PYTHON`; the others run in this
 one). They start together, then take turns. A call of the first round is not counted, unless it takes more than
-`PATIENCE_S`: then it is the only one. One that takes more than `LIMIT_S` is given up, and its side with it. What sides
+`PATIENCE_S`: then it is the only one. One that takes more than `--limit` is given up, and its side with it. What sides
 return is compared with `hooks`, plain batched hooks on Transformers. `stock` is vLLM without any tool: the same
 requests, unsteered, and the prefill alone.
 """
@@ -39,7 +41,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PATIENCE_S, LIMIT_S, START_S = 10.0, 200.0, 300.0
+PATIENCE_S, START_S = 10.0, 300.0
 BATCH = 1 << 16  # tokens of a batch of hooks
 ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
 ANSWER, FOIL, TOP = 7, 9, 5
@@ -63,7 +65,7 @@ class Side:
     def __init__(self, model: str, shape: str) -> None:
         self.model, self.shape, self.layers = model, shape, LAYERS[shape]
         self.dtype = "float32" if shape == "tiny" else "bfloat16"
-        self.middle = self.layers // 2
+        self.middle, self.every = self.layers // 2, 1  # a sweep patches every so many layers
         self.engine = {"dtype": self.dtype, "max_model_len": 2304}
         self.engine |= ({"kv_cache_memory_bytes": 1 << 27, "enforce_eager": True, "block_size": 32} if shape == "tiny"
                         else {"kv_cache_memory_bytes": 16 << 30, "gpu_memory_utilization": 0.05})  # fmt: skip
@@ -127,6 +129,7 @@ class Patchclamp(Side):
 
         sweep = pc.studies.patch_sweep(
             self.lm, clean=clean, corrupt=corrupt, answer=ANSWER, foil=FOIL, metric="logit_diff", show_progress=False,
+            layers=list(range(0, self.layers, self.every)),
         )  # fmt: skip
         return {"cells": np.squeeze(sweep.values)}
 
@@ -184,13 +187,15 @@ class Batched(Side):
     def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
         size, grid = max(1, BATCH // len(corrupt)), []
         with self.torch.inference_mode():
-            for layer, rows in enumerate(self._entering(self._tensor([clean]))):
+            streams = self._entering(self._tensor([clean]))
+            for layer in range(0, self.layers, self.every):
+                rows = streams[layer]
                 for positions in self.torch.arange(len(corrupt), device=self.device).split(size):
                     ids = self._tensor([corrupt]).expand(len(positions), -1)
                     places = (self.torch.arange(len(positions), device=self.device), positions)
                     grid.append(self._patched(ids, layer, places, rows[positions])[:, [ANSWER, FOIL]].float())
         cells = self.torch.cat(grid).cpu().numpy()
-        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(self.layers, -1)}
+        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(-1, len(corrupt))}
 
     def lens(self, prompts: list[list[int]]) -> Arrays:
         with self.torch.inference_mode():
@@ -361,7 +366,8 @@ class VllmLens(Stock):
         [made] = self._generate([clean], 1, extra_args={"apply_hooks": [first], "output_residual_stream": True})
         streams = [made.hook_results["0"]["rows"], *made.activations["residual_stream"][:-1]]
         grid = []
-        for layer, stream in enumerate(streams):
+        for layer in range(0, self.layers, self.every):
+            stream = streams[layer]
             # a hook before a layer sees half of the stream, but for the first; one after the layer before sees it all
             at = {"layer_indices": [max(layer - 1, 0)], "pre": layer == 0}
             hooks = [Hook(fn=patch(position, row.clone()), **at) for position, row in enumerate(stream)]
@@ -432,13 +438,14 @@ class Nnsight(Side):
 
     def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
         net, blocks, embed, layers, asked = self.net, self.blocks, self.net.model.embed_tokens, self.layers, ONE_TOKEN
+        every = self.every
         with net.trace(clean, **asked):
             streams = list().save()  # noqa: C408  a list of nnsight's
             streams.append(embed.output.cpu())
             for i in range(layers - 1):
                 streams.append((blocks[i].output[0] + blocks[i].output[1]).cpu())
         with net.trace(**asked) as tracer:
-            for layer in range(layers):
+            for layer in range(0, layers, every):
                 for position in range(len(corrupt)):
                     row, before = streams[layer][position].clone(), blocks[layer - 1]
                     if layer:
@@ -451,7 +458,7 @@ class Nnsight(Side):
                             embed.output[position] = row
                             cell = net.logits[0, [ANSWER, FOIL]].float().cpu().save()
         cells = np.stack(cell)  # what blocks save under one name comes back as a list, in their order
-        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(layers, -1)}
+        return {"cells": (cells[:, 0] - cells[:, 1]).reshape(-1, len(corrupt))}
 
     def lens(self, prompts: list[list[int]]) -> Arrays:
         import torch
@@ -474,15 +481,15 @@ SIDES: dict[str, type[Side]] = {
 JOBS = ("steer", "capture", "sweep", "lens")
 
 
-def inputs(job: str, shape: str, number: int) -> list[Any]:
-    """The arguments of a job in a round."""
+def inputs(job: str, shape: str, number: int, part: int = 1) -> list[Any]:
+    """The arguments of a job in a round, or of a part of its prompts."""
     size, draw = SIZES[shape][job], np.random.default_rng((JOBS.index(job), number))
 
     def ids(count: Any) -> list[Any]:
         return draw.integers(100, SHAPES[shape]["vocab_size"], count).tolist()
 
     if job != "sweep":
-        return [ids(size)]
+        return [ids(size)[: size[0] // part]]
     clean = ids(size)
     return [clean, [*ids(size // 2), *clean[size // 2 :]]]
 
@@ -501,10 +508,12 @@ def serve(name: str, model: str, shape: str) -> None:
     side = SIDES[name](model, shape)
     print("RES", json.dumps({"versions": versions()}), flush=True)
     for line in sys.stdin:
-        job, number, place = json.loads(line)
+        named, number, place = json.loads(line)
+        job, _, part = named.partition("/")
         answer: dict[str, Any] = {}
         if hasattr(side, job):
-            asked = inputs(job, shape, number)
+            side.every = int(part or 1)
+            asked = inputs(job, shape, number, side.every)
             try:
                 began = time.perf_counter()
                 arrays = getattr(side, job)(*asked)
@@ -524,6 +533,8 @@ class Remote:
         environ = {**os.environ, "VLLM_CACHE_ROOT": f"/tmp/peers-cache-{name}"}  # they compile at the same time
         environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if shape == "tiny" else {}
         environ |= {"VLLM_PLUGINS": ""} if name in ("stock", "nnsight") else {}
+        # nnsight asks for the device before its engine starts; a forked engine could not use it after that
+        environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if name == "nnsight" else {}
         self._log = (folder / f"{name}.log").open("w")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
                                          text=True, env=environ, start_new_session=True)  # fmt: skip
@@ -541,12 +552,12 @@ class Remote:
         finally:
             timer.cancel()
 
-    def run(self, job: str, number: int) -> tuple[dict[str, Any], Arrays]:
+    def run(self, job: str, number: int, limit: float) -> tuple[dict[str, Any], Arrays]:
         assert self._process.stdin is not None
         place = Path(tempfile.gettempdir(), f"peers-{os.getpid()}-{self.name}.npz")
         self._process.stdin.write(json.dumps([job, number, str(place)]) + "\n")
         self._process.stdin.flush()
-        answer, arrays = self.answer(LIMIT_S), {}
+        answer, arrays = self.answer(limit), {}
         if place.exists():
             arrays = dict(np.load(place))
             place.unlink()
@@ -574,7 +585,7 @@ def compared(arrays: Arrays, reference: Arrays) -> float | None:
     return float((one != other).mean()) if one.dtype.kind == "i" else float(np.abs(one - other).max())
 
 
-def measure(sides: dict[str, Remote], job: str, rounds: int) -> dict[str, Any]:
+def measure(sides: dict[str, Remote], job: str, rounds: int, limit: float) -> dict[str, Any]:
     """Every side in turn, after one call of each that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     apart: dict[str, float] = {}
@@ -585,7 +596,7 @@ def measure(sides: dict[str, Remote], job: str, rounds: int) -> dict[str, Any]:
         for name in list(sides if number % 2 else reversed(sides)):
             if name in once or name in errors:
                 continue
-            answer, found[name] = sides[name].run(job, number)
+            answer, found[name] = sides[name].run(job, number, limit)
             if "error" in answer:
                 errors[name] = answer["error"]
             if "ended" in answer:
@@ -611,6 +622,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds of a call")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -638,7 +650,7 @@ def main() -> None:
                 sides.pop(name).close()
         print(result["sides"], flush=True)
         for job in args.jobs.split(","):
-            result["jobs"].append(measure(sides, job, args.rounds))
+            result["jobs"].append(measure(sides, job, args.rounds, args.limit))
             print({key: value for key, value in result["jobs"][-1].items() if key != "seconds"}, flush=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
     finally:
