@@ -813,6 +813,7 @@ class LM:
             )
         max_tokens, score = int(max_tokens), self.scored(score)
         try:
+            program.check_translators(self.model.d_model)
             binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat, images), max_tokens)
         except PatchclampError as error:
             raise error if path is None else error.under(path) from None

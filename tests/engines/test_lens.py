@@ -99,7 +99,7 @@ class TestLens:
             expected = [float(seen[layer, p].logprobs_V[ids(" Paris")]) for p in range(10)]
             assert np.abs(lens.logprobs[i, :, 0] - expected).max() < 1e-3
             assert np.abs(lens.kl[i] - [seen[layer, p].kl for p in range(10)]).max() < 1e-3
-        assert lens.lens == "tuned lens"
+        assert lens.lens == "translated lens"
 
     @pytest.mark.parametrize("readout", ["weights", "engine"])
     def test_a_matrix_in_the_unembeddings_place(self, shallow, plain, ids, readout):
@@ -520,6 +520,32 @@ class TestLensReadout:
                     assert differing.mean() < 0.01  # two that tie within rounding
                 assert run.lens["resid_post[4]"].positions == list(range(len(whole)))
                 assert run.lens["mlp_out[4]"].positions == list(range(len(run.prompt_token_ids), len(whole)))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_translators_equal_logit_lens_and_a_plain_loop(self, shallow, plain, mode):
+        """Also behind a cached prefix, and where a lens without translators reads the same rows."""
+        engine, options = MODES[mode]
+        lm, at = shallow.get(engine, "float32", **options), pc.resid_post[[1, 6]]
+        maps = {6: (torch.eye(576) + torch.randn(576, 576) / 60, torch.randn(576)),
+                1: torch.eye(576) + torch.randn(576, 576) / 60}  # fmt: skip
+        lenses = [pc.Lens(at, translators=maps), pc.Lens(at), pc.Lens(pc.mlp_out[6] @ pc.generated, translators=maps)]
+        for _ in range(2):
+            runs = lm.run([PROMPTS[0], PROMPTS[2]], max_tokens=3, capture=lenses)
+            for run, lens in zip(runs, lm.lens(runs), strict=True):
+                whole = [*run.prompt_token_ids, *run.token_ids[:-1]]
+                for op, site, layers in ((0, "resid_post", [1, 6]), (2, "mlp_out", [6])):
+                    read = lens[f"capture[{op}]"]
+                    theirs = logit_lens(lm, whole, site=site, layers=layers, positions=read.positions, translators=maps)
+                    gap = np.abs(read.logprobs.reshape(theirs.top_probs.shape) - np.log(theirs.top_probs)).max()
+                    assert gap < 1e-4, (op, gap)
+                assert np.abs(lens["capture[0]"].logprobs - lens["capture[1]"].logprobs).max() > 0.1
+                for layer, (matrix, bias) in {1: (maps[1], 0), 6: maps[6]}.items():
+                    with torch.no_grad():
+                        rows = plain.read(whole, "resid_post", layer) @ matrix.T + bias
+                        logits = plain.net.lm_head(plain.net.model.norm(rows))
+                    best = logits.log_softmax(-1).topk(5).values.numpy()
+                    read = lens["capture[0]"].logprobs[[1, 6].index(layer)]
+                    assert np.abs(read - best).max() < 1e-3
 
     def test_what_leaves_the_worker_is_read_in_one_call(self, shallow, monkeypatch):
         lm = shallow.get("vllm", "float32")

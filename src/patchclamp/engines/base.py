@@ -39,6 +39,7 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
+from patchclamp.language.ops import Translator
 from patchclamp.language.values import as_file
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -478,9 +479,9 @@ class Engine(Protocol):
         )
         return run, np.concatenate([positions for positions, _ in captured]), rows
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after the model's own final
-        norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
+        model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
         raise EngineError(f"the {self.model.engine} engine has no lens")
 
     def release(self, runs: list[str]) -> None:

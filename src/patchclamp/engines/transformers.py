@@ -54,6 +54,7 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.ops import Translator
 from patchclamp.language.values import as_flag
 from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
@@ -266,8 +267,8 @@ class TransformersEngine(Engine):
         positions, rows = fetched.result()
         return positions, rows.cpu()
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        return self._call(self._lens, wanted, top).result()
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        return self._call(self._lens, wanted, top, translator).result()
 
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not take a lock
@@ -343,16 +344,16 @@ class TransformersEngine(Engine):
             except Exception as error:
                 fetched.set_exception(error)
 
-    def _lens(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+    def _lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
         net, sizes = self._net, self.sites.sizes
         norm, head = LastNorm.of(net, self.sites, "transformers"), net.get_output_embeddings()
 
         def unembed(rows_ND: torch.Tensor) -> torch.Tensor:
-            logits_NV = head(norm(rows_ND.to(self.device), net.dtype)) * sizes.logit_factor
+            logits_NV = head(norm(rows_ND, net.dtype)) * sizes.logit_factor
             return logits_NV if sizes.logit_cap is None else sizes.logit_cap * (logits_NV / sizes.logit_cap).tanh()
 
         captured = [self.runtime.fetch(*each) for each in wanted]
-        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites)
+        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites, self.device, translator)
         assert found is not None
         return by_capture([positions for positions, _ in captured], *found)
 

@@ -32,10 +32,11 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.engines.grading import Grades, GradeTable
 from patchclamp.errors import EngineError, Packed, pack, unpack
+from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 5  # the protocol version; client and server must have the same
+WIRE = 6  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -116,6 +117,7 @@ class Fetch(msgspec.Struct):
 class LensWanted(msgspec.Struct):
     wanted: list[Wanted]
     top: int
+    translator: Translator | None = None
 
 
 class Free(msgspec.Struct):

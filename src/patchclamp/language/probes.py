@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")}
 
 
-def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read `weight` and, if there is one, `bias` from a .safetensors, .npz or .npy file, and the file's metadata.
+def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read the arrays of a .safetensors, .npz or .npy file, whose array is `weight`, and the file's metadata.
 
-    Raises `ProgramError` for a file of another kind or with other contents. Pickles are refused.
+    Raises `ProgramError` for a file of another kind. Pickles are refused.
     """
     import numpy as np
     import safetensors
@@ -40,6 +40,13 @@ def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
+    return found, metadata
+
+
+def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read `weight` and, if there is one, `bias` from a file, and its metadata. Raises as `read_arrays`, and
+    `ProgramError` for other contents."""
+    found, metadata = read_arrays(path)
     arrays = {part: found[name] for part, names in NAMES.items() for name in names[::-1] if name in found}
     others = found.keys() - {name for names in NAMES.values() for name in names}
     if "weight" not in arrays or others:
