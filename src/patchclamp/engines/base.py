@@ -532,6 +532,14 @@ class Engine(Protocol):
         """
         raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
 
+    def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
+        """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
+        as the stream: that of its sum over some positions, averaged over the same positions of the point's rows.
+
+        Raises: as `gradients`.
+        """
+        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+
     @property
     def batch_refusal(self) -> str:
         """The reason why programs to grade run as requests; "" if `grade` runs them."""
