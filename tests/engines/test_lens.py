@@ -494,14 +494,15 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
     assert "no picture format 'pgn'" in failed.output
 
 
-class TestFitLens:
-    SMALL = dict(hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-                 vocab_size=40)  # fmt: skip
-    PROMPTS = tuple([5 + (7 * i * j + j) % 30 for j in range(4, 10)] for i in range(1, 6))
+SMALL = dict(hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+             vocab_size=40)  # fmt: skip
+NUMBERS = [[5 + (7 * i * j + j) % 30 for j in range(4, 10)] for i in range(1, 6)]
 
+
+class TestFitLens:
     @pytest.fixture(scope="class")
     def small(self, tmp_path_factory) -> str:
-        return of_family(tmp_path_factory.mktemp("small"), "llama", **self.SMALL)
+        return of_family(tmp_path_factory.mktemp("small"), "llama", **SMALL)
 
     @pytest.fixture(scope="class")
     def lm(self, small):
@@ -511,7 +512,7 @@ class TestFitLens:
     def test_a_jacobian_lens_equals_brute_force(self, lm, small, monkeypatch):
         """Of two prompts of different lengths, at some tokens of each, in batches that do not divide D."""
         monkeypatch.setattr(transformers, "JACOBIAN_TOKENS", 50)
-        prompts, plain = [self.PROMPTS[0], [*self.PROMPTS[1], 7, 9], self.PROMPTS[2]], PlainModel(small)
+        prompts, plain = [NUMBERS[0], [*NUMBERS[1], 7, 9], NUMBERS[2]], PlainModel(small)
         fit = fit_lens(lm, dataset=prompts, kind="jacobian", tokens=pc.prompt[1:-1], held_out=0.3, seed=2)
         kept = [prompts[i] for i in np.random.default_rng(2).permutation(3)[1:]]
         for layer, (matrix, bias) in fit.translators.items():
@@ -542,11 +543,11 @@ class TestFitLens:
         """On all prompts in every step, where their order has no say. vLLM's rows train the same lens."""
         options = dict(skip_tokenizer_init=True, prove=False, dtype="float32")
         options |= dict(enforce_eager=True, **VLLM) if engine == "vllm" else {}
-        asked = dict(dataset=self.PROMPTS, steps=60, learning_rate=0.01, held_out=0.2, seed=1, layers=[0, 2])
+        asked = dict(dataset=NUMBERS, steps=60, learning_rate=0.01, held_out=0.2, seed=1, layers=[0, 2])
         with pc.LM(small, engine=engine, **options) if engine == "vllm" else contextlib.nullcontext(lm) as on:
             fit = fit_lens(on, **asked)
         order, plain = np.random.default_rng(1).permutation(5), PlainModel(small)
-        test, kept = ([self.PROMPTS[i] for i in part] for part in (order[:1], order[1:]))
+        test, kept = ([NUMBERS[i] for i in part] for part in (order[:1], order[1:]))
 
         def rows(prompts, layer):
             return torch.cat([plain.read(ids, "resid_post", layer) for ids in prompts])
@@ -578,7 +579,9 @@ class TestFitLens:
         other = fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3, seed=1)
         assert other.matrix.tobytes() != fit.matrix.tobytes()
         study = logit_lens(lm, prompts[0], translators=fit, top=4)
-        read = lm.run(prompts[0], max_tokens=1, capture=pc.Lens(pc.resid_post, top=4, translators=fit)).lens["resid_post"]
+        read = lm.run(prompts[0], max_tokens=1, capture=pc.Lens(pc.resid_post, top=4, translators=fit)).lens[
+            "resid_post"
+        ]
         assert np.abs(read.logprobs - np.log(study.top_probs)).max() < 1e-4
 
     def test_only_transformers_has_jacobians(self, shallow):

@@ -161,7 +161,11 @@ def jacobian(plain: PlainModel, ids: list[int], layer: int, positions: list[int]
 
 
 def tuned(
-    rows_ND: torch.Tensor, last_ND: torch.Tensor, readout: Callable[[torch.Tensor], torch.Tensor], steps: int, rate: float
+    rows_ND: torch.Tensor,
+    last_ND: torch.Tensor,
+    readout: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+    rate: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A and b of a tuned lens, by Adam on all rows at once, with a rate that falls to 0; Kingma and Ba 2015 (algorithm 1)
     by hand."""

@@ -68,8 +68,9 @@ def top_tokens(
     translate = translation(translator, device)
     ids, logprobs, is_here = [np.zeros((0, top), np.int32)], [np.zeros((0, top), np.float32)], True
     size = min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))
-    for rows_ND in torch.cat([*rows]).split(size) if rows else ():
-        logits_NV = unembed(translate(rows_ND.float().to(device))) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
+    for part_ND in torch.cat([*rows]).split(size) if rows else ():
+        rows_ND = translate(part_ND.float().to(device))
+        logits_NV = unembed(rows_ND) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
         if logits_NV is None:  # another worker has them; this one takes part in every product
             is_here = False
             continue

@@ -69,7 +69,6 @@ from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
-
 JACOBIAN_TOKENS = 1 << 11  # of the copies of a prompt that are run at a time
 
 

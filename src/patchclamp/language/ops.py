@@ -363,7 +363,7 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
             chosen = translators_of(self.translators, self.at)
         except PatchclampError as error:
             raise error.under("translators") from None
-        layers = [one.layer for one in chosen]
+        layers = tuple(one.layer for one in chosen)
         at = self.at if isinstance(self.at.layers, int) else Site(self.at.name, layers)
         for name, value in (("translators", chosen), ("at", at)):
             msgspec.structs.force_setattr(self, name, value)

@@ -46,16 +46,16 @@ from patchclamp.studies.sweep_result import (
 )
 
 __all__ = [
-    "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked",
-    "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult",
-    "EdgeAttribution", "EdgeAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe", "FitProbeResult",
-    "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs", "Match",
-    "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch",
-    "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult",
-    "Study", "StudyResult", "Zeros",
-    "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution",
-    "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "load", "logit_lens", "parity", "patch_sweep", "patchscope",
-    "path_patch", "read_lens", "steering_vectors", "strength_curve",
+    "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
+    "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult", "EdgeAttribution",
+    "EdgeAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer",
+    "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs",
+    "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult",
+    "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve",
+    "StrengthCurveResult", "Study", "StudyResult", "Zeros",
+    "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution", "fit_lens",
+    "fit_probe", "fuzz_sweep", "harvest", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch",
+    "read_lens", "steering_vectors", "strength_curve",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

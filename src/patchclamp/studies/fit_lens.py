@@ -3,8 +3,8 @@
 A tuned lens is trained: A and b minimise the KL divergence of the layer's prediction from the model's own. A Jacobian
 lens is computed: A is the average Jacobian of the last stream with respect to the layer's, and b is 0.
 
-Source: Belrose et al. 2023 (arXiv:2303.08112), equations 2 and 3; Gurnee et al. 2026, "Verbalizable representations form
-a global workspace in language models" (transformer-circuits.pub/2026/workspace), and its package jacobian-lens.
+Source: Belrose et al. 2023 (arXiv:2303.08112), equations 2 and 3; Gurnee et al. 2026, "Verbalizable representations
+form a global workspace in language models" (transformer-circuits.pub/2026/workspace), and its package jacobian-lens.
 
 L layers · N rows · D model width · V vocabulary
 """
@@ -81,8 +81,10 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
             Chart("Same likeliest token", "share of rows", (Curve(f"{self.kind} lens", layers, self.agreement),
                   Curve("logit lens", layers, self.plain_agreement)), y_range=(-0.02, 1.02)),
         )  # fmt: skip
-        return Curves(title=f"A {self.kind} lens of {self.site}", x_label="layer", charts=charts,
-                      provenance=self.provenance.where, notes=(f"{self._summary} ({self.rows} held-out rows).",))  # fmt: skip
+        return Curves(
+            title=f"A {self.kind} lens of {self.site}", x_label="layer", charts=charts,
+            provenance=self.provenance.where, notes=(f"{self._summary} ({self.rows} held-out rows).",),
+        )  # fmt: skip
 
     @property
     def _summary(self) -> str:
@@ -94,9 +96,13 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 def _kind(kind: Any, path: str) -> Any:
-    if kind not in get_args(Kind):
-        raise unknown("kind of lens", str(kind), get_args(Kind), path)
+    if inputs.as_text(kind, path) not in get_args(Kind):
+        raise unknown("kind of lens", kind, get_args(Kind), path)
     return kind
+
+
+def _steps(steps: Any, path: str) -> int:
+    return inputs.check_whole(steps, path, 1, 1 << 20)
 
 
 def _share(share: Any, path: str) -> float:
@@ -134,7 +140,7 @@ class FitLens(Study):
     """Ask each prompt as the user's turn of a chat."""
     held_out: Annotated[float, Arg(_share, float)] = 0.2
     """Share of the prompts on which the lens is measured; at least one prompt."""
-    steps: inputs.Positive = 250
+    steps: Annotated[int, Arg(_steps, int)] = 250
     """Training steps of a tuned lens (Adam; the learning rate falls to 0)."""
     step_prompts: inputs.Positive = 16
     """Prompts of each step."""
@@ -155,7 +161,7 @@ class FitLens(Study):
         fit = _Fit(lm, self, site, layers, order[test:])
         runs = self.steps if self.kind == "tuned" else len(fit.prompts)
         with progress("fitting", runs, show_progress, "steps" if self.kind == "tuned" else "prompts") as advance:
-            matrix_LDD, bias_LD = (fit.tuned(draws, advance) if self.kind == "tuned" else fit.jacobian(advance))
+            matrix_LDD, bias_LD = fit.tuned(draws, advance) if self.kind == "tuned" else fit.jacobian(advance)
         measured, rows = fit.measured(order[:test], matrix_LDD, bias_LD)
         return FitLensResult(
             provenance=provenance(lm, (self.seed,)), kind=self.kind, site=site, layers=tuple(layers),
@@ -239,15 +245,16 @@ class _Fit:
         their share of all."""
         import torch
 
-        sites = [*self._sites, LAST]
+        sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]
         runs = self._lm.run([one.prompt for one in part], max_tokens=1,
                             capture=[Capture(site, self._tokens) for site in sites])  # fmt: skip
         fetched = self._lm.fetch(runs)
         for run in runs:
             run.close()
         *rows_LND, last_ND = (
-            torch.cat([torch.as_tensor(of_run[site]).float() for of_run in fetched]).to(self._device) for site in sites
-        )  # pyright: ignore[reportArgumentType]
+            torch.cat([torch.as_tensor(of_run[str(site)]).float() for of_run in fetched]).to(self._device)
+            for site in sites
+        )
         if not len(last_ND):
             raise TokensError(f"{self._tokens} selects nothing of the prompt {part[0].shown!r:.100}", "tokens")
         for n in torch.arange(len(last_ND)).split(max(MAX_FLOATS // self._lm.model.d_vocab, 1)):
@@ -286,7 +293,8 @@ def _moved(of: Any, device: Any) -> Any:
     return of.to(device) if hasattr(of, "to") else of
 
 
-def read_lens(path: str | os.PathLike[str], site: str = "resid_post") -> tuple[Translator, ...]:
+@inputs.checked
+def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") -> tuple[Translator, ...]:
     """Read translators for `pc.Lens` and `logit_lens` from a file of another package: tuned-lens' `params.pt`, or its
     folder, or a `.pt` file of jacobian-lens. Results of `fit_lens` need no reading: give their path.
 
@@ -300,7 +308,7 @@ def read_lens(path: str | os.PathLike[str], site: str = "resid_post") -> tuple[T
     file = Path(as_file(path, "path"))
     file = file / "params.pt" if file.is_dir() else file
     if site not in ("resid_post", "resid_pre"):
-        raise unknown("site of a lens", str(site), ("resid_post", "resid_pre"), "site")
+        raise unknown("site of a lens", site, ("resid_post", "resid_pre"), "site")
     try:
         data = torch.load(file, map_location="cpu", weights_only=True)
         if "J" in data:
@@ -310,6 +318,8 @@ def read_lens(path: str | os.PathLike[str], site: str = "resid_post") -> tuple[T
             parts = {layer: (data[f"{layer}.weight"].float(), data.get(f"{layer}.bias")) for layer in layers}
             written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
         moved = (written == "resid_post") - (site == "resid_post")
-        return tuple(Translator.of(layer + moved, parts) for layer, parts in maps.items() if layer + moved >= 0)
+        if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
+            raise ProgramError(f"it has no layers of {site}")
+        return tuple(Translator.of(layer, parts) for layer, parts in kept.items())
     except Exception as error:  # a damaged file may raise anything
         raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None

@@ -226,7 +226,8 @@ class LogitLens(Study):
         chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
         through = readout_of(lm, self.readout, run.prompt_token_ids)
         stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
-        rows_PLD = torch.stack([_rows(run, LAST, columns), *(translation(maps.get(layer), "cpu")(rows) for layer, rows in stream.items())], 1)
+        read = (translation(maps.get(layer), "cpu")(rows) for layer, rows in stream.items())
+        rows_PLD = torch.stack([_rows(run, LAST, columns), *read], 1)
         run.close()
         question = {
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
@@ -312,7 +313,7 @@ def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple
     """The layers to read, by default those with a translator, and their translators, if there are any."""
     if translators is None:
         return inputs.layers_of(lm, at.name, layers), {}
-    chosen = None if layers is None else inputs.layers_of(lm, at.name, layers)
+    chosen = None if layers is None else tuple(inputs.layers_of(lm, at.name, layers))
     lens = Lens(Site(at.name, chosen), translators=translators)
     lens.check_width(lm.model.d_model)
     maps = {one.layer: one for one in lens.translators or ()}
