@@ -185,7 +185,7 @@ def test_translators_travel_with_their_program():
     assert "translators" not in plain.to_json()  # older programs keep their fingerprint
     data = json.loads(program.to_json())
     maps = data["capture"][0]["translators"]
-    wrong = ["lens.safetensors", {"0": maps[0]}, [*maps, {}], [maps[0] | {"layer": -1}], [maps[0] | {"more": 1}],
+    wrong = ["lens.safetensors", {"0": maps[0]}, [*maps, {}], [*maps, maps[0]], [maps[0] | {"layer": -1}], [maps[0] | {"more": 1}],
              [maps[0] | {"matrix": "bank"}], [maps[0] | {"matrix": maps[1]["bias"]}], [maps[0] | {"layer": 1.5}], []]  # fmt: skip
     for each in wrong:
         data["capture"][0]["translators"] = each

@@ -306,6 +306,8 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     if not isinstance(value, tuple) or not value or not all(isinstance(one, Translator) for one in value):
         raise ProgramError(f"expected matrices by layer, got {type(value).__name__} {value!r:.100}")
     by_layer = {one.layer: one for one in sorted(value, key=lambda one: one.layer)}
+    if len(by_layer) < len(value):
+        raise ProgramError("expected one translator for each layer, got two for one")
     layers = at.layers
     if isinstance(layers, Range):
         layers = range(layers.start or 0, max(by_layer) + 1 if layers.stop is None else layers.stop, layers.step or 1)
