@@ -14,7 +14,7 @@ from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request, T
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp
-from patchclamp.language.ops import Lens
+from patchclamp.language.ops import Lens, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -79,6 +79,14 @@ class CaptureWay(NamedTuple):
     matrix: str
     columns: int
     probe: Probe | None
+
+
+class UnreadLens(NamedTuple):
+    """A lens at one point, and the number of rows that it reads."""
+
+    top: int
+    translator: Translator | None
+    rows: int
 
 
 class Owner(Protocol):
@@ -400,14 +408,16 @@ class Run:
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.lens}  # fmt: skip
 
-    def unread_lenses(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """The points and ops of lenses that are still to be read, with their `top` and their number of rows."""
-        lenses: dict[tuple[int, int], tuple[int, int]] = {}
+    def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
+        """The lenses that are still to be read, by point and op."""
+        lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
-            op, points = self._op(path), self._stored_op(number).points
+            op = self._op(path)
             assert isinstance(op, Lens)
-            rows = len(self._expected(points[0], number))
-            lenses |= {key: (op.top, rows) for point in points if (key := (point, number)) not in self._lenses}
+            for ref in self._sites.resolve(op.at):
+                if (key := (ref.point, number)) not in self._lenses:
+                    rows = len(self._expected(*key))
+                    lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -888,17 +898,17 @@ class _Lenses(_Readings):
 
 def read_lenses(engine: Engine, runs: Iterable[Run]) -> None:
     """Compute the unread lenses of runs, in few calls of the engine. Raises `MissingSource` for a closed run."""
-    by_top: dict[int, list[tuple[Run, tuple[int, int], int]]] = {}
+    alike: dict[tuple[int, Translator | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
-        for key, (top, rows) in run.unread_lenses().items():
+        for key, (top, translator, rows) in run.unread_lenses().items():
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
-            by_top.setdefault(top, []).append((run, key, rows))
-    for top, lenses in by_top.items():
+            alike.setdefault((top, translator), []).append((run, key, rows))
+    for (top, translator), lenses in alike.items():
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
-            found = engine.lens_many([(run.key, *key) for run, key, _ in some], top)
+            found = engine.lens_many([(run.key, *key) for run, key, _ in some], top, translator)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
 

@@ -48,6 +48,7 @@ from patchclamp.errors import (
 )
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
+from patchclamp.language.ops import Translator
 from patchclamp.plan import CAPTURE, STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import is_loaded
@@ -199,10 +200,13 @@ class FakeEngine(Engine):
         rows = np.array([row_of[p] for p in positions], np.float32)
         return np.array(positions, np.int64), rows.reshape(-1, width)
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         found: list[TopTokens] = []
         for each in wanted:
             positions, rows_ND = self.fetch(*each)
+            if translator is not None:
+                rows_ND = rows_ND @ translator.matrix.array().T
+                rows_ND = rows_ND if translator.bias is None else rows_ND + translator.bias.array()
             logits_NV = self._net.unembed(_norm(rows_ND))
             logits_NV = logits_NV - logits_NV.max(axis=-1, keepdims=True)
             logprobs_NV = logits_NV - np.log(np.exp(logits_NV).sum(axis=-1, keepdims=True))

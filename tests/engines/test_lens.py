@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 
 import patchclamp as pc
 from patchclamp.cli.study_commands import app
+from patchclamp.engines import transformers
 from patchclamp.studies import (
     AttributionPatching,
     attribution_patching,
     direct_attribution,
     edge_attribution,
+    fit_lens,
     logit_lens,
     patch_sweep,
     patchscope,
@@ -25,7 +27,7 @@ from patchclamp.studies.study import Reporter
 from ..models import of_family, with_words
 from ..reference import readouts
 from ..reference.hooks import PlainModel
-from .conftest import CHUNKED, PROMPTS
+from .conftest import CHUNKED, PROMPTS, VLLM
 
 PROMPT = "The Eiffel Tower is located in the city of"
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
@@ -99,7 +101,7 @@ class TestLens:
             expected = [float(seen[layer, p].logprobs_V[ids(" Paris")]) for p in range(10)]
             assert np.abs(lens.logprobs[i, :, 0] - expected).max() < 1e-3
             assert np.abs(lens.kl[i] - [seen[layer, p].kl for p in range(10)]).max() < 1e-3
-        assert lens.lens == "tuned lens"
+        assert lens.lens == "translated lens"
 
     @pytest.mark.parametrize("readout", ["weights", "engine"])
     def test_a_matrix_in_the_unembeddings_place(self, shallow, plain, ids, readout):
@@ -492,6 +494,101 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
     assert "no picture format 'pgn'" in failed.output
 
 
+SMALL = dict(hidden_size=24, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+             vocab_size=40)  # fmt: skip
+NUMBERS = [[5 + (7 * i * j + j) % 30 for j in range(4, 10)] for i in range(1, 6)]
+
+
+class TestFitLens:
+    @pytest.fixture(scope="class")
+    def small(self, tmp_path_factory) -> str:
+        return of_family(tmp_path_factory.mktemp("small"), "llama", **SMALL)
+
+    @pytest.fixture(scope="class")
+    def lm(self, small):
+        with pc.LM(small, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+            yield lm
+
+    def test_a_jacobian_lens_equals_brute_force(self, lm, small, monkeypatch):
+        """Of two prompts of different lengths, at some tokens of each, in batches that do not divide D."""
+        monkeypatch.setattr(transformers, "JACOBIAN_TOKENS", 50)
+        prompts, plain = [NUMBERS[0], [*NUMBERS[1], 7, 9], NUMBERS[2]], PlainModel(small)
+        fit = fit_lens(lm, dataset=prompts, kind="jacobian", tokens=pc.prompt[1:-1], held_out=0.3, seed=2)
+        kept = [prompts[i] for i in np.random.default_rng(2).permutation(3)[1:]]
+        for layer, (matrix, bias) in fit.translators.items():
+            expected = [readouts.jacobian(plain, ids, layer, list(range(1, len(ids) - 1))) for ids in kept]
+            assert np.abs(matrix - torch.stack(expected).mean(0).numpy()).max() < 1e-5
+            assert not bias.any()
+        assert np.array_equal(fit.matrix[-1], np.eye(24))
+        assert np.abs(fit.matrix[0] - np.eye(24)).max() > 0.1
+
+    @pytest.mark.parametrize("family", ["gemma2", "gpt2", "granite", "gpt_neox"])
+    def test_jacobians_are_slopes_in_other_families(self, family, tmp_path):
+        """A small step along a direction, at all tokens together, moves the last stream as the Jacobian says."""
+        folder = of_family(tmp_path, family)
+        with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+            for site in ("resid_post[0]", "resid_mid[1]", "mlp_out[1]", "resid_pre[2]"):
+                if site.partition("[")[0] not in lm.sites.names:
+                    continue
+                point = lm.sites.resolve(pc.site(site))[0].point
+                slope = lm.engine.jacobians(IDS, [point], list(range(len(IDS))))[point]
+                v = np.random.default_rng(1).standard_normal(128).astype(np.float32)
+                high, low = (np.asarray(run[pc.resid_post[-1]]).sum(0) for run in lm.run([IDS] * 2, max_tokens=1,
+                             capture=pc.resid_post[-1], edits=[[pc.Add(v, at=site, scale=s * 1e-2)] for s in (1, -1)]))  # fmt: skip
+                expected = (high - low) / (2e-2 * len(IDS))
+                assert np.abs(slope @ v - expected).max() < 1e-2 * np.abs(expected).max(), site
+
+    @both_engines
+    def test_a_tuned_lens_equals_plain_training(self, lm, small, engine):
+        """On all prompts in every step, where their order has no say. vLLM's rows train the same lens."""
+        options = dict(skip_tokenizer_init=True, prove=False, dtype="float32")
+        options |= dict(enforce_eager=True, **VLLM) if engine == "vllm" else {}
+        asked = dict(dataset=NUMBERS, steps=60, learning_rate=0.01, held_out=0.2, seed=1, layers=[0, 2])
+        with pc.LM(small, engine=engine, **options) if engine == "vllm" else contextlib.nullcontext(lm) as on:
+            fit = fit_lens(on, **asked)
+        order, plain = np.random.default_rng(1).permutation(5), PlainModel(small)
+        test, kept = ([NUMBERS[i] for i in part] for part in (order[:1], order[1:]))
+
+        def rows(prompts, layer):
+            return torch.cat([plain.read(ids, "resid_post", layer) for ids in prompts])
+
+        def readout(rows_ND):
+            return plain.net.lm_head(plain.net.model.norm(rows_ND))
+
+        plain.net.requires_grad_(False)
+        A, b = readouts.tuned(rows(kept, 0), rows(kept, 2), readout, 60, 0.01)
+        assert np.abs(fit.matrix[0] - A.numpy()).max() < 1e-3
+        assert np.abs(fit.bias[0] - b.numpy()).max() < 1e-3
+        assert np.array_equal(fit.matrix[1], np.eye(24))  # the last layer is the model's own
+        model = readout(rows(test, 2)).log_softmax(-1)
+        for found, agreement, change in ((fit.kl, fit.agreement, lambda h: h @ A.T + b),
+                                         (fit.plain_kl, fit.plain_agreement, lambda h: h)):  # fmt: skip
+            lens = readout(change(rows(test, 0))).log_softmax(-1)
+            assert found[0] == pytest.approx(float((model.exp() * (model - lens)).sum(-1).mean()), abs=1e-3)
+            assert agreement[0] == pytest.approx(float((model.argmax(-1) == lens.argmax(-1)).float().mean()))
+            assert (found[1], agreement[1]) == (pytest.approx(0.0, abs=1e-6), 1.0)
+        assert fit.rows == len(test[0])
+
+    def test_training_brings_predictions_nearer_to_the_models(self, lm):
+        """On held-out prompts too, and the lens and the study read its result and its file alike."""
+        prompts = np.random.default_rng(0).integers(3, 40, (120, 8)).tolist()
+        fit = fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3)
+        assert (fit.kl[:2] < 0.8 * fit.plain_kl[:2]).all()
+        assert (fit.agreement[:2] > fit.plain_agreement[:2]).all()
+        assert fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3).matrix.tobytes() == fit.matrix.tobytes()
+        other = fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3, seed=1)
+        assert other.matrix.tobytes() != fit.matrix.tobytes()
+        study = logit_lens(lm, prompts[0], translators=fit, top=4)
+        read = lm.run(prompts[0], max_tokens=1, capture=pc.Lens(pc.resid_post, top=4, translators=fit)).lens[
+            "resid_post"
+        ]
+        assert np.abs(read.logprobs - np.log(study.top_probs)).max() < 1e-4
+
+    def test_only_transformers_has_jacobians(self, shallow):
+        with pytest.raises(pc.EngineError, match="vllm engine computes no gradients"):
+            fit_lens(shallow.get("vllm", "float32"), dataset=["a b", "c d"], kind="jacobian", layers=1)
+
+
 LENSES = [pc.Lens(pc.resid_post[1::3], top=5), pc.Lens(pc.mlp_out[4], pc.generated, top=1),
           pc.Lens(pc.resid_mid[6], pc.prompt[-1] | pc.token(198), top=128)]  # fmt: skip
 MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {}),
@@ -520,6 +617,32 @@ class TestLensReadout:
                     assert differing.mean() < 0.01  # two that tie within rounding
                 assert run.lens["resid_post[4]"].positions == list(range(len(whole)))
                 assert run.lens["mlp_out[4]"].positions == list(range(len(run.prompt_token_ids), len(whole)))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_translators_equal_logit_lens_and_a_plain_loop(self, shallow, plain, mode):
+        """Also behind a cached prefix, and where a lens without translators reads the same rows."""
+        engine, options = MODES[mode]
+        lm, at = shallow.get(engine, "float32", **options), pc.resid_post[[1, 6]]
+        maps = {6: (torch.eye(576) + torch.randn(576, 576) / 60, torch.randn(576)),
+                1: torch.eye(576) + torch.randn(576, 576) / 60}  # fmt: skip
+        lenses = [pc.Lens(at, translators=maps), pc.Lens(at), pc.Lens(pc.mlp_out[6] @ pc.generated, translators=maps)]
+        for _ in range(2):
+            runs = lm.run([PROMPTS[0], PROMPTS[2]], max_tokens=3, capture=lenses)
+            for run, lens in zip(runs, lm.lens(runs), strict=True):
+                whole = [*run.prompt_token_ids, *run.token_ids[:-1]]
+                for op, site, layers in ((0, "resid_post", [1, 6]), (2, "mlp_out", [6])):
+                    read = lens[f"capture[{op}]"]
+                    theirs = logit_lens(lm, whole, site=site, layers=layers, positions=read.positions, translators=maps)
+                    gap = np.abs(read.logprobs.reshape(theirs.top_probs.shape) - np.log(theirs.top_probs)).max()
+                    assert gap < 1e-4, (op, gap)
+                assert np.abs(lens["capture[0]"].logprobs - lens["capture[1]"].logprobs).max() > 0.1
+                for layer, (matrix, bias) in {1: (maps[1], 0), 6: maps[6]}.items():
+                    with torch.no_grad():
+                        rows = plain.read(whole, "resid_post", layer) @ matrix.T + bias
+                        logits = plain.net.lm_head(plain.net.model.norm(rows))
+                    best = logits.log_softmax(-1).topk(5).values.numpy()
+                    read = lens["capture[0]"].logprobs[[1, 6].index(layer)]
+                    assert np.abs(read - best).max() < 1e-3
 
     def test_what_leaves_the_worker_is_read_in_one_call(self, shallow, monkeypatch):
         lm = shallow.get("vllm", "float32")

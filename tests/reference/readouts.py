@@ -137,3 +137,49 @@ def over_edge(plain: PlainModel, ids: list[int], module: torch.nn.Module, change
         return plain.logits(ids)
     finally:
         handle.remove()
+
+
+def jacobian(plain: PlainModel, ids: list[int], layer: int, positions: list[int]) -> torch.Tensor:
+    """The Jacobian [D, D] of a lens: of the sum of the last stream over some positions, with respect to a layer's output
+    at each of them, averaged. One number of the layer's output at a time, by `torch.autograd.functional`."""
+    net, kept = plain.net.requires_grad_(False), []
+    rows_TD = plain.read(ids, "resid_post", layer)
+
+    def ending(changed_TD: torch.Tensor) -> torch.Tensor:
+        """The last stream [T, D] if the layer's output were this."""
+        hooks = [
+            net.model.layers[layer].register_forward_hook(lambda m, args, out: changed_TD[None]),
+            net.model.norm.register_forward_pre_hook(lambda m, args: kept.append(args[0][0])),
+        ]
+        net.model(torch.tensor([ids]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return kept.pop()
+
+    whole_TDTD = torch.autograd.functional.jacobian(ending, rows_TD)
+    return torch.stack([whole_TDTD[positions, :, p].sum(0) for p in positions]).mean(0)
+
+
+def tuned(
+    rows_ND: torch.Tensor,
+    last_ND: torch.Tensor,
+    readout: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+    rate: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and b of a tuned lens, by Adam on all rows at once, with a rate that falls to 0; Kingma and Ba 2015 (algorithm 1)
+    by hand."""
+    width = rows_ND.shape[1]
+    values = [torch.eye(width), torch.zeros(width)]
+    means, squares = ([torch.zeros_like(value) for value in values] for _ in range(2))
+    model_NV = readout(last_ND).log_softmax(-1)
+    for step in range(steps):
+        A, b = (value.clone().requires_grad_() for value in values)
+        lens_NV = readout(rows_ND @ A.T + b).log_softmax(-1)
+        loss = (model_NV.exp() * (model_NV - lens_NV)).sum(-1).mean()
+        for i, slope in enumerate(torch.autograd.grad(loss, [A, b])):
+            means[i] = 0.9 * means[i] + 0.1 * slope
+            squares[i] = 0.999 * squares[i] + 0.001 * slope**2
+            mean, square = means[i] / (1 - 0.9 ** (step + 1)), squares[i] / (1 - 0.999 ** (step + 1))
+            values[i] = values[i] - rate * (1 - step / steps) * mean / (square.sqrt() + 1e-8)
+    return values[0], values[1]

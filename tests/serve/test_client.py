@@ -29,6 +29,8 @@ from .conftest import KEYS, becomes
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
 
+MATRIX = np.eye(576, dtype=np.float32) + np.random.default_rng(6).standard_normal((576, 576)).astype(np.float32) / 60
+
 
 def counts(lm: pc.LM) -> dict[str, int]:
     status = lm.engine.status()
@@ -64,6 +66,7 @@ CASES = {
         capture=[
             pc.Lens(pc.resid_post, top=3),
             pc.Lens(pc.mlp_out[3], pc.token(198) | pc.generated, top=128),
+            pc.Lens(pc.resid_post @ pc.prompt[-1], translators={5: MATRIX, 2: (MATRIX.T, VECTOR)}),
             pc.Capture(pc.resid_post[3], dtype="bfloat16"),
         ]
     ),
@@ -106,8 +109,9 @@ def check_same(a: pc.Run, b: pc.Run) -> None:
         assert a.probe_positions(name) == b.probe_positions(name)
         assert torch.equal(a.probes[name], b.probes[name])
     assert list(a.lens) == list(b.lens)
-    for site, read in a.lens.items():
-        other = b.lens[site]
+    paths = [path for path, op in a.program.ops if isinstance(op, pc.Lens)]
+    for site in [*a.lens, *paths]:
+        read, other = a.lens[site], b.lens[site]
         assert (read.positions, read.tokens) == (other.positions, other.tokens)
         assert np.array_equal(read.logprobs, other.logprobs)
     for site in a.sites:
@@ -423,3 +427,20 @@ def test_a_server_that_is_none_of_ours(server):
         pc.LM(server.url, engine="vllm")
     with pytest.raises(pc.UnknownName, match="api_key"):
         pc.LM(server.url, api_kye="x")
+
+
+def test_a_server_checks_the_translator_of_a_lens(lm):
+    """Our client has checked it. Others may not have."""
+    run = lm.run(PROMPTS[0], max_tokens=1, capture=pc.Lens(pc.resid_post[2]))
+    [(point, op)] = run.unread_lenses()
+    vector = {"type": "vector", "shape": (575, 575), "data": bytes(4 * 575**2)}
+    for translator, kind, path in (
+        ({"layer": 2, "matrix": vector}, pc.ShapeError, "translator"),
+        ({"layer": 2, "matrix": vector | {"shape": (5,)}}, pc.ShapeError, None),
+        ({"layer": 2, "matrix": vector | {"shape": (1, 1), "data": b"\0\0\xc0\x7f"}}, pc.ShapeError, None),
+        ({"layer": 2, "matrix": "lens.safetensors"}, pc.ProgramError, None),
+    ):
+        with pytest.raises(kind) as raised:
+            lm.engine.lens_many([(run.key, point, op)], 5, translator)
+        assert raised.value.path == path
+    assert run.lens[pc.resid_post[2]].ids.shape == (len(run.prompt_token_ids), 5)

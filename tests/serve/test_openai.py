@@ -81,7 +81,9 @@ PROBES = [
 ]
 
 
-LENSES = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.attn_out[4], pc.prompt[-1], top=1)]
+MATRIX = np.eye(576, dtype=np.float32) + np.outer(VECTOR, VECTOR[::-1]) / 60
+LENSES = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.attn_out[4], pc.prompt[-1], top=1),
+          pc.Lens(pc.resid_post, translators={5: (MATRIX, VECTOR)})]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,13 +91,25 @@ def test_lenses_are_tokens_in_the_answer(server, local, stream):
     run = local.run(PROMPT, max_tokens=6, capture=LENSES)
     response = complete(server, program(capture=LENSES), stream=stream)
     [told] = (list(response)[-1] if stream else response).model_extra["patchclamp"]["runs"]
-    assert list(told["lens"]) == list(run.lens) == ["resid_post[1]", "resid_post[2]", "attn_out[4]"]
+    assert list(told["lens"]) == list(run.lens) == ["resid_post[1]", "resid_post[2]", "attn_out[4]", "resid_post[5]"]
     assert "captures" not in told
     for site, read in run.lens.items():
         assert told["lens"][site]["positions"] == read.positions
         assert told["lens"][site]["ids"] == read.ids.tolist()
         assert told["lens"][site]["tokens"] == read.tokens
         assert np.array_equal(np.float32(told["lens"][site]["logprobs"]), read.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("translators", "path"), [("/etc/passwd", ""), ([{"layer": 5, "matrix": [[1.0]]}], ""), ([], ""), (None, "[5]")]
+)
+def test_other_translators_are_refused(server, translators, path):
+    asked = program(capture=pc.Lens(pc.resid_post, translators={5: np.eye(8)}))
+    if translators is not None:
+        asked["patchclamp"]["capture"][0]["translators"] = translators
+    with pytest.raises(openai.BadRequestError) as raised:
+        complete(server, asked)
+    assert raised.value.param == f"patchclamp.capture[0].translators{path}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

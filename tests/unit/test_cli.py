@@ -672,6 +672,23 @@ class TestFitProbe:
         assert failed(*command, *arguments).removeprefix("error: ").startswith(text)
 
 
+def test_fit_lens_prints_and_writes_what_it_measured(tmp_path):
+    (tmp_path / "prompts").write_text(
+        "\n".join(f"{mood} {thing}" for mood in ("good", "bad") for thing in ("day", "cat"))
+    )
+    command = ("fit-lens", "fake", "--engine", "fake", "--dataset", str(tmp_path / "prompts"), "--steps", "3")
+    files = {name: tmp_path / f"lens.{name}" for name in ("safetensors", "png", "html")}
+    status, output = run(*command, "--layers", "0:2", "--save", str(files["safetensors"]), "--png", str(files["png"]),
+                         "--html", str(files["html"]))  # fmt: skip
+    assert status == 0, output
+    result = pc.studies.FitLensResult.load(files["safetensors"])
+    assert result.layers == (0, 1)
+    assert "A tuned lens of resid_post" in output
+    assert f"{result.kl[0]:.2f}" in output
+    assert all(path.stat().st_size > 500 for path in files.values())
+    assert failed(*command, "--kind", "logit").startswith("error: --kind: no kind of lens 'logit'")
+
+
 class TestSteer:
     @pytest.fixture
     def sides(self, tmp_path):

@@ -1,6 +1,7 @@
 """Lens readouts on the fake engine: equal to `logit_lens`, in every form and order."""
 
 import itertools
+import json
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from patchclamp.plan.bind import Bindings
 from patchclamp.plan.verify import verify
 from patchclamp.proving import prove_lens
 from patchclamp.studies import logit_lens
+from patchclamp.testing import _norm
 
 PROMPT = [1, 2, 3, 7, 5, 7, 8]
 
@@ -74,7 +76,7 @@ def test_many_runs_are_read_together(lm, monkeypatch):
     runs = lm.run([PROMPT, PROMPT[:1], PROMPT[2:]], capture=[pc.Lens(pc.resid_post), pc.Lens(pc.attn_out[0], top=1)])
     calls, stock = [], lm.engine.lens_many
     monkeypatch.setattr(
-        lm.engine, "lens_many", lambda wanted, top: calls.append((len(wanted), top)) or stock(wanted, top)
+        lm.engine, "lens_many", lambda wanted, top, *of: calls.append((len(wanted), top)) or stock(wanted, top, *of)
     )
     lenses = lm.lens(runs)
     assert sorted(calls) == [(3, 1), (9, 5)]
@@ -84,6 +86,112 @@ def test_many_runs_are_read_together(lm, monkeypatch):
         run.close()
         assert lens[pc.resid_post].ids.shape == (3, run.positions_computed, 5)
     assert sorted(calls) == [(3, 1), (9, 5)]
+
+
+def translators(layers, width=16):
+    """Matrices and biases by layer, and one matrix alone."""
+    draw = np.random.default_rng(3)
+    made = {layer: (np.eye(width) + 0.3 * draw.standard_normal((width, width)), draw.standard_normal(width))
+            for layer in layers}  # fmt: skip
+    return made | {layers[0]: made[layers[0]][0]}
+
+
+def test_translators_map_rows_before_they_are_read(lm):
+    maps = translators([2, 0])
+    run = lm.run(PROMPT, capture=[pc.Lens(pc.resid_post, translators=maps), pc.resid_post])
+    read, theirs = run.lens[pc.resid_post], logit_lens(lm, PROMPT, translators=maps)
+    assert read.layers == theirs.layers == (0, 2)
+    assert theirs.lens == "translated lens"
+    for i, layer in enumerate((0, 2)):
+        matrix, bias = maps[layer] if layer == 0 else (maps[layer], 0.0)
+        logits = lm.engine._net.unembed(_norm(np.asarray(run[pc.resid_post[layer]]) @ matrix.T + bias))
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert np.abs(read.logprobs[i] - np.sort(logprobs)[:, ::-1][:, :5]).max() < 1e-4
+        assert np.abs(read.logprobs[i, :7] - np.log(theirs.top_probs[i])).max() < 1e-4
+    plain = lm.run(PROMPT, capture=pc.Lens(pc.resid_post)).lens[pc.resid_post]
+    assert np.abs(plain.logprobs[[0, 2]] - read.logprobs).max() > 0.1
+
+
+def test_lenses_with_and_without_translators_share_a_run(lm, monkeypatch):
+    maps, eye = translators([0, 1]), {1: np.eye(16)}
+    lenses = [pc.Lens(pc.resid_post[1]), pc.Lens(pc.resid_post[1], translators=eye),
+              pc.Lens(pc.resid_post[1], translators=maps)]  # fmt: skip
+    runs, calls, stock = lm.run([PROMPT, PROMPT[:2]], capture=lenses), [], lm.engine.lens_many
+    monkeypatch.setattr(lm.engine, "lens_many", lambda wanted, *of: calls.append(len(wanted)) or stock(wanted, *of))
+    for lens in lm.lens(runs):
+        plain, same, other = (lens[f"capture[{i}]"] for i in range(3))
+        assert np.array_equal(plain.logprobs, same.logprobs)
+        assert not np.array_equal(plain.logprobs, other.logprobs)
+    assert calls == [2, 2, 2]
+
+
+def test_a_lens_reads_the_layers_that_have_a_translator():
+    eye = dict.fromkeys((0, 1, 4, 2), np.eye(4))
+
+    def layers(at):
+        lens = pc.Lens(at, translators=eye)
+        assert [one.layer for one in lens.translators] == [lens.at.layers] if isinstance(lens.at.layers, int) else [
+            *lens.at.layers]  # fmt: skip
+        return lens.at.layers
+
+    assert layers(pc.resid_post) == (0, 1, 2, 4)
+    assert layers(pc.resid_post[::2]) == (0, 2, 4)
+    assert layers(pc.resid_post[[2, 1]]) == (2, 1)
+    assert layers(pc.resid_post[4]) == 4
+    for at in (pc.resid_post[1:], pc.resid_post[:6], pc.resid_post[-1], pc.resid_post[-2:], pc.resid_post[9:]):
+        with pytest.raises(pc.ProgramError, match="got none for") as raised:
+            pc.Lens(at, translators=eye)
+        assert raised.value.path == "translators"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "path"),
+    [
+        ({}, pc.ProgramError, "translators"),
+        ([np.eye(4)], pc.ProgramError, "translators"),
+        ({True: np.eye(4)}, pc.ProgramError, "translators[True]"),
+        ({-1: np.eye(4)}, pc.ProgramError, "translators[-1]"),
+        ({"0": np.eye(4)}, pc.ProgramError, "translators['0']"),
+        ({0: np.eye(4)[:3]}, pc.ShapeError, "translators[0]"),
+        ({0: (np.eye(4), np.ones(3))}, pc.ShapeError, "translators[0]"),
+        ({0: (np.eye(4), np.full(4, np.inf))}, pc.ShapeError, "translators[0]"),
+        ({0: "eye"}, pc.ShapeError, "translators[0]"),
+        ("none.safetensors", pc.ProgramError, "translators"),
+        ("params.pt", pc.ProgramError, "translators"),
+    ],
+)
+def test_invalid_translators_are_refused_with_their_layer(given, error, path):
+    with pytest.raises(error) as raised:
+        pc.Lens(pc.resid_post[0], translators=given)
+    assert raised.value.path == path
+
+
+def test_translators_of_another_model_are_refused_before_it_runs(lm, monkeypatch):
+    monkeypatch.setattr(lm.engine, "submit", None)
+    for maps, kind, path in (
+        ({1: np.eye(8)}, pc.ShapeError, "translators[1]"),
+        ({7: np.eye(16)}, pc.UnsupportedSite, "at"),
+    ):
+        with pytest.raises(kind) as raised:
+            lm.run(PROMPT, capture=[pc.resid_post, pc.Lens(pc.resid_post, translators=maps)])
+        assert raised.value.path == f"capture[1].{path}"
+
+
+def test_translators_travel_with_their_program():
+    plain, maps = pc.Program.of([], pc.Lens(pc.resid_post[1])), translators([0, 1], 3)
+    program = pc.Program.of([], pc.Lens(pc.resid_post, translators=maps))
+    assert pc.Program.from_json(program.to_json()) == program
+    assert pc.Program.from_json(program.to_json()).fingerprint == program.fingerprint
+    assert "translators" not in plain.to_json()  # older programs keep their fingerprint
+    data = json.loads(program.to_json())
+    maps = data["capture"][0]["translators"]
+    wrong = ["lens.safetensors", {"0": maps[0]}, [*maps, {}], [*maps, maps[0]], [maps[0] | {"layer": -1}], [maps[0] | {"more": 1}],
+             [maps[0] | {"matrix": "bank"}], [maps[0] | {"matrix": maps[1]["bias"]}], [maps[0] | {"layer": 1.5}], []]  # fmt: skip
+    for each in wrong:
+        data["capture"][0]["translators"] = each
+        with pytest.raises(pc.ProgramError) as raised:
+            pc.Program.from_json(json.dumps(data))
+        assert raised.value.path.startswith("capture[0].translators")
 
 
 def test_a_frame_has_a_row_for_each_rank(lm):
@@ -156,7 +264,7 @@ def test_a_model_whose_unembedding_is_not_proved_has_no_lens(monkeypatch):
     with pc.LM("fake", engine="fake", prove=False) as lm:
         assert prove_lens(lm).holds
         net, stock = lm.engine._net, lm.engine._net.unembed
-        monkeypatch.setattr(lm.engine, "lens_many", lambda wanted, top: _flat(lm, wanted, top))
+        monkeypatch.setattr(lm.engine, "lens_many", lambda wanted, top, *_: _flat(lm, wanted, top))
         proof = prove_lens(lm)
         assert not proof.holds
         assert (net.unembed, "log-probabilities" in proof.note) == (stock, True)

@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_467, 9), "sites": (1_926, 4), "plan": (3_692, 10), "kernels": (1_381, 10), "store": (1_725, 7),
-    "runtime": (2_274, 7), "engines": (3_908, 12), "engines/vllm": (7_243, 22), "trace": (2_426, 5),
-    "studies": (11_014, 29), "plots": (1_380, 5), "serve": (3_629, 13), "cli": (1_301, 4), "": (4_102, 12),
+    "language": (2_609, 9), "sites": (1_926, 4), "plan": (3_694, 10), "kernels": (1_381, 10), "store": (1_725, 7),
+    "runtime": (2_274, 7), "engines": (3_984, 12), "engines/vllm": (7_252, 22), "trace": (2_426, 5),
+    "studies": (11_326, 30), "plots": (1_380, 5), "serve": (3_645, 13), "cli": (1_301, 4), "": (4_116, 12),
 }  # fmt: skip
 
 

@@ -103,6 +103,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Ablate": (pc.Ablate, {"directions": VECTOR, "at": AT}),
     "Apply": (pc.Apply, {"fn": lambda x: x, "at": AT}),
     "Capture": (pc.Capture, {"at": AT}),
+    "Lens": (pc.Lens, {"at": AT, "translators": {1: np.eye(16)}}),
     "Clamp": (pc.Clamp, {"direction": VECTOR, "at": AT, "low": 0.0}),
     "Noise": (pc.Noise, {"std": 1.0, "at": AT}),
     "Scale": (pc.Scale, {"factor": 1.0, "at": AT}),
@@ -144,6 +145,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "direct_attribution": (pc.studies.direct_attribution, {"lm": LM, "prompt": IDS, "answer": 5, "by": ["layer"]}),
     "edge_attribution": (pc.studies.edge_attribution, {"lm": LM, **PAIR, "verify": 1, "sample": 0}),
+    "fit_lens": (pc.studies.fit_lens, {"lm": LM, "dataset": [IDS, OTHER], "layers": 1, "steps": 1}),
+    "read_lens": (pc.studies.read_lens, {"path": "none.pt", "site": "resid_pre"}),
     "fit_probe": (
         pc.studies.fit_probe,
         {"lm": LM, "prompts": [[1, 2], [3, 4], [5, 6], [7, 8]], "labels": [0, 1, 0, 1], "layers": 1, "folds": 2},

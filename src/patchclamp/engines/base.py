@@ -39,6 +39,7 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
+from patchclamp.language.ops import Translator
 from patchclamp.language.values import as_file
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -477,9 +478,9 @@ class Engine(Protocol):
         rows = np.concatenate([part for part in parts if len(part)] or parts[:1])
         return run, np.concatenate([positions for positions, _ in captured]), rows
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after the model's own final
-        norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
+        model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
         raise EngineError(f"the {self.model.engine} engine has no lens")
 
     def release(self, runs: list[str]) -> None:
@@ -527,6 +528,14 @@ class Engine(Protocol):
         stream: rows [T, D] that replace the stream before the first layer
 
         Raises: `EngineError` if the engine computes no gradients, `UnsupportedSite` for a point without gradients.
+        """
+        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+
+    def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
+        """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
+        as the stream: that of its sum over some positions, averaged over the same positions of the point's rows.
+
+        Raises: as `gradients`.
         """
         raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
 

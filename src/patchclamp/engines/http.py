@@ -37,6 +37,7 @@ from patchclamp.engines.base import (
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
+from patchclamp.language.ops import Translator
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.table import RECORD
@@ -119,8 +120,8 @@ class HttpEngine(Engine):
 
         return self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True, take=take))
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        data = self._wait(self._ask("POST", "lens", wire.LensWanted(wanted, top), again=True))
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        data = self._wait(self._ask("POST", "lens", wire.LensWanted(wanted, top, translator), again=True))
         return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
 
     @property

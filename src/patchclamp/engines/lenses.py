@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from patchclamp.errors import ProgramError
+from patchclamp.language.ops import Translator
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # unembedded together
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
 
-Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the host to logits [N, V]
+Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 
 
 class LastNorm(NamedTuple):
@@ -47,17 +48,29 @@ class LastNorm(NamedTuple):
         return normed[0] if isinstance(normed, tuple) else normed
 
 
+def translation(translator: Translator | None, device: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of rows [N, D], fp32 on a device, that a translator is; without one, of the rows as they are."""
+    if translator is None:
+        return lambda rows_ND: rows_ND
+    matrix_DD = torch.tensor(translator.matrix.array(), device=device)
+    bias_D = 0.0 if translator.bias is None else torch.tensor(translator.bias.array(), device=device)
+    return lambda rows_ND: rows_ND @ matrix_DD.T + bias_D
+
+
 @torch.inference_mode()
 def top_tokens(
-    rows: Sequence[torch.Tensor], unembed: Unembed, top: int, sites: SiteMap
-) -> tuple[np.ndarray, np.ndarray] | None:
+    rows: Sequence[torch.Tensor], unembed: Unembed, top: int, sites: SiteMap, device: Any,
+    translator: Translator | None,
+) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
     """The ids and log-probabilities [N, K] of all rows, one after another; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
         raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
+    translate = translation(translator, device)
     ids, logprobs, is_here = [np.zeros((0, top), np.int32)], [np.zeros((0, top), np.float32)], True
     size = min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))
-    for rows_ND in torch.cat([*rows]).split(size) if rows else ():
-        logits_NV = unembed(rows_ND.float()) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
+    for part_ND in torch.cat([*rows]).split(size) if rows else ():
+        rows_ND = translate(part_ND.float().to(device))
+        logits_NV = unembed(rows_ND) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
         if logits_NV is None:  # another worker has them; this one takes part in every product
             is_here = False
             continue

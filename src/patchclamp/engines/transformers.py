@@ -54,6 +54,7 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.ops import Translator
 from patchclamp.language.values import as_flag
 from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
@@ -68,37 +69,17 @@ from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
+JACOBIAN_TOKENS = 1 << 11  # of the copies of a prompt that are run at a time
+
 
 def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. Nothing else may run the model meanwhile. Raises `UnsupportedSite` for a router,
-    whose choice of experts has no gradient, and for logits."""
+    """Implement `Engine.gradients`. Nothing else may run the model meanwhile. Raises as `_watching`."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
-    for number in points:
-        if taps[number].rerun or sites.points[number].rows == "sampled":
-            raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
-    tensors: dict[int, torch.Tensor] = {}
-    net.requires_grad_(False)  # only activations need gradients
-    device = next(net.parameters()).device
-    ids_1T = torch.tensor([prompt_token_ids], device=device)
-    with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
-        # the embedding is the leaf at which gradients end
-        leaf = net.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach().requires_grad_())
-        hooks.callback(leaf.remove)
-        if stream is not None:
-            first = next(point.number for point in sites.points if point.kind == "stream")
-            rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
-            hooks.callback(_replace(net, taps[first], rows_1TD).remove)
-        for number in dict.fromkeys(points):
-            copied = sites.points[number].kind != "mid"  # the layer adds the original to the MLP's output, too
-            hooks.callback(_read(net, taps[number], functools.partial(tensors.__setitem__, number), copied).remove)
-        logits_V = net(
-            input_ids=ids_1T, position_ids=torch.arange(len(prompt_token_ids), device=device)[None], use_cache=False,
-            logits_to_keep=1,
-        ).logits[0, -1]  # fmt: skip
-        logprobs_V = logits_V.float().log_softmax(-1)
+    with _watching(net, sites, points, stream) as (tensors, run):
+        logprobs_V = run([prompt_token_ids]).logits[0, -1].float().log_softmax(-1)
         value = sum(weight * logprobs_V[token] for token, weight in weights.items())
         assert isinstance(value, torch.Tensor)
         found = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
@@ -111,6 +92,73 @@ def gradients(
         rows[number] = _columns(tensor, view, width) * factor
         slopes[number] = _columns(slope, view, width) / factor
     return Gradients(scores, rows, slopes)
+
+
+def jacobians(
+    net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], positions: list[int]
+) -> dict[int, np.ndarray]:
+    """Implement `Engine.jacobians`. Nothing else may run the model meanwhile. Raises as `_watching`.
+
+    The prompt is run B times in one batch, and copy b gives row b of B rows of the Jacobians.
+    """
+    factors = {point.number: 1.0 if (view := sites.view(tap)) is None else view.factor
+               for point, tap in sites.taps("transformers")}  # fmt: skip
+    end = next(point.number for point in sites.points if point.kind == "stream_end")
+    width, batch = sites.d_model, max(min(sites.d_model, JACOBIAN_TOKENS // len(prompt_token_ids)), 1)
+    found = {point: np.empty((width, width), np.float32) for point in points}
+    with _watching(net, sites, [*points, end]) as (tensors, run):
+        run([prompt_token_ids] * batch)
+        sources = [tensors[point] for point in points]
+        for first in range(0, width, batch):
+            b = torch.arange(min(batch, width - first))
+            cotangent_BTD = torch.zeros_like(tensors[end])
+            cotangent_BTD[b[:, None], positions, first + b[:, None]] = factors[end]
+            slopes = torch.autograd.grad(
+                tensors[end], sources, cotangent_BTD, retain_graph=first + batch < width, allow_unused=True
+            )
+            for point, source, slope in zip(points, sources, slopes, strict=True):
+                slope_BTD = (torch.zeros_like(source) if slope is None else slope).reshape(batch, -1, width)
+                rows_BD = slope_BTD[: len(b), positions].float().mean(1) / factors[point]
+                found[point][first : first + batch] = rows_BD.cpu().numpy()
+    return found
+
+
+@contextlib.contextmanager
+def _watching(
+    net: Any, sites: SiteMap, points: list[int], stream: np.ndarray | None = None
+) -> Iterator[tuple[dict[int, torch.Tensor], Callable[[list[list[int]]], Any]]]:
+    """The tensors at some points, which are filled as the model runs, with gradients; and a function that runs it on
+    prompts of one length. `stream` replaces the stream before the first layer.
+
+    Raises `UnsupportedSite` for a router, whose choice of experts has no gradient, and for logits.
+    """
+    taps = {point.number: tap for point, tap in sites.taps("transformers")}
+    for number in points:
+        if taps[number].rerun or sites.points[number].rows == "sampled":
+            raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
+    tensors: dict[int, torch.Tensor] = {}
+    net.requires_grad_(False)  # only activations need gradients
+    device = next(net.parameters()).device
+
+    def run(prompts: list[list[int]]) -> Any:
+        ids_BT = torch.tensor(prompts, device=device)
+        return net(
+            input_ids=ids_BT, position_ids=torch.arange(ids_BT.shape[1], device=device).expand(ids_BT.shape),
+            use_cache=False, logits_to_keep=1,
+        )  # fmt: skip
+
+    with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
+        # the embedding is the leaf at which gradients end
+        leaf = net.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach().requires_grad_())
+        hooks.callback(leaf.remove)
+        if stream is not None:
+            first = next(point.number for point in sites.points if point.kind == "stream")
+            rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
+            hooks.callback(_replace(net, taps[first], rows_1TD).remove)
+        for number in dict.fromkeys(points):
+            copied = sites.points[number].kind != "mid"  # the layer adds the original to the MLP's output, too
+            hooks.callback(_read(net, taps[number], functools.partial(tensors.__setitem__, number), copied).remove)
+        yield tensors, run
 
 
 def _read(net: Any, tap: Tap, read: Callable[[torch.Tensor], None], copied: bool) -> Any:
@@ -266,8 +314,8 @@ class TransformersEngine(Engine):
         positions, rows = fetched.result()
         return positions, rows.cpu()
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        return self._call(self._lens, wanted, top).result()
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        return self._call(self._lens, wanted, top, translator).result()
 
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not take a lock
@@ -323,6 +371,9 @@ class TransformersEngine(Engine):
     ) -> Gradients:  # fmt: skip
         return self._call(gradients, self._net, self.sites, prompt_token_ids, points, weights, stream).result()
 
+    def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
+        return self._call(jacobians, self._net, self.sites, prompt_token_ids, points, positions).result()
+
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         weight = self._call(read_weight, self._net, self.sites, "transformers", name, layer).result()
         return None if weight is None else weight.float().numpy()
@@ -343,16 +394,16 @@ class TransformersEngine(Engine):
             except Exception as error:
                 fetched.set_exception(error)
 
-    def _lens(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+    def _lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
         net, sizes = self._net, self.sites.sizes
         norm, head = LastNorm.of(net, self.sites, "transformers"), net.get_output_embeddings()
 
         def unembed(rows_ND: torch.Tensor) -> torch.Tensor:
-            logits_NV = head(norm(rows_ND.to(self.device), net.dtype)) * sizes.logit_factor
+            logits_NV = head(norm(rows_ND, net.dtype)) * sizes.logit_factor
             return logits_NV if sizes.logit_cap is None else sizes.logit_cap * (logits_NV / sizes.logit_cap).tanh()
 
         captured = [self.runtime.fetch(*each) for each in wanted]
-        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites)
+        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites, self.device, translator)
         assert found is not None
         return by_capture([positions for positions, _ in captured], *found)
 

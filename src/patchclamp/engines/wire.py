@@ -32,6 +32,7 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.engines.grading import Grades, GradeTable
 from patchclamp.errors import EngineError, Packed, pack, unpack
+from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
@@ -116,6 +117,7 @@ class Fetch(msgspec.Struct):
 class LensWanted(msgspec.Struct):
     wanted: list[Wanted]
     top: int
+    translator: Translator | None = None
 
 
 class Free(msgspec.Struct):

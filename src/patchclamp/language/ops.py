@@ -12,9 +12,10 @@ fuzz_mode       "noise" (default), or "scale": multiply embeddings by 1 − stre
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
 from patchclamp.language.conditions import Output, ProbeCondition, check_condition
-from patchclamp.language.probes import linear_model, read_probe, write_probe
+from patchclamp.language.probes import linear_model, read_arrays, read_probe, write_probe
 from patchclamp.language.site import SITES, At, Site, parse_edited_site, parse_site
-from patchclamp.language.tokens import Tokens, as_integer, every, parse_tokens
+from patchclamp.language.structs import PublicStruct
+from patchclamp.language.tokens import Range, Tokens, as_integer, every, parse_tokens
 from patchclamp.language.values import (
     POOLS,
     Converted,
@@ -98,6 +100,11 @@ def as_top(value: int) -> int:
     if not 1 <= top <= MAX_TOP:
         raise ProgramError(f"expected a number of tokens from 1 to {MAX_TOP}, got {top}")
     return top
+
+
+def _translators(value: Any) -> tuple[Translator, ...] | None:
+    """Leave translators to `Lens`, which converts them by its site."""
+    return value
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,6 +259,84 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         write_probe(path, self.weight.rows(), bias, self.activation)
 
 
+class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
+    """A map of a layer's rows, which a lens applies before it reads them: h becomes A h + b.
+
+    matrix, bias: A [D, D], and b [D] or None
+    """
+
+    layer: int
+    matrix: Vector
+    bias: Vector | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise ProgramError(f"expected a layer from 0 on, got {self.layer}", "layer")
+        *_, width = self.matrix.shape
+        if self.matrix.shape != (width, width):
+            raise ShapeError(f"expected a matrix [D, D], got {list(self.matrix.shape)}", "matrix")
+        if self.bias is not None and self.bias.shape != (width,):
+            raise ShapeError(f"expected shape [{width}], got {list(self.bias.shape)}", "bias")
+
+    @classmethod
+    def of(cls, layer: Any, parts: Any) -> Translator:
+        """Make one from A, or from a pair of A and b."""
+        try:
+            matrix, bias = parts if isinstance(parts, (tuple, list)) and len(parts) == 2 else (parts, None)
+            return cls(as_integer(layer), Vector.of(matrix), None if bias is None else Vector.of(bias))
+        except PatchclampError as error:
+            raise type(error)(error.message, f"[{layer!r:.100}]") from None
+
+
+def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
+    """The translators of a site's layers, in their order, from A [D, D] or (A, b [D]) by layer, from the result of
+    `fit_lens`, or from its file. A site without layers has those with a translator, and an open range ends with them.
+
+    Raises `ProgramError` if a layer has none, or if the result is of another site.
+    """
+    site = at.name
+    if isinstance(value, (str, os.PathLike)):
+        site, value = read_translators(value)
+    elif hasattr(value, "translators"):
+        site, value = value.site, value.translators
+    if site != at.name:
+        raise ProgramError(f"expected a lens of {at.name}, got one of {site}")
+    if isinstance(value, Mapping):
+        value = tuple(Translator.of(layer, parts) for layer, parts in value.items())
+    if not isinstance(value, tuple) or not value or not all(isinstance(one, Translator) for one in value):
+        raise ProgramError(f"expected matrices by layer, got {type(value).__name__} {value!r:.100}")
+    by_layer = {one.layer: one for one in sorted(value, key=lambda one: one.layer)}
+    if len(by_layer) < len(value):
+        raise ProgramError("expected one translator for each layer, got two for one")
+    layers = at.layers
+    if isinstance(layers, Range):
+        layers = range(layers.start or 0, max(by_layer) + 1 if layers.stop is None else layers.stop, layers.step or 1)
+    layers = list(by_layer) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    if not layers or (missing := [layer for layer in layers if layer not in by_layer]):
+        raise ProgramError(
+            f"expected a translator for each layer, got none for {missing if layers else at}; there are {[*by_layer]}"
+        )
+    return tuple(by_layer[layer] for layer in layers)
+
+
+def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]:
+    """The site and the translators, (A, b) by layer, of a saved result of `fit_lens`. Raises `ProgramError` for any
+    other file."""
+    try:
+        arrays, metadata = read_arrays(path)
+        if metadata.get("study") != "FitLensResult":
+            raise ProgramError(f"expected a saved result of fit_lens, got {Path(path).name!r}")
+        fields = json.loads(metadata["result"])
+        matrix_LDD, bias_LD = (arrays[fields[name]["tensor"]] for name in ("matrix", "bias"))
+        found = zip(fields["layers"], matrix_LDD, bias_LD, strict=True)
+        return str(fields["site"]), {as_integer(layer): parts for layer, *parts in found}
+    except PatchclampError as error:
+        told = f"{error.message}; pc.studies.read_lens reads the files of tuned-lens and jacobian-lens"
+        raise ProgramError(told) from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ProgramError(f"{Path(path).name!r} is damaged: {type(error).__name__} {error}") from None
+
+
 class Lens(Readout, frozen=True, forbid_unknown_fields=True):
     """The logit lens: the `top` likeliest tokens, and their log-probabilities, if the model stopped at a selected row.
 
@@ -259,16 +344,42 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
     read; log-probabilities are computed in fp32. The site must be as wide as the stream and have one row per layer. A
     site may have several lenses, and be captured as well.
 
-    Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong).
+    `translators` make it a tuned lens or a Jacobian lens, which reads A h + b: a matrix A [D, D] or a pair (A, b [D])
+    by layer, the result of `pc.studies.fit_lens`, or its file. The lens then reads the layers that have a translator;
+    a number or a range in `at` chooses among them, counted from 0.
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); Belrose et al. 2023 (arXiv:2303.08112).
     """
 
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     top: int = field(converter=as_top, default=5)
+    translators: tuple[Translator, ...] | None = field(converter=_translators, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_lens_site(self.at)
+        if self.translators is None:
+            return
+        try:
+            chosen = translators_of(self.translators, self.at)
+        except PatchclampError as error:
+            raise error.under("translators") from None
+        layers = tuple(one.layer for one in chosen)
+        at = self.at if isinstance(self.at.layers, int) else Site(self.at.name, layers)
+        for name, value in (("translators", chosen), ("at", at)):
+            msgspec.structs.force_setattr(self, name, value)
+
+    def check_width(self, width: int) -> None:
+        """Raise `ShapeError` if its translators are of rows that are not this wide."""
+        for one in self.translators or ():
+            if one.matrix.shape != (width, width):
+                path = f"translators[{one.layer}]"
+                raise ShapeError(f"expected shape [{width}, {width}], got {list(one.matrix.shape)}", path)
+
+    def translator(self, layer: int | None) -> Translator | None:
+        """The translator of a layer."""
+        return next((one for one in self.translators or () if one.layer == layer), None)
 
 
 def check_lens_site(at: Site) -> None:

@@ -11,15 +11,14 @@ from patchclamp.errors import ProgramError
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")}
 
 
-def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read `weight` and, if there is one, `bias` from a .safetensors, .npz or .npy file, and the file's metadata.
+def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read the arrays of a .safetensors, .npz or .npy file, whose array is `weight`, and the file's metadata.
 
-    Raises `ProgramError` for a file of another kind or with other contents. Pickles are refused.
+    Raises `ProgramError` for a file of another kind. Pickles are refused.
     """
     import numpy as np
     import safetensors
@@ -41,6 +40,13 @@ def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
+    return found, metadata
+
+
+def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read `weight` and, if there is one, `bias` from a file, and its metadata. Raises as `read_arrays`, and
+    `ProgramError` for other contents."""
+    found, metadata = read_arrays(path)
     arrays = {part: found[name] for part, names in NAMES.items() for name in names[::-1] if name in found}
     others = found.keys() - {name for names in NAMES.values() for name in names}
     if "weight" not in arrays or others:
@@ -101,8 +107,8 @@ def _activation(model: Any, outputs: int) -> str | None:
     return "sigmoid" if outputs == 1 else "softmax"
 
 
-def activated(products: torch.Tensor | np.ndarray, activation: str | None) -> torch.Tensor | np.ndarray:
-    """Apply a probe's activation; softmax is over the last axis."""
+def activated(products: Any, activation: str | None) -> Any:
+    """Apply a probe's activation to a tensor or an array; softmax is over the last axis."""
     import numpy as np
 
     if activation is None:

@@ -11,7 +11,19 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language.conditions import comparisons, condition_data, read_condition
-from patchclamp.language.ops import OPS, Apply, CaptureLike, Op, Probe, Readout, Use, When, as_capture
+from patchclamp.language.ops import (
+    OPS,
+    Apply,
+    CaptureLike,
+    Lens,
+    Op,
+    Probe,
+    Readout,
+    Translator,
+    Use,
+    When,
+    as_capture,
+)
 from patchclamp.language.site import At, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection
@@ -19,6 +31,7 @@ from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_p
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
 VECTORS = {"value", "mask", "direction", "directions", "project", "weight", "bias"}  # fields that hold vectors
+LATER = ("project", "pool", "translators")
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
@@ -100,10 +113,10 @@ def _data(op: Op) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op as plain data. A null `project` or `pool` is omitted, so that older programs keep their
+    """The fields of an op as plain data. A null field in `LATER` is omitted, so that older programs keep their
     fingerprint."""
     fields = msgspec.to_builtins(op, enc_hook=str)
-    return {name: value for name, value in fields.items() if value is not None or name not in ("project", "pool")}
+    return {name: value for name, value in fields.items() if value is not None or name not in LATER}
 
 
 def _texts(op: Op) -> dict[str, Any]:
@@ -168,7 +181,19 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
     for field in VECTORS & fields.keys():
         if fields[field] is not None:
             fields[field] = _read_value(fields[field], f"{path}.{field}")
+    if kind is Lens and fields.get("translators") is not None:
+        fields["translators"] = _read_translators(fields["translators"], f"{path}.translators")
     return _read_at(lambda words: kind(**words), fields, path)
+
+
+def _read_translators(data: object, path: str) -> tuple[Translator, ...]:
+    """Read translators. A file's name, which `Lens` takes, is refused: a server opens no file for a client."""
+    try:
+        return msgspec.convert(data, tuple[Translator, ...])
+    except PatchclampError as error:
+        raise error.under(path) from None
+    except msgspec.ValidationError as error:
+        raise ProgramError(str(error), path) from None
 
 
 def _check_fields(fields: Iterable[str], names: tuple[str, ...], owner: str, path: str) -> None:

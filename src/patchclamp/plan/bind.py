@@ -96,8 +96,9 @@ class Context(Protocol):
         """Kind and layer of each point."""
         ...
 
-    def check_top(self, top: int) -> None:
-        """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens."""
+    def check_lens(self, lens: ops.Lens) -> None:
+        """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens,
+        `ShapeError` if translators have another width."""
         ...
 
     def code(self, op: ops.Apply) -> int:
@@ -144,7 +145,7 @@ def _probe(op: ops.Probe, context: Context) -> Lowered:
 
 @lower.register
 def _lens(op: ops.Lens, context: Context) -> Lowered:
-    context.check_top(op.top)
+    context.check_lens(op)
     return Lowered(Keep(0, context.conditional, lens=True))
 
 
@@ -656,11 +657,12 @@ class _OpBinder:
     def points(self) -> list[tuple[str, int | None]]:
         return [(point.kind, point.layer) for point in (self._sites.points[ref.point] for ref in self._refs)]
 
-    def check_top(self, top: int) -> None:
+    def check_lens(self, lens: ops.Lens) -> None:
         if why := self._sites.withdrawn.get(LENS):
             raise UnsupportedSite(f"this model has no lens: {why}")
-        if top > self._sites.d_vocab:
-            raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {top}", "top")
+        if lens.top > self._sites.d_vocab:
+            raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {lens.top}", "top")
+        lens.check_width(self._sites.d_model)
 
     def code(self, op: Apply) -> int:
         return self._binder.number_code(self._path, op, {ref.point: str(ref) for ref in self._refs})

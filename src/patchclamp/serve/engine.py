@@ -27,6 +27,7 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
+    ShapeError,
     as_patchclamp_error,
     pack,
 )
@@ -145,9 +146,14 @@ async def lens(request: Request) -> Response:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
             raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
     rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
+    if asked.translator is not None and asked.translator.matrix.shape[0] != sites.d_model:
+        raise ShapeError(
+            f"expected a matrix [{sites.d_model}, {sites.d_model}], got {list(asked.translator.matrix.shape)}",
+            "translator"
+        )  # fmt: skip
     if not asked.wanted or rows > LENS_ROWS + most:  # a step of all requests waits for them
         raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
-    positions, ids, logprobs = zip(*await engine.lens(asked.wanted, asked.top), strict=True)
+    positions, ids, logprobs = zip(*await engine.lens(asked.wanted, asked.top, asked.translator), strict=True)
     parts = (np.concatenate(arrays).tobytes() for arrays in (ids, logprobs))
     found = PackedTokens([each.tobytes() for each in positions], *parts)
     return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")

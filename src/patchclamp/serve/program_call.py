@@ -295,7 +295,7 @@ class ProgramCall:
 def readout_bytes(run: Run) -> int:
     """The approximate size of what a run's probes and unread lenses found, in bytes."""
     scores = sum(4 * math.prod(run.probe_layout(name)[2]) for name in run.probes)
-    return scores + sum(LENS_TOKEN_BYTES * top * rows for top, rows in run.unread_lenses().values())
+    return scores + sum(LENS_TOKEN_BYTES * top * rows for top, _, rows in run.unread_lenses().values())
 
 
 def probe_answers(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 from patchclamp.errors import PatchclampError
 from patchclamp.language import Named, Site, Tokens, Vector
 from patchclamp.language.conditions import ProbeCondition
-from patchclamp.language.ops import OPS, Op
+from patchclamp.language.ops import OPS, Op, Translator
 from patchclamp.language.values import Value
 
 
@@ -241,6 +241,14 @@ class SameRunValue(Closed):
     position: TokensText | None = Field(None, description="which positions; null: those that are written")
 
 
+class TranslatorValue(Closed):
+    """A map of a layer's rows, h to A h + b, before a lens reads them."""
+
+    layer: int
+    matrix: VectorValue = Field(description="A [D, D]")
+    bias: VectorValue | None = Field(None, description="b [D]")
+
+
 Numbers = list[float] | list[list[float]]
 TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Site: SiteText,
@@ -250,6 +258,7 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Vector: list[float] | VectorValue,
     ProbeCondition: dict[str, Any],
     tuple[Op, ...]: list[dict[str, Any]],
+    tuple[Translator, ...]: list[TranslatorValue],
 }
 
 

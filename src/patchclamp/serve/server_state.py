@@ -24,7 +24,7 @@ from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.server import ServeLimits, metrics_of, serving
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import NoKey, PatchclampError, RunError, as_patchclamp_error, pack, unpack
-from patchclamp.language import Program
+from patchclamp.language import Lens, Program
 from patchclamp.lm import LM
 from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
@@ -157,6 +157,7 @@ class KnownBindings:
                 return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
             binding = Bindings(self._lm.sites, owned.source, owned, False, count).of(program, run, prompt, max_tokens)
             small = sum(rows.nbytes for rows in binding.vectors.values()) <= MAX_VECTOR_BYTES
+            small = small and not any(isinstance(op, Lens) and op.translators for _, op in program.ops)
             if small and not binding.sources and is_of_length_alone(program):
                 with self._lock:
                     self._known[key] = binding

@@ -12,16 +12,16 @@ unembedding · C chosen tokens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
-from patchclamp.language import Site
+from patchclamp.language import Lens, Site
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.ops import Translator
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
@@ -191,13 +191,15 @@ class LogitLens(Study):
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers of sites without an index: all by default, or those of the translators; a number, a list, or a range such
+    as "0:12"."""
     positions: inputs.Positions = None
     """Selection, or a list of positions; all by default."""
     top: inputs.Positive = 5
     """Likeliest tokens to keep per cell."""
     translators: inputs.PythonOnly = None
-    """Tuned lens by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b."""
+    """Tuned or Jacobian lens: by layer a matrix A [D, D] or a pair (A, b [D]), the result of `fit_lens`, or its file.
+    The stream h is read as A h + b."""
     unembedding: inputs.PythonOnly = None
     """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
     labels: inputs.Labels = None
@@ -211,24 +213,26 @@ class LogitLens(Study):
     ) -> LogitLensResult:
         import torch
 
+        from patchclamp.engines.lenses import translation
+
         at, prompt = checked_site(lm, self.site), self.prompt
-        chosen_layers = inputs.layers_of(lm, at.name, self.layers)
+        chosen_layers, maps = _translated_layers(lm, at, self.layers, self.translators)
         run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                      + [LAST @ whole_prompt])  # fmt: skip
         columns = inputs.positions_of(run, self.positions)
-        maps = _translators(self.translators, chosen_layers, lm.model.d_model)
         shape = None, lm.model.d_model
         own_VD = None if self.unembedding is None else _tensor(self.unembedding, shape, "unembedding")
         names = _labels(own_VD, self.labels)
         chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
         through = readout_of(lm, self.readout, run.prompt_token_ids)
         stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
-        rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
+        read = (translation(maps.get(layer), "cpu")(rows) for layer, rows in stream.items())
+        rows_PLD = torch.stack([_rows(run, LAST, columns), *read], 1)
         run.close()
         question = {
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
             "positions": columns, "tokens": chosen, "top": self.top, "readout": through.way,
-            "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
+            "maps": [(of.matrix.content, None if of.bias is None else of.bias.content) for of in maps.values()],
             "unembedding": _digest(own_VD),
         }  # fmt: skip
         cells = rows_PLD.shape[0] * rows_PLD.shape[1]
@@ -305,38 +309,20 @@ def _logits(through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tenso
     return through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
 
 
-class _Translator(msgspec.Struct, frozen=True, eq=False):
-    """h ↦ A h + b."""
-
-    matrix_DD: torch.Tensor | None = None
-    bias_D: torch.Tensor | None = None
-
-    def __call__(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        rows_ND = rows_ND if self.matrix_DD is None else rows_ND @ self.matrix_DD.T
-        return rows_ND if self.bias_D is None else rows_ND + self.bias_D
-
-
-def _translators(translators: Mapping[int, Any] | None, layers: list[int], width: int) -> dict[int, _Translator]:
-    maps = dict.fromkeys(layers, _Translator())
-    if not isinstance(translators, (Mapping, type(None))):
-        raise ProgramError(f"expected matrices by layer, got {type(translators).__name__}", "translators")
-    for layer, parts in (translators or {}).items():
-        path = f"translators[{layer}]"
-        if layer not in maps:
-            raise ProgramError(f"the lens is of the layers {layers}, and this translator of layer {layer}", path)
-        matrix, bias = parts if isinstance(parts, (tuple, list)) and len(parts) == 2 else (parts, None)
-        maps[layer] = _Translator(
-            _tensor(matrix, (width, width), path), None if bias is None else _tensor(bias, (width,), path)
-        )
-    missing = [layer for layer in layers if translators and layer not in translators]
-    if missing:
-        raise ProgramError(f"expected a translator for each layer, got none for {missing}", "translators")
-    return maps
+def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
+    """The layers to read, by default those with a translator, and their translators, if there are any."""
+    if translators is None:
+        return inputs.layers_of(lm, at.name, layers), {}
+    chosen = None if layers is None else tuple(inputs.layers_of(lm, at.name, layers))
+    lens = Lens(Site(at.name, chosen), translators=translators)
+    lens.check_width(lm.model.d_model)
+    maps = {one.layer: one for one in lens.translators or ()}
+    return inputs.layers_of(lm, at.name, [*maps], "translators"), maps
 
 
-def _digest(*tensors: torch.Tensor | None) -> list[str | None]:
-    """Hashes of matrices, as plain data that identifies their values."""
-    return [None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest() for of in tensors]
+def _digest(of: torch.Tensor | None) -> str | None:
+    """The hash of a matrix, as plain data that identifies its values."""
+    return None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:
@@ -394,6 +380,6 @@ def _rows(run: Run, site: Site, positions: list[int]) -> torch.Tensor:
     return torch.as_tensor(run[site]).float()[positions]
 
 
-def _named(translators: Mapping[int, Any] | None, own_VD: torch.Tensor | None) -> str:
-    tuned = "tuned lens" if translators else "logit lens"
-    return tuned if own_VD is None else f"{tuned} through a matrix of {len(own_VD)} rows"
+def _named(translators: Any, own_VD: torch.Tensor | None) -> str:
+    lens = "logit lens" if translators is None else "translated lens"
+    return lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows"

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from patchclamp.engines.base import ABORTED, Answer, Captured, Request, TopTokens, Wanted, Window, settle
@@ -34,6 +35,7 @@ from patchclamp.engines.vllm.frontend import (
 )
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, as_patchclamp_error
+from patchclamp.language.ops import Translator
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
 from patchclamp.store.captures import StoredRows
@@ -83,8 +85,8 @@ class AsyncEngine(VllmFrontEnd):
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         return self._wait(self._fetch("fetch", wanted))
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
-        return self._wait(self.lens(wanted, top))
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        return self._wait(self.lens(wanted, top, translator))
 
     def release(self, runs: list[str]) -> None:
         self._soon(lambda: self._release(runs))
@@ -360,11 +362,12 @@ class AsyncEngine(VllmFrontEnd):
 
         return await self._of_cores(wanted, measure)
 
-    async def lens(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+    async def lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
         """Like `lens_many`."""
+        encoded = msgspec.msgpack.encode(translator)
 
         async def read(core: int, some: list[Wanted]) -> list[TopTokens]:
-            return top_tokens_of(await self.ask("lens", some, top, only=core), top)
+            return top_tokens_of(await self.ask("lens", some, top, encoded, only=core), top)
 
         return await self._of_cores(wanted, read)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from patchclamp.engines.base import (
@@ -60,6 +61,7 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.ops import Translator
 from patchclamp.runtime import Limits
 
 if TYPE_CHECKING:
@@ -132,10 +134,10 @@ class VllmEngine(VllmFrontEnd):
         [gathered] = self._call(lambda: self._ask("gather", runs, point, op)).result()
         return gathered
 
-    def lens_many(self, wanted: list[Wanted], top: int) -> list[TopTokens]:
+    def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         def ask() -> list[Any]:
             self._check_awake()
-            return self._ask("lens", wanted, top)
+            return self._ask("lens", wanted, top, msgspec.msgpack.encode(translator))
 
         return top_tokens_of(self._call(ask).result(), top)
 

@@ -28,6 +28,7 @@ from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
+from patchclamp.language.ops import Translator
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import source_of
@@ -489,9 +490,9 @@ class Attached:
         """Return the rows of a point in many runs as one tensor, to a caller in this process."""
         return self.runtime.store.gather(runs, point, op)
 
-    def do_lens(self, wanted: list[Wanted], top: int) -> tuple[list[bytes], bytes, bytes] | None:
+    def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
-        (`top_tokens`); None if another worker does."""
+        (`top_tokens`); None if another worker does. `translator`: as msgpack."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
 
@@ -501,7 +502,10 @@ class Attached:
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
         awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
         try:
-            found = top_tokens([torch.as_tensor(rows) for _, rows in captured], self._unembed, top, self.runtime.sites)
+            found = top_tokens(
+                [torch.as_tensor(rows) for _, rows in captured], self._unembed, top, self.runtime.sites,
+                self.runtime.device, msgspec.msgpack.decode(translator, type=Translator | None),
+            )  # fmt: skip
         finally:
             self._awaits_logits = awaits
         if found is None:
@@ -513,7 +517,7 @@ class Attached:
             return None
         net = self._runner.get_model()
         norm = LastNorm.of(net, self.runtime.sites, "vllm")
-        return net.compute_logits(norm(rows_ND.to(self.runtime.device), self._config.model_config.dtype))
+        return net.compute_logits(norm(rows_ND, self._config.model_config.dtype))
 
     def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
         """Like `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""

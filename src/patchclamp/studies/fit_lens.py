@@ -1,0 +1,325 @@
+"""Fit translators for `pc.Lens` and `logit_lens`: affine maps of each layer's rows towards the last layer's.
+
+A tuned lens is trained: A and b minimise the KL divergence of the layer's prediction from the model's own. A Jacobian
+lens is computed: A is the average Jacobian of the last stream with respect to the layer's, and b is 0.
+
+Source: Belrose et al. 2023 (arXiv:2303.08112), equations 2 and 3; Gurnee et al. 2026, "Verbalizable representations
+form a global workspace in language models" (transformer-circuits.pub/2026/workspace), and its package jacobian-lens.
+
+L layers · N rows · D model width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.language import Capture, Site
+from patchclamp.language.ops import Translator
+from patchclamp.language.tokens import prompt, read_tokens
+from patchclamp.language.values import as_file
+from patchclamp.lm import LM
+from patchclamp.plots import Chart, Curve, Curves
+from patchclamp.plots.style import percent
+from patchclamp.studies import inputs
+from patchclamp.studies.logit_lens import checked_site
+from patchclamp.studies.readout import LAST, MAX_FLOATS, FromWeights, Unembedding
+from patchclamp.studies.study import Arg, Study, StudyResult, progress, provenance
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+Kind = Literal["tuned", "jacobian"]
+
+
+class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
+    """Translators of the `layers` of a `site`, and how far their predictions are from the model's own.
+
+    matrix [L, D, D], bias [L, D]: the row h is read as A h + b
+    kl, plain_kl [L]: the mean KL divergence of the lens from the model, in nats, with translators and without, over the
+        rows of prompts that were held out
+    agreement, plain_agreement [L]: the share of these rows whose likeliest token is the model's
+    rows: the number of held-out rows
+    """
+
+    kind: Kind
+    site: str
+    layers: tuple[int, ...]
+    matrix: np.ndarray
+    bias: np.ndarray
+    kl: np.ndarray
+    plain_kl: np.ndarray
+    agreement: np.ndarray
+    plain_agreement: np.ndarray
+    rows: int
+
+    @property
+    def translators(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """(A, b) by layer, as `pc.Lens` and `logit_lens` take them; both take this result, or its file, too."""
+        return {layer: (self.matrix[i], self.bias[i]) for i, layer in enumerate(self.layers)}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per layer: KL and top-1 agreement, with translators and without."""
+        import pandas
+
+        names = ("kl", "plain_kl", "agreement", "plain_agreement")
+        return pandas.DataFrame({"layer": self.layers, **{name: getattr(self, name) for name in names}})
+
+    def picture(self) -> Curves:
+        """Plot data: KL and agreement by layer, with translators and without."""
+        layers = np.array(self.layers, np.float64)
+        charts = (
+            Chart("KL divergence from the model", "nats", (Curve(f"{self.kind} lens", layers, self.kl),
+                  Curve("logit lens", layers, self.plain_kl))),
+            Chart("Same likeliest token", "share of rows", (Curve(f"{self.kind} lens", layers, self.agreement),
+                  Curve("logit lens", layers, self.plain_agreement)), y_range=(-0.02, 1.02)),
+        )  # fmt: skip
+        return Curves(
+            title=f"A {self.kind} lens of {self.site}", x_label="layer", charts=charts,
+            provenance=self.provenance.where, notes=(f"{self._summary} ({self.rows} held-out rows).",),
+        )  # fmt: skip
+
+    @property
+    def _summary(self) -> str:
+        return (f"KL {self.kl.mean():.2f} nats, {self.plain_kl.mean():.2f} without translators; same likeliest token "
+                f"{percent(self.agreement.mean())}, {percent(self.plain_agreement.mean())} without")  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<FitLensResult {self.kind}, {len(self.layers)} layers of {self.site}: {self._summary}>"
+
+
+def _kind(kind: Any, path: str) -> Any:
+    if inputs.as_text(kind, path) not in get_args(Kind):
+        raise unknown("kind of lens", kind, get_args(Kind), path)
+    return kind
+
+
+def _steps(steps: Any, path: str) -> int:
+    return inputs.check_whole(steps, path, 1, 1 << 20)
+
+
+def _share(share: Any, path: str) -> float:
+    if not 0 < (number := inputs.as_float(share, path)) < 1:
+        raise ProgramError(f"expected a share between 0 and 1, got {share!r}", path)
+    return number
+
+
+class FitLens(Study):
+    """Fit a tuned lens or a Jacobian lens on prompts, and measure it on prompts that it was not fitted on.
+
+    A tuned lens needs rows alone, which any engine has; each step captures those of some prompts. A Jacobian lens needs
+    `engine="transformers"`, and D backward passes for each prompt, in batches. Its Jacobian is of the sum of the last
+    stream over the tokens, with respect to a token's row, averaged over the tokens, then over the prompts: a row's
+    effect on later tokens counts. The last layer of resid_post is not translated.
+
+    Raises: `EngineError` for a Jacobian lens on another engine, `ModelError` if the model's norm and unembedding do not
+    reproduce its logits, and the error of any run.
+    """
+
+    command = "fit-lens"
+    not_served = "it fits many rows on the host; run it with pc.LM of the server's URL"
+
+    dataset: inputs.PromptFile
+    """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
+    kind: Annotated[Any, Arg(_kind)] = "tuned"
+    """tuned (trained by KL divergence) or jacobian (averaged Jacobians)."""
+    site: inputs.SiteField = "resid_post"
+    """Site as wide as the stream, such as resid_post or resid_mid."""
+    layers: inputs.Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    tokens: inputs.Selected = prompt
+    """Tokens of each prompt; the authors of the Jacobian lens leave out the first 16 and the last."""
+    chat: inputs.Flag = False
+    """Ask each prompt as the user's turn of a chat."""
+    held_out: Annotated[float, Arg(_share, float)] = 0.2
+    """Share of the prompts on which the lens is measured; at least one prompt."""
+    steps: Annotated[int, Arg(_steps, int)] = 250
+    """Training steps of a tuned lens (Adam; the learning rate falls to 0)."""
+    step_prompts: inputs.Positive = 16
+    """Prompts of each step."""
+    learning_rate: Annotated[float, Arg(inputs.as_positive, float)] = 1e-3
+    """Learning rate."""
+    seed: inputs.Whole = 0
+    """Seed that draws the held-out prompts and the order of the others."""
+
+    def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> FitLensResult:
+        site = checked_site(lm, self.site).name
+        layers = inputs.layers_of(lm, site, self.layers)
+        asked = list({one.ids: one for one in inputs.ask(lm, self.dataset, self.chat, "dataset")}.values())
+        if len(asked) < 2:
+            raise ProgramError(f"expected at least two different prompts, got {len(asked)}", "dataset")
+        draws = np.random.default_rng(self.seed)
+        order = [asked[i] for i in draws.permutation(len(asked))]
+        test = min(max(round(self.held_out * len(asked)), 1), len(asked) - 1)
+        fit = _Fit(lm, self, site, layers, order[test:])
+        runs = self.steps if self.kind == "tuned" else len(fit.prompts)
+        with progress("fitting", runs, show_progress, "steps" if self.kind == "tuned" else "prompts") as advance:
+            matrix_LDD, bias_LD = fit.tuned(draws, advance) if self.kind == "tuned" else fit.jacobian(advance)
+        measured, rows = fit.measured(order[:test], matrix_LDD, bias_LD)
+        return FitLensResult(
+            provenance=provenance(lm, (self.seed,)), kind=self.kind, site=site, layers=tuple(layers),
+            matrix=matrix_LDD.cpu().numpy(), bias=bias_LD.cpu().numpy(), rows=rows,
+            **dict(zip(MEASURED, measured, strict=True)),
+        )  # fmt: skip
+
+
+fit_lens: Callable[..., FitLensResult] = FitLens.short_form("fit_lens")
+
+
+class _Fit:
+    """A fit of the `layers` of a `site` to prompts."""
+
+    def __init__(
+        self, lm: LM, study: FitLens, site: str, layers: list[int], prompts: list[inputs.EncodedPrompt]
+    ) -> None:
+        self._lm, self._study, self.prompts = lm, study, prompts
+        self._tokens, self._sites = read_tokens(study.tokens, "tokens"), [Site(site, layer) for layer in layers]
+        self._device = getattr(lm.engine, "device", "cpu")  # of a Transformers model in this process
+        self._unembedding: Unembedding = _moved(FromWeights(lm, list(prompts[0].ids)).unembedding, self._device)
+
+    def tuned(self, draws: np.random.Generator, advance: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trained A [L, D, D] and b [L, D], from A = 1 and b = 0."""
+        import torch
+
+        width, steps, end = self._lm.model.d_model, self._study.steps, self._points([LAST])
+        trained = [i for i, point in enumerate(self._points(self._sites)) if point not in end]
+        change_LDD = torch.zeros(len(self._sites), width, width, device=self._device, requires_grad=True)
+        bias_LD = torch.zeros(len(self._sites), width, device=self._device, requires_grad=True)
+        adam, batches = torch.optim.Adam([change_LDD, bias_LD]), self._batches(draws)
+        for step in range(steps):
+            adam.param_groups[0]["lr"] = self._study.learning_rate * (1 - step / steps)
+            for logprobs_NV, rows_LND, share in self._read(next(batches)):
+                for i in trained:
+                    moved_ND = rows_LND[i] + rows_LND[i] @ change_LDD[i].T + bias_LD[i]
+                    (kl(logprobs_NV, self._logprobs(moved_ND)).mean() * share).backward()
+            adam.step()
+            adam.zero_grad()
+            advance(1)
+        return torch.eye(width, device=self._device) + change_LDD.detach(), bias_LD.detach()
+
+    def jacobian(self, advance: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The averaged Jacobians [L, D, D], and no bias."""
+        import torch
+
+        points, width = self._points(self._sites), self._lm.model.d_model
+        mean_LDD = torch.zeros(len(points), width, width)
+        for one in self.prompts:
+            run = self._lm.run(one.prompt, max_tokens=1, capture=Capture(LAST, self._tokens))
+            positions = run.positions(LAST)
+            run.close()
+            if not positions:
+                raise TokensError(f"{self._tokens} selects nothing of the prompt {one.shown!r:.100}", "tokens")
+            found = self._lm.engine.jacobians(list(one.ids), points, positions)
+            for i, point in enumerate(points):
+                mean_LDD[i] += torch.from_numpy(found[point]) / len(self.prompts)
+            advance(1)
+        return mean_LDD.to(self._device), torch.zeros(len(points), width, device=self._device)
+
+    def measured(
+        self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
+    ) -> tuple[np.ndarray, int]:
+        """`MEASURED` [4, L] of other prompts, and the number of their rows."""
+        import torch
+
+        sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
+        with torch.no_grad():
+            for part in _parts(test, self._study.step_prompts):
+                for logprobs_NV, rows_LND, _ in self._read(part):
+                    count += len(logprobs_NV)
+                    for i, rows_ND in enumerate(rows_LND):
+                        for k, moved_ND in enumerate((rows_ND @ matrix_LDD[i].T + bias_LD[i], rows_ND)):
+                            lens_NV = self._logprobs(moved_ND)
+                            sums[k, i] += float(kl(logprobs_NV, lens_NV).sum())
+                            sums[k + 2, i] += int((logprobs_NV.argmax(-1) == lens_NV.argmax(-1)).sum())
+        return sums / count, count
+
+    def _read(self, part: Sequence[inputs.EncodedPrompt]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], float]]:
+        """The model's log-probabilities [n, V] and the sites' rows [n, D] at some tokens of the prompts at a time, and
+        their share of all."""
+        import torch
+
+        sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]
+        runs = self._lm.run([one.prompt for one in part], max_tokens=1,
+                            capture=[Capture(site, self._tokens) for site in sites])  # fmt: skip
+        fetched = self._lm.fetch(runs)
+        for run in runs:
+            run.close()
+        *rows_LND, last_ND = (
+            torch.cat([torch.as_tensor(of_run[str(site)]).float() for of_run in fetched]).to(self._device)
+            for site in sites
+        )
+        if not len(last_ND):
+            raise TokensError(f"{self._tokens} selects nothing of the prompt {part[0].shown!r:.100}", "tokens")
+        for n in torch.arange(len(last_ND)).split(max(MAX_FLOATS // self._lm.model.d_vocab, 1)):
+            with torch.no_grad():
+                logprobs_NV = self._logprobs(last_ND[n])
+            yield logprobs_NV, [rows_ND[n] for rows_ND in rows_LND], len(n) / len(last_ND)
+
+    def _logprobs(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        return self._unembedding(rows_ND).log_softmax(-1)
+
+    def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
+        """The prompts of each step: all of them in a random order, again and again."""
+        while True:
+            yield from _parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
+
+    def _points(self, sites: Sequence[Site]) -> list[int]:
+        return [self._lm.sites.resolve(site)[0].point for site in sites]
+
+
+MEASURED = ("kl", "plain_kl", "agreement", "plain_agreement")
+
+
+def kl(model_NV: torch.Tensor, lens_NV: torch.Tensor) -> torch.Tensor:
+    """The KL divergence [N] of a lens from the model, from log-probabilities, in nats."""
+    return (model_NV.exp() * (model_NV - lens_NV)).sum(-1)
+
+
+def _parts(prompts: list[inputs.EncodedPrompt], size: int) -> Iterator[list[inputs.EncodedPrompt]]:
+    return (prompts[begin : begin + size] for begin in range(0, len(prompts), size))
+
+
+def _moved(of: Any, device: Any) -> Any:
+    """A struct with its tensors on a device."""
+    if isinstance(of, msgspec.Struct):
+        return type(of)(*(_moved(getattr(of, name), device) for name in of.__struct_fields__))
+    return of.to(device) if hasattr(of, "to") else of
+
+
+@inputs.checked
+def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") -> tuple[Translator, ...]:
+    """Read translators for `pc.Lens` and `logit_lens` from a file of another package: tuned-lens' `params.pt`, or its
+    folder, or a `.pt` file of jacobian-lens. Results of `fit_lens` need no reading: give their path.
+
+    site: "resid_post" or "resid_pre", for which layers are numbered; resid_pre[l + 1] is resid_post[l]. tuned-lens has
+        translators of resid_pre[0] (the embedding) and after, without the last resid_post
+
+    Files are read by `torch.load(weights_only=True)`, which runs no code. Raises `ProgramError` for any other file.
+    """
+    import torch
+
+    file = Path(as_file(path, "path"))
+    file = file / "params.pt" if file.is_dir() else file
+    if site not in ("resid_post", "resid_pre"):
+        raise unknown("site of a lens", site, ("resid_post", "resid_pre"), "site")
+    try:
+        data = torch.load(file, map_location="cpu", weights_only=True)
+        if "J" in data:
+            written, maps = "resid_post", {int(layer): (matrix, None) for layer, matrix in data["J"].items()}
+        else:  # the stored matrix is A − 1
+            layers = sorted({int(name.partition(".")[0]) for name in data})
+            parts = {layer: (data[f"{layer}.weight"].float(), data.get(f"{layer}.bias")) for layer in layers}
+            written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
+        moved = (written == "resid_post") - (site == "resid_post")
+        if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
+            raise ProgramError(f"it has no layers of {site}")
+        return tuple(Translator.of(layer, parts) for layer, parts in kept.items())
+    except Exception as error:  # a damaged file may raise anything
+        raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None
