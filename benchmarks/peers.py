@@ -136,10 +136,9 @@ class Patchclamp(Side):
     def lens(self, prompts: list[list[int]]) -> Arrays:
         import patchclamp as pc
 
-        lenses = [
-            pc.studies.logit_lens(self.lm, prompt=ids, positions=-1, top=TOP, show_progress=False) for ids in prompts
-        ]
-        return {"top": np.stack([lens.top_ids[:, 0] for lens in lenses])}
+        lens = pc.Lens(pc.resid_post, pc.prompt[-1], top=TOP)
+        runs = self.lm.run(prompts, max_tokens=1, capture=lens)
+        return {"top": np.stack([read[pc.resid_post].ids[:, 0] for read in self.lm.lens(runs)])}
 
 
 class Batched(Side):

@@ -133,15 +133,18 @@ class _NumberPool:
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.int64)
+        self._unsorted: list[np.ndarray] = []  # returned since the last `take`
         self.end = 0
 
     def take(self, count: int) -> np.ndarray:
+        if self._unsorted:
+            self._returned, self._unsorted = np.sort(np.concatenate([self._returned, *self._unsorted])), []
         reused, self._returned = self._returned[:count], self._returned[count:]
         first, self.end = self.end, self.end + count - len(reused)
         return np.concatenate([reused, np.arange(first, self.end)])
 
     def give(self, numbers: np.ndarray) -> None:
-        self._returned = np.sort(np.concatenate([self._returned, numbers]))
+        self._unsorted.append(numbers)
 
 
 class _PointGroup(msgspec.Struct):
