@@ -125,12 +125,18 @@ def version() -> str:
     return vllm.__version__
 
 
+_FITTING: set[tuple[Any, Any]] = set()  # functions of vLLM, and the code of their wrappers
+
+
 def forwards(stock: Any) -> Callable[[F], F]:
     """Mark a function as the wrapper of vLLM's `stock`, as `functools.wraps` does. Raises `SeamMoved` if a caller of
     `stock` could not call the wrapper in the same way."""
 
     def mark(ours: F) -> F:
-        _check_wrapper(stock, ours)
+        fit = getattr(stock, "__func__", stock), getattr(ours, "__code__", ours)  # the same for every request
+        if fit not in _FITTING:
+            _check_wrapper(stock, ours)
+            _FITTING.add(fit)
         if isinstance(ours, FunctionType):  # a bound method has no attributes of its own
             functools.update_wrapper(ours, stock)
         return ours  # type: ignore[return-value]
