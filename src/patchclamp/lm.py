@@ -572,7 +572,7 @@ class LM:
         each row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site
         that a run did not capture, or captured by token id or otherwise than the first run, and a failed run's own
         error."""
-        runs = _different(runs)
+        runs = _distinct(runs)
         if not runs:
             return {}
         asked = self._sites_of(sites) if sites is not None else []
@@ -590,7 +590,7 @@ class LM:
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
         """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
         engine call a probe. Raises as `rows` does."""
-        runs = _different(runs)
+        runs = _distinct(runs)
         found: dict[str, Rows] = {}
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
@@ -609,7 +609,9 @@ class LM:
         way = runs[0].capture_way(ref, probe)
         other = next((i for i, run in enumerate(runs) if run.capture_way(ref, probe) != way), None)
         if other is not None:
-            raise MissingSource(f"{name} was captured otherwise in runs[{other}] than in runs[0]: read it run by run")
+            raise MissingSource(
+                f"runs[{other}] has {name} by another matrix, dtype or pooling than runs[0]: read it run by run"
+            )
         run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
         rows = rows if len(rows) else rows.reshape(0, way.width)
         computed = position < np.array([each.positions_computed for each in runs])[run]
@@ -912,7 +914,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drawn.clear)
 
 
-def _different(runs: Iterable[Run]) -> list[Run]:
+def _distinct(runs: Iterable[Run]) -> list[Run]:
     """A list of runs, each there once."""
     runs = runs_of(runs)
     if len({run.key for run in runs}) < len(runs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request, TopTokens
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
-from patchclamp.language import Probe, Program, Site, SiteOp
+from patchclamp.language import Probe, Program, Site, SiteOp, Vector
 from patchclamp.language.ops import Lens, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.site import SITES, parse_site
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
 class CaptureWay(NamedTuple):
     """The way in which rows were captured: by the op with this number (None: by all), how they are pooled, their width
-    and their dtype, the matrix and the columns of a projection, and the probe that they are the products of."""
+    and their dtype, the matrix and the columns of a projection, and a probe's bias and activation."""
 
     number: int | None
     pool: str
@@ -78,7 +78,8 @@ class CaptureWay(NamedTuple):
     dtype: str
     matrix: str
     columns: int
-    probe: Probe | None
+    bias: Vector | None = None
+    activation: str | None = None
 
 
 class UnreadLens(NamedTuple):
@@ -360,6 +361,8 @@ class Run:
         point, name = ref.point, f"the probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
         ordinals = [number] if number is not None else [] if probe else self._captures_at.get(point, [])
+        if number is not None and point not in self._stored_op(number).points:
+            raise MissingSource(f"{name} reads another site in run {self.key}: read it run by run")
         if not probe:
             self._check_part(ref, name)
         if not ordinals or self.closed:
@@ -368,9 +371,11 @@ class Run:
             raise MissingSource(f"{name} was captured by token id: read it run by run")
         dtypes, made_by = self._dtypes(ordinals), self._named_probes[probe] if probe else None
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        pool = self._pooled.get(point, "") if made_by is None else made_by.pool or ""
         matrix, columns, _ = way_of(self._stored_op(ordinals[0]))
-        return CaptureWay(number, pool, self.width_at(point, number), dtype, matrix, columns, made_by)
+        width = self.width_at(point, number)
+        if made_by is None:
+            return CaptureWay(number, self._pooled.get(point, ""), width, dtype, matrix, columns)
+        return CaptureWay(number, made_by.pool or "", width, dtype, matrix, columns, made_by.bias, made_by.activation)
 
     def expected_rows(self, point: int, number: int | None) -> int:
         """The number of positions captured at a point by one op, or by all (None)."""
@@ -428,6 +433,11 @@ class Run:
                 raise PatchclampError(f"{len(expected)} positions were asked for and {count} were captured")
             _, selected = self._selected(number, expected)
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
+            if np.isnan(logprobs[kept]).any():
+                raise NotFinite(
+                    f"the lens of {self._sites.label(point)} has logits that are not finite: rows, perhaps enlarged by "
+                    "its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
+                )  # fmt: skip
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def close(self) -> None:
@@ -778,7 +788,7 @@ class Rows(PublicStruct, frozen=True, eq=False):
 
 
 class _Readings(Mapping[Any, Any]):
-    """A mapping whose `[...]` raises errors of this package, and whose `get` raises none."""
+    """A mapping whose `[...]` raises errors of this package for keys that it does not have."""
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  it would call itself
@@ -794,7 +804,7 @@ class _Probes(_Readings):
         return self._run.probed(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._run._probe_ops
+        return isinstance(name, str) and name in self._run._probe_ops
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._run._probe_ops)
@@ -872,7 +882,7 @@ class _Lenses(_Readings):
         at, refs, keys = self._find(site)
         if not refs:
             raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self._refs) or 'none'}")
-        read_lenses(run._owner.engine, [run])
+        read_lenses(run._owner.engine, [run], keys)
         read = [run._lenses[key] for key in keys]
         positions, first, _ = read[0]
         if any(not np.array_equal(positions, at) or ids.shape != first.shape for at, ids, _ in read[1:]):
@@ -884,7 +894,10 @@ class _Lenses(_Readings):
         return LensResult(str(at), layers, positions.tolist(), ids, logprobs, strings)
 
     def __contains__(self, site: object) -> bool:
-        return isinstance(site, (str, Site)) and bool(self._find(site)[1])
+        try:
+            return isinstance(site, (str, Site)) and bool(self._find(site)[1])
+        except PatchclampError:  # no site of this model
+            return False
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._refs)
@@ -896,15 +909,18 @@ class _Lenses(_Readings):
         return f"<lens: {', '.join(self._refs) or 'none'}>"
 
 
-def read_lenses(engine: Engine, runs: Iterable[Run]) -> None:
-    """Compute the unread lenses of runs, in few calls of the engine. Raises `MissingSource` for a closed run."""
-    alike: dict[tuple[int, Translator | None], list[tuple[Run, tuple[int, int], int]]] = {}
+def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
+    """Compute the unread lenses of runs, in few calls of the engine; with `wanted`, those that are translated only at
+    these points and ops, since each sends its matrix. Raises `MissingSource` for a closed run."""
+    by_lens: dict[tuple[int, Translator | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
         for key, (top, translator, rows) in run.unread_lenses().items():
+            if translator is not None and wanted is not None and key not in wanted:
+                continue
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
-            alike.setdefault((top, translator), []).append((run, key, rows))
-    for (top, translator), lenses in alike.items():
+            by_lens.setdefault((top, translator), []).append((run, key, rows))
+    for (top, translator), lenses in by_lens.items():
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]

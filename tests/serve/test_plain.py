@@ -95,6 +95,7 @@ def test_a_chat_with_fuzzing(plain, local):
         (dict(edits=[{"type": "zero", "at": "attn_out[99]"}]), 422, "8 layers"),
         (dict(edits=[{"type": "add", "value": {"type": "named", "name": "calm"}, "at": "embed"}]), 404, "calm"),
         (dict(capture=[{"type": "capture", "at": "resid_post", "tokens": "every"}], prompt="a " * 300), 413, "inline_bytes"),
+        (dict(capture=[{"type": "lens", "at": "resid_post", "top": 100}], prompt="a " * 300), 413, "inline_bytes"),
     ],
 )  # fmt: skip
 def test_what_vllms_own_answers_have_no_room_for_is_refused(plain, options, status, text):

@@ -75,7 +75,7 @@ def test_held_out_prompts_are_not_trained_on(lm):
         (dict(step_prompts=0), pc.ProgramError, "step_prompts"),
         (dict(site="z"), pc.UnsupportedSite, "site"),
         (dict(layers=3), pc.UnsupportedSite, "layers"),
-        (dict(tokens=pc.generated), pc.TokensError, "tokens"),
+        (dict(tokens=pc.generated), pc.TokensError, "dataset[0]"),
         (dict(kind="jacobian"), pc.EngineError, None),
     ],
 )
@@ -94,6 +94,14 @@ def test_a_lens_of_another_site_is_refused(lm, fit, tmp_path):
             assert raised.value.path == "translators"
 
 
+@pytest.mark.parametrize("kind", ["tuned", "jacobian"])
+def test_a_prompt_without_selected_tokens_is_refused_before_anything_runs(lm, monkeypatch, kind):
+    monkeypatch.setattr(lm.engine, "submit", None)
+    with pytest.raises(pc.TokensError) as raised:
+        fit_lens(lm, dataset=[*PROMPTS, [7]], kind=kind, tokens=pc.prompt[2:])
+    assert raised.value.path == f"dataset[{len(PROMPTS)}]"
+
+
 class TestFilesOfOthers:
     def test_tuned_lens_stores_changes_of_the_stream_before_a_layer(self, lm, tmp_path):
         state = {f"{layer}.{name}": torch.randn(shape).half() / 4
@@ -101,7 +109,7 @@ class TestFilesOfOthers:
         torch.save(state, tmp_path / "params.pt")
         for path, site in ((tmp_path, "resid_pre"), (tmp_path / "params.pt", "resid_post")):
             maps = read_lens(path, site)
-            assert [one.layer for one in maps] == ([0, 1, 2] if site == "resid_pre" else [0, 1])
+            assert [one.layer for one in maps.translators] == ([0, 1, 2] if site == "resid_pre" else [0, 1])
             lens = logit_lens(lm, PROMPTS[0], site=site, layers=1, translators=maps, top=4)
             layer = 1 if site == "resid_pre" else 2
             rows = np.asarray(lm.run(PROMPTS[0], max_tokens=1, capture=pc.resid_pre[layer])[pc.resid_pre[layer]])
@@ -110,15 +118,20 @@ class TestFilesOfOthers:
                                translators={1: (np.zeros((16, 16)), changed[-1])}, positions=-1)  # fmt: skip
             assert np.abs(lens.top_probs[0, -1] - plain.top_probs[0, 0]).max() < 1e-5
         assert pc.Lens(pc.resid_post, translators=read_lens(tmp_path)).at == pc.resid_post[[0, 1]]
+        for other in (pc.resid_pre, pc.resid_mid, pc.mlp_out[1]):  # its layers are numbered for resid_post
+            with pytest.raises(pc.ProgramError, match="resid_post"):
+                pc.Lens(other, translators=read_lens(tmp_path))
+            with pytest.raises(pc.ProgramError, match="resid_post"):
+                logit_lens(lm, PROMPTS[0], site=other.name, translators=read_lens(tmp_path))
 
     def test_jacobian_lens_stores_matrices_of_the_stream_after_a_layer(self, tmp_path):
         stored = {layer: torch.randn(4, 4).half() for layer in (0, 2)}
         torch.save({"J": stored, "source_layers": [0, 2], "d_model": 4}, tmp_path / "lens.pt")
-        maps = read_lens(tmp_path / "lens.pt")
-        assert [one.layer for one in maps] == [0, 2]
-        assert np.array_equal(maps[1].matrix.array(), stored[2].float().numpy())
-        assert maps[1].bias is None
-        assert [one.layer for one in read_lens(tmp_path / "lens.pt", "resid_pre")] == [1, 3]
+        maps = read_lens(tmp_path)
+        assert [one.layer for one in maps.translators] == [0, 2]
+        assert np.array_equal(maps.translators[1].matrix.array(), stored[2].float().numpy())
+        assert maps.translators[1].bias is None
+        assert [one.layer for one in read_lens(tmp_path / "lens.pt", "resid_pre").translators] == [1, 3]
 
     def test_hostile_and_damaged_files_are_refused_and_run_nothing(self, tmp_path):
         class Hostile:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -192,6 +193,48 @@ def test_translators_travel_with_their_program():
         with pytest.raises(pc.ProgramError) as raised:
             pc.Program.from_json(json.dumps(data))
         assert raised.value.path.startswith("capture[0].translators")
+
+
+@pytest.mark.parametrize(("at", "layer"), [
+    ("resid_post[0:20000000]", 0), ("resid_post[0:999999999]", 3), ("resid_post[0:]", 1 << 40), ("resid_post[::7]", 1 << 70),
+    ("resid_post", 1 << 16), ("resid_post[1:999999999:2]", 1),
+])  # fmt: skip
+def test_an_endless_range_of_layers_costs_nothing(at, layer):
+    """A client names it in a few bytes, before the model's layers are known."""
+    data = json.loads(pc.Program.of([], pc.Lens(pc.resid_post, translators={0: [[1.0]]})).to_json())
+    data["capture"][0] |= {"at": at}
+    data["capture"][0]["translators"][0] |= {"layer": layer}
+    tracemalloc.start()
+    with pytest.raises(pc.PatchclampError) as raised:
+        pc.Program.from_json(json.dumps(data))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert raised.value.path.startswith("capture[0].translators")
+    assert (len(str(raised.value)) < 300, peak < 1 << 20) == (True, True)
+
+
+def test_an_error_names_the_translator():
+    data = json.loads(pc.Program.of([], pc.Lens(pc.resid_post, translators=translators([0, 1]))).to_json())
+    data["capture"][0]["translators"][1]["matrix"]["shape"] = [16, 15]
+    with pytest.raises(pc.PatchclampError) as raised:
+        pc.Program.from_json(json.dumps(data))
+    assert raised.value.path.startswith("capture[0].translators[1]")
+
+
+def test_a_lens_sends_the_matrix_of_the_layer_that_is_read(lm, monkeypatch):
+    maps, sent, stock = translators([0, 1, 2]), [], lm.engine.lens_many
+    runs = lm.run([PROMPT, PROMPT[:2]], max_tokens=1, capture=pc.Lens(pc.resid_post, translators=maps))
+    monkeypatch.setattr(lm.engine, "lens_many", lambda wanted, top, of: sent.append(of.layer) or stock(wanted, top, of))
+    assert all(len(run.lens[pc.resid_post[1]].ids) == len(run.prompt_token_ids) for run in runs)
+    assert sent == [1, 1]
+    lm.lens(runs)
+    assert sent == [1, 1, 0, 2]
+
+
+def test_logits_that_are_not_finite_are_an_error(lm):
+    run = lm.run(PROMPT, max_tokens=1, capture=pc.Lens(pc.resid_post[1], translators={1: np.full((16, 16), 3e38)}))
+    with pytest.raises(pc.NotFinite):
+        run.lens[pc.resid_post[1]]
 
 
 def test_a_frame_has_a_row_for_each_rank(lm):

@@ -345,6 +345,8 @@ def test_runs_that_were_read_otherwise_are_not_joined(lm):
     for other in probes[1:]:
         with pytest.raises(pc.MissingSource):
             lm.probes([run(capture=probes[0]), run(capture=other)])
+    alike = [pc.Probe(W, at=site, name="p"), pc.Probe(W, at=site, tokens=pc.prompt[2:4], name="p")]
+    assert lm.probes([run(capture=each) for each in alike])["p"].run.tolist() == [0] * len(PROMPT) + [1, 1]
     captures = [pc.Capture(pc.z[0, 0], project=part), pc.Capture(pc.z[0, 1], project=part),
                 pc.Capture(pc.z[0, 0], project=-part), pc.Capture(pc.z[0, 0], project=part, pool="max")]  # fmt: skip
     for other in captures[1:]:
@@ -368,6 +370,8 @@ def test_what_is_not_there_has_a_default(lm):
         None, 3, None, 3,
     )  # fmt: skip
     assert run.probes.get("p") is not None
+    assert (run.lens.get("nope"), run.lens.get("resid_post[99]"), run.probes.get([1])) == (None, None, None)
+    assert "nope" not in run.lens
 
 
 def test_hundreds_of_probes_are_looked_through_once(lm, monkeypatch):

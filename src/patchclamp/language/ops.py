@@ -12,6 +12,7 @@ fuzz_mode       "noise" (default), or "scale": multiply embeddings by 1 − stre
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -259,6 +260,9 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         write_probe(path, self.weight.rows(), bias, self.activation)
 
 
+MAX_LAYERS = 1 << 16  # of a translator, whose model is not known yet
+
+
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
     """A map of a layer's rows, which a lens applies before it reads them: h becomes A h + b.
 
@@ -270,8 +274,8 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
     bias: Vector | None = None
 
     def __post_init__(self) -> None:
-        if self.layer < 0:
-            raise ProgramError(f"expected a layer from 0 on, got {self.layer}", "layer")
+        if not 0 <= self.layer < MAX_LAYERS:
+            raise ProgramError(f"expected a layer from 0 to {MAX_LAYERS - 1}, got {self.layer}", "layer")
         *_, width = self.matrix.shape
         if self.matrix.shape != (width, width):
             raise ShapeError(f"expected a matrix [D, D], got {list(self.matrix.shape)}", "matrix")
@@ -311,10 +315,12 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     layers = at.layers
     if isinstance(layers, Range):
         layers = range(layers.start or 0, max(by_layer) + 1 if layers.stop is None else layers.stop, layers.step or 1)
-    layers = list(by_layer) if layers is None else [layers] if isinstance(layers, int) else list(layers)
-    if not layers or (missing := [layer for layer in layers if layer not in by_layer]):
+    layers = by_layer if layers is None else (layers,) if isinstance(layers, int) else layers
+    missing = next((layer for layer in layers if layer not in by_layer), None)  # a client's range may be endless
+    if not layers or missing is not None:
         raise ProgramError(
-            f"expected a translator for each layer, got none for {missing if layers else at}; there are {[*by_layer]}"
+            f"expected a translator for each layer, counted from 0, got none for {at if missing is None else missing}; "
+            f"there are those of {', '.join(map(str, itertools.islice(by_layer, 8)))}{', …' if len(by_layer) > 8 else ''}"
         )
     return tuple(by_layer[layer] for layer in layers)
 
@@ -331,8 +337,8 @@ def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]
         found = zip(fields["layers"], matrix_LDD, bias_LD, strict=True)
         return str(fields["site"]), {as_integer(layer): parts for layer, *parts in found}
     except PatchclampError as error:
-        told = f"{error.message}; pc.studies.read_lens reads the files of tuned-lens and jacobian-lens"
-        raise ProgramError(told) from None
+        message = f"{error.message}; pc.studies.read_lens reads the files of tuned-lens and jacobian-lens"
+        raise ProgramError(message) from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ProgramError(f"{Path(path).name!r} is damaged: {type(error).__name__} {error}") from None
 

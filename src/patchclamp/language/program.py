@@ -188,12 +188,17 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
 
 def _read_translators(data: object, path: str) -> tuple[Translator, ...]:
     """Read translators. A file's name, which `Lens` takes, is refused: a server opens no file for a client."""
-    try:
-        return msgspec.convert(data, tuple[Translator, ...])
-    except PatchclampError as error:
-        raise error.under(path) from None
-    except msgspec.ValidationError as error:
-        raise ProgramError(str(error), path) from None
+    if not isinstance(data, list):
+        raise ProgramError(f"expected a list of translators, got {type(data).__name__}", path)
+    found = []
+    for i, one in enumerate(data):
+        try:
+            found.append(msgspec.convert(one, Translator))
+        except PatchclampError as error:
+            raise error.under(f"{path}[{i}]") from None
+        except msgspec.ValidationError as error:
+            raise ProgramError(str(error), f"{path}[{i}]") from None
+    return tuple(found)
 
 
 def _check_fields(fields: Iterable[str], names: tuple[str, ...], owner: str, path: str) -> None:

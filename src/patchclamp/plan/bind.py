@@ -335,8 +335,8 @@ class _Binder:
         self._bits, self._latches = itertools.count(), itertools.count()
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
-        """Bind all ops. What conditions ask of a probe is decided where the program first reads it, so that decisions
-        are those of its scores, whatever the edits between."""
+        """Bind all ops. Every comparison of a probe is made where the program first reads it, so that later edits at
+        its site change no decision."""
         ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
         return tuple(
             each for op in ops
@@ -825,7 +825,7 @@ class _OpBinder:
 
 def product_above(each: Above) -> float:
     """The threshold of the product W h: the greatest fp32 number whose score, as `run.probes` computes it, is not above
-    that of the comparison. So a decision is that of the score to the bit, however bias and activation round."""
+    that of the comparison. The decision then agrees with the score to the bit, although the score is rounded."""
     probe = each.probe
     if probe.activation == "softmax":
         raise ProgramError("a softmax depends on all outputs: compare those of a probe without it", "activation")

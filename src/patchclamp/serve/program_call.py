@@ -32,10 +32,10 @@ from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Program, Readout, SiteOp, Use
-from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
+from patchclamp.language.ops import FUZZ_NAMES, Lens, check_words, fuzz, is_ours
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
-from patchclamp.plan.bound import of_sample, position_ranges
+from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_work
 from patchclamp.run import Run
@@ -274,15 +274,15 @@ class ProgramCall:
                 path: [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
                 for path, positions in (await asyncio.to_thread(lambda: run.acted)).items()
             }
-        limit, numbers = self._limits.inline_bytes, readout_bytes(run)
-        if not self.on_own_route:
-            size = max(run.captured_bytes if run.has_captures else 0, numbers)
-            self._limits.check("inline_bytes", size, "bytes captured, which go along on this route")
+        limit = self._limits.inline_bytes
         if run.probes:
-            answer["probes"] = await asyncio.to_thread(probe_answers, run) if numbers <= limit else None
+            fits = sum(4 * math.prod(run.probe_layout(name)[2]) for name in run.probes) <= limit
+            answer["probes"] = await asyncio.to_thread(probe_answers, run) if fits else None
         if run.lens:
-            answer["lens"] = await asyncio.to_thread(lens_answers, run) if numbers <= limit else None
+            answer["lens"] = await asyncio.to_thread(lens_answers, run)
         if run.has_captures:
+            if not self.on_own_route:
+                self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
             file = None
             if run.captured_bytes <= limit:
                 file = base64.b64encode(await asyncio.to_thread(captured_file, run)).decode()
@@ -292,19 +292,22 @@ class ProgramCall:
         return answer
 
 
-def readout_bytes(run: Run) -> int:
-    """The approximate size of what a run's probes and unread lenses found, in bytes."""
-    scores = sum(4 * math.prod(run.probe_layout(name)[2]) for name in run.probes)
-    return scores + sum(LENS_TOKEN_BYTES * top * rows for top, _, rows in run.unread_lenses().values())
+def lens_bytes(program: Program, bound: BoundProgram) -> int:
+    """The approximate size of what a program's lenses may find, in bytes."""
+    tops = {path: op.top for path, op in program.ops if isinstance(op, Lens)}
+    return sum(
+        LENS_TOKEN_BYTES * tops[op.path] * len(op.points) * sum(stop - start for start, stop, *_ in op.ranges)
+        for op in bound.ops if op.path in tops
+    )  # fmt: skip
 
 
 def probe_answers(run: Run) -> dict[str, Any]:
     """The results of a run's probes as JSON; null for a number that is not finite, and for a pooled result where no
     token was selected."""
-    answers: dict[str, Any] = {}
+    answers, probes = dict[str, Any](), run.program.probes
     for name in run.probes:
         _, positions, _ = run.probe_layout(name)
-        is_empty = not len(positions) and run.program.probes[name].pool is not None
+        is_empty = not len(positions) and probes[name].pool is not None
         scores = None if is_empty else _finite(run.probes[name].tolist())
         answers[name] = {"positions": positions.tolist(), "scores": scores}
     return answers
@@ -535,6 +538,8 @@ class ProgramRun:
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
         try:
+            found = lens_bytes(self._call.program, request.bound)
+            self._front.kept.limits.check("inline_bytes", found, "bytes of the tokens of its lenses", "capture")
             with _resending_images(engine.client, self._prompt), room:
                 yield
         except PatchclampError as error:

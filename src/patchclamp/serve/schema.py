@@ -336,9 +336,7 @@ class RunAnswer(BaseModel):
     probes: dict[str, ProbeAnswer] | None = Field(
         None, description="the results of its probes, by name; null where they are larger than inline_bytes"
     )
-    lens: dict[str, LensAnswer] | None = Field(
-        None, description="what its lenses read, by site; null where it is larger than inline_bytes"
-    )
+    lens: dict[str, LensAnswer] | None = Field(None, description="what its lenses read, by site")
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 

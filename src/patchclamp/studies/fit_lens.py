@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import ProgramError, TokensError, unknown
 from patchclamp.language import Capture, Site
 from patchclamp.language.ops import Translator
@@ -152,7 +153,11 @@ class FitLens(Study):
     def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> FitLensResult:
         site = checked_site(lm, self.site).name
         layers = inputs.layers_of(lm, site, self.layers)
-        asked = list({one.ids: one for one in inputs.ask(lm, self.dataset, self.chat, "dataset")}.values())
+        encoded, tokens = inputs.ask(lm, self.dataset, self.chat, "dataset"), read_tokens(self.tokens, "tokens")
+        for i, one in enumerate(encoded):
+            if not len(prompt_of(lm.tokenizer, one.ids, one.text, None).select(tokens, len(one.ids), one.ids)):
+                raise TokensError(f"{tokens} selects no token of this prompt", f"dataset[{i}]")
+        asked = list({one.ids: one for one in encoded}.values())
         if len(asked) < 2:
             raise ProgramError(f"expected at least two different prompts, got {len(asked)}", "dataset")
         draws = np.random.default_rng(self.seed)
@@ -214,8 +219,6 @@ class _Fit:
             run = self._lm.run(one.prompt, max_tokens=1, capture=Capture(LAST, self._tokens))
             positions = run.positions(LAST)
             run.close()
-            if not positions:
-                raise TokensError(f"{self._tokens} selects nothing of the prompt {one.shown!r:.100}", "tokens")
             found = self._lm.engine.jacobians(list(one.ids), points, positions)
             for i, point in enumerate(points):
                 mean_LDD[i] += torch.from_numpy(found[point]) / len(self.prompts)
@@ -255,8 +258,6 @@ class _Fit:
             torch.cat([torch.as_tensor(of_run[str(site)]).float() for of_run in fetched]).to(self._device)
             for site in sites
         )
-        if not len(last_ND):
-            raise TokensError(f"{self._tokens} selects nothing of the prompt {part[0].shown!r:.100}", "tokens")
         for n in torch.arange(len(last_ND)).split(max(MAX_FLOATS // self._lm.model.d_vocab, 1)):
             with torch.no_grad():
                 logprobs_NV = self._logprobs(last_ND[n])
@@ -293,10 +294,17 @@ def _moved(of: Any, device: Any) -> Any:
     return of.to(device) if hasattr(of, "to") else of
 
 
+class LensFile(NamedTuple):
+    """The translators of a `site` in a file of another package, for `pc.Lens` and `logit_lens`."""
+
+    site: str
+    translators: tuple[Translator, ...]
+
+
 @inputs.checked
-def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") -> tuple[Translator, ...]:
-    """Read translators for `pc.Lens` and `logit_lens` from a file of another package: tuned-lens' `params.pt`, or its
-    folder, or a `.pt` file of jacobian-lens. Results of `fit_lens` need no reading: give their path.
+def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") -> LensFile:
+    """Read translators for `pc.Lens` and `logit_lens` from a file of another package, or from its folder: `params.pt`
+    of tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no reading: give their path.
 
     site: "resid_post" or "resid_pre", for which layers are numbered; resid_pre[l + 1] is resid_post[l]. tuned-lens has
         translators of resid_pre[0] (the embedding) and after, without the last resid_post
@@ -306,7 +314,8 @@ def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") ->
     import torch
 
     file = Path(as_file(path, "path"))
-    file = file / "params.pt" if file.is_dir() else file
+    if file.is_dir():
+        file = file / ("params.pt" if (file / "params.pt").exists() else "lens.pt")
     if site not in ("resid_post", "resid_pre"):
         raise unknown("site of a lens", site, ("resid_post", "resid_pre"), "site")
     try:
@@ -320,6 +329,6 @@ def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") ->
         moved = (written == "resid_post") - (site == "resid_post")
         if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
             raise ProgramError(f"it has no layers of {site}")
-        return tuple(Translator.of(layer, parts) for layer, parts in kept.items())
+        return LensFile(site, tuple(Translator.of(layer, parts) for layer, parts in kept.items()))
     except Exception as error:  # a damaged file may raise anything
         raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None
