@@ -101,7 +101,7 @@ def test_lenses_are_tokens_in_the_answer(server, local, stream):
 
 
 @pytest.mark.parametrize(
-    ("translators", "path"), [("/etc/passwd", ""), ([{"layer": 5, "matrix": [[1.0]]}], ""), ([], ""), (None, "[5]")]
+    ("translators", "path"), [("/etc/passwd", ""), ([{"layer": 5, "matrix": [[1.0]]}], "[0]"), ([], ""), (None, "[5]")]
 )
 def test_other_translators_are_refused(server, translators, path):
     asked = program(capture=pc.Lens(pc.resid_post, translators={5: np.eye(8)}))

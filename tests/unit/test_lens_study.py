@@ -81,7 +81,7 @@ class TestLens:
             ({"top": 0}, pc.ProgramError, "top: "),
             ({"translators": {1: np.eye(3)}}, pc.ShapeError, r"translators\[1\]: expected shape \[16, 16\], got \[3, 3\]"),
             ({"translators": {5: np.eye(16)}}, pc.UnsupportedSite, r"translators: resid_post\[5\]: this model has 3 layers"),
-            ({"translators": {5: np.eye(16)}, "layers": 2}, pc.ProgramError, r"translators: .* got none for \[2\]"),
+            ({"translators": {5: np.eye(16)}, "layers": 2}, pc.ProgramError, r"translators: .* got none for 2"),
             ({"translators": "lens.pt"}, pc.ProgramError, "translators: .*read_lens"),
             ({"unembedding": np.ones((2, 3))}, pc.ShapeError, r"unembedding: expected shape \[K, 16\]"),
             ({"labels": ["a"]}, pc.ProgramError, "labels: labels name the rows of unembedding="),

@@ -318,9 +318,10 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     layers = by_layer if layers is None else (layers,) if isinstance(layers, int) else layers
     missing = next((layer for layer in layers if layer not in by_layer), None)  # a client's range may be endless
     if not layers or missing is not None:
+        known = [*map(str, itertools.islice(by_layer, 8)), *(["…"] if len(by_layer) > 8 else [])]
         raise ProgramError(
             f"expected a translator for each layer, counted from 0, got none for {at if missing is None else missing}; "
-            f"there are those of {', '.join(map(str, itertools.islice(by_layer, 8)))}{', …' if len(by_layer) > 8 else ''}"
+            f"there are those of {', '.join(known)}"
         )
     return tuple(by_layer[layer] for layer in layers)
 
