@@ -70,7 +70,7 @@ from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
-from patchclamp.stream import Stream, Watch, Watching, answer_of, has_scores, wake
+from patchclamp.stream import ProbeWatch, Stream, WatchedRuns, answer_of, has_scores, wake
 
 if TYPE_CHECKING:
     import torch
@@ -226,20 +226,20 @@ class LM:
             raise ProgramError(f"expected one sample, got n={call.counts[0]}; start several streams", "sampling.n")
         [request], [program], [condition] = call.requests, call.programs, call.conditions
         look_at, names = self._look_at(request, program), has_scores(program)
-        watch = Watch(request, condition, look_at, names) if names else None
+        watch = ProbeWatch(request, condition, look_at, names) if names else None
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[[Answer], Run]:
         """Returns a function that makes a run of an answer so far."""
         return lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True)
 
-    def _watching(self, call: _Call) -> Watching | None:
-        """What waits for the answers of a call, if conditions may end its runs."""
+    def _watching(self, call: _Call) -> WatchedRuns | None:
+        """Watch the runs of a call, if conditions may end some."""
         if not any(condition is not None for condition in call.conditions):
             return None
         parts = zip(call.requests, call.programs, call.conditions, strict=True)
-        return Watching(self.engine, [
-            None if condition is None else Watch(request, condition, self._look_at(request, program))
+        return WatchedRuns(self.engine, [
+            None if condition is None else ProbeWatch(request, condition, self._look_at(request, program))
             for request, program, condition in parts
         ])  # fmt: skip
 

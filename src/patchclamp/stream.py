@@ -1,4 +1,4 @@
-"""`pc.Stream`: the output of a run, part by part as it is generated; and `Watch`: its probes meanwhile."""
+"""`pc.Stream`: the output of a run, part by part as it is generated; and `ProbeWatch`: its probes meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from patchclamp.plan.bound import Keep
 from patchclamp.run import Run, fetch_probes
 
 
-class Watch:
+class ProbeWatch:
     """The probes of a run while it is generated: the scores of its tokens, and the token at which a condition ends it.
 
     A token has scores once it was an input, one step after it was sampled; the last one of a run was not.
@@ -73,12 +73,6 @@ class Watch:
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
 
-    def look(self, engine: Engine, answer: Answer | None = None) -> None:
-        """Read the scores so far, or with the answer all of them. Blocks while the engine fetches them."""
-        run = self.run(answer)
-        fetch_probes(engine, [(run, self.names)])
-        self.take(run)
-
     def scores(self, tokens: int) -> dict[str, PartScores]:
         """The scores up to that of generated token number `tokens`, since the last call."""
         assert self._run is not None
@@ -97,16 +91,31 @@ class Watch:
         )  # fmt: skip
 
 
+def look(engine: Engine, watches: Sequence[tuple[ProbeWatch, Answer | None]]) -> list[PatchclampError | None]:
+    """Read the scores so far of runs, or with its answer all of one, in one call of the engine, which blocks. Returns
+    the error of each."""
+    try:
+        runs = [watch.run(answer) for watch, answer in watches]
+        fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
+        for run, (watch, _) in zip(runs, watches, strict=True):
+            watch.take(run)
+    except Exception as error:
+        if len(watches) == 1:
+            return [as_patchclamp_error(error)]
+        return [failure for each in watches for failure in look(engine, [each])]
+    return [None] * len(watches)
+
+
 def has_scores(program: Program) -> list[str]:
     """The names of the probes that have scores before the end of a run: those that are not pooled."""
     return [name for name, probe in program.probes.items() if probe.pool is None]
 
 
-class Watching:
-    """Requests submitted together, of which some (with a `Watch`) end at the token where their condition first holds.
+class WatchedRuns:
+    """Requests submitted together. Those with a `ProbeWatch` end at the token where their condition first holds.
     Construct it before they are submitted."""
 
-    def __init__(self, engine: Engine, watches: Sequence[Watch | None]) -> None:
+    def __init__(self, engine: Engine, watches: Sequence[ProbeWatch | None]) -> None:
         self._engine, self._watches = engine, watches
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of requests with new tokens, or ended
         for i, watch in enumerate(watches):
@@ -123,18 +132,17 @@ class Watching:
             numbers = {self._news.get()}
             while not self._news.empty():
                 numbers.add(self._news.get_nowait())
-            looks: list[tuple[Watch, Run]] = []
+            looks: dict[int, tuple[ProbeWatch, Answer | None]] = {}
             for i in sorted(numbers - answers.keys()):
-                watch, is_done = self._watches[i], futures[i].done()
-                if is_done:
-                    answers[i] = answer_of(futures[i])
-                answer = answers.get(i)
+                watch, answer = self._watches[i], answer_of(futures[i]) if futures[i].done() else None
+                if answer is not None:
+                    answers[i] = answer
                 if watch is not None and watch.end is None and not isinstance(answer, PatchclampError):
-                    looks.append((watch, watch.run(answer)))
-            fetch_probes(self._engine, [(run, watch.names) for watch, run in looks])
-            for watch, run in looks:
-                watch.take(run)
-            self._engine.end([watch.request for watch, _ in looks if watch.end is not None])
+                    looks[i] = watch, answer
+            for i, failure in zip(looks, look(self._engine, list(looks.values())), strict=True):
+                if failure is not None and i in answers:  # else the run has failed, or it is looked at again
+                    answers[i] = failure
+            self._engine.end([watch.request for watch, _ in looks.values() if watch.end is not None])
         pairs = [(answers[i], watch) for i, watch in enumerate(self._watches)]
         return [answer if watch is None or isinstance(answer, PatchclampError) else watch.cut(answer, self._engine)
                 for answer, watch in pairs]  # fmt: skip
@@ -163,7 +171,7 @@ class Stream:
 
     def __init__(
         self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run],
-        look_at: Callable[[Answer], Run], watch: Watch | None = None,
+        look_at: Callable[[Answer], Run], watch: ProbeWatch | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._key, self._watch = engine, request.run, watch
         self._held: Part | None = None  # the newest part, whose scores do not exist yet
@@ -274,12 +282,14 @@ class Stream:
             raise
         return None
 
-    def _scored(self, part: Part, watch: Watch, answer: Answer | None) -> Part | None:
+    def _scored(self, part: Part, watch: ProbeWatch, answer: Answer | None) -> Part | None:
         """A part with its scores, cut at the token where the condition held. `answer`: that of the run, if it came."""
         prompt, before = len(watch.request.prompt_token_ids), sum(len(each.token_ids) for each in self._parts)
         end = before + len(part.token_ids)
         if watch.end is None and (answer is not None or watch.read_to < prompt + end):
-            watch.look(self._engine, answer)
+            [failure] = look(self._engine, [(watch, answer)])
+            if failure is not None:
+                raise failure
             if watch.end is not None:
                 self._engine.end([watch.request])
         if watch.end is not None and end >= watch.end[0]:
@@ -330,7 +340,7 @@ class _Mailbox:
     """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error. `watch`
     gets the parts, too."""
 
-    def __init__(self, watch: Watch | None) -> None:
+    def __init__(self, watch: ProbeWatch | None) -> None:
         self.closed, self._watch = False, watch
         self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
         self._wakers: collections.deque[Callable[[], None]] = collections.deque()

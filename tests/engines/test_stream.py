@@ -578,7 +578,7 @@ def test_failed_and_cancelled_runs_leave_nothing_behind(shallow, engine):
     for call in (lm.run, lambda *args, **options: list(lm.stream(*args, **options))):
         with pytest.raises(pc.RunError, match="not finite"):
             call(PROMPTS[0], edits=hot, stop_when=probe() > 1e9, max_tokens=4)
-    runs = lm.run(PROMPTS, edits=[hot, [], []], stop_when=[None, probe() > -1e9, None], max_tokens=4)
+    runs = lm.run(PROMPTS, edits=[hot, [], []], stop_when=[probe() > 1e9, probe() > -1e9, None], max_tokens=4)
     assert [(run.error is None) and len(run.token_ids) for run in runs] == [False, 1, 4]
 
     async def cancelled() -> None:

@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_609, 9), "sites": (1_926, 4), "plan": (3_694, 10), "kernels": (1_381, 10), "store": (1_725, 7),
-    "runtime": (2_274, 7), "engines": (3_984, 12), "engines/vllm": (7_252, 22), "trace": (2_426, 5),
-    "studies": (11_326, 30), "plots": (1_380, 5), "serve": (3_645, 13), "cli": (1_301, 4), "": (4_116, 12),
+    "language": (2_666, 9), "sites": (1_926, 4), "plan": (3_694, 10), "kernels": (1_381, 10), "store": (1_725, 7),
+    "runtime": (2_278, 7), "engines": (4_017, 12), "engines/vllm": (7_322, 22), "trace": (2_426, 5),
+    "studies": (11_326, 30), "plots": (1_380, 5), "serve": (3_799, 13), "cli": (1_301, 4), "": (4_394, 12),
 }  # fmt: skip
 
 

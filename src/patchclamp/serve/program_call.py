@@ -43,7 +43,7 @@ from patchclamp.run import Run
 from patchclamp.serve.capture_files import captured_file
 from patchclamp.serve.kept import KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
-from patchclamp.stream import Watch, has_scores
+from patchclamp.stream import ProbeWatch, has_scores
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -545,9 +545,9 @@ class ProgramRun:
         is_streamed = params.output_kind.name == "DELTA"
         names = has_scores(call.program) if is_streamed else []
         self.has_scores: bool = bool(names)
-        self._watch: Watch | None = None
+        self._watch: ProbeWatch | None = None
         if names or call.condition is not None:
-            self._watch = Watch(self._request, call.condition, self._look_at, names)
+            self._watch = ProbeWatch(self._request, call.condition, self._look_at, names)
             if not is_streamed:
                 self._params.output_kind = type(params.output_kind).CUMULATIVE
         call.began += 1
@@ -567,7 +567,7 @@ class ProgramRun:
         """Keep the captures of a run that has ended, and is added to the call once its last scores are read."""
         self._is_taken = True
 
-    async def _watched(self, outputs: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerator[Any, None]:
+    async def _watched(self, outputs: AsyncGenerator[Any, None], watch: ProbeWatch) -> AsyncGenerator[Any, None]:
         """The outputs with the scores of their tokens, each one step later, when these exist, up to the token where the
         condition held. Of a request that is not streamed, the last one."""
         in_parts, held, sent = self.has_scores, list[Any](), [0, ""]  # the tokens and the text that were yielded
@@ -580,7 +580,7 @@ class ProgramRun:
                     ids = output.outputs[0].token_ids
                     watch.ids = [*watch.ids, *ids] if in_parts else list(ids)
                     if len(watch.ids) > 1 or output.finished:
-                        await asyncio.to_thread(watch.look, self._front.engine)
+                        await self._front.scores.look(watch)
                     self._request.ended = watch.end is not None
                     if output.finished and watch.end is None:
                         self._take(output, watch.ids)
@@ -611,7 +611,7 @@ class ProgramRun:
         last.cumulative_logprob, last.finish_reason, last.stop_reason = None, "stop", reason
         output.finished = True
 
-    def _scored(self, output: Any, sent: list[Any], watch: Watch) -> Any:
+    def _scored(self, output: Any, sent: list[Any], watch: ProbeWatch) -> Any:
         """An output of a stream, with the scores of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
