@@ -10,6 +10,7 @@ import numpy as np
 from patchclamp.engines.base import MAX_SCORES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import At, Op, Site
+from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import fuzz
 from patchclamp.language.values import as_items
 
@@ -36,6 +37,7 @@ class CallArguments(TypedDict, total=False):
     temperature: float | None
     score: Any
     logprobs: bool | int | Sequence[bool | int]
+    stop_when: ProbeCondition | Sequence[ProbeCondition | None] | None
     lora: Any
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -120,6 +122,14 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
             raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
         return items
     return [items] * prompts
+
+
+def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
+    """The condition that ends the run of each prompt, if any."""
+    each = list(stop_when) if isinstance(stop_when, (list, tuple)) else [stop_when] * prompts
+    if len(each) != prompts:
+        raise ProgramError(f"{len(each)} conditions for {prompts} prompts", "stop_when")
+    return each
 
 
 def top_logprobs_of(logprobs: Any, scores: Sequence[Any]) -> list[int | None]:

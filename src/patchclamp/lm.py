@@ -22,6 +22,7 @@ from patchclamp.call import (
     CallArguments,
     GradeArguments,
     as_list,
+    conditions_of,
     count_of,
     fuzz_of,
     is_token_id,
@@ -57,6 +58,7 @@ from patchclamp.errors import (
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
 from patchclamp.language import Capture, Program, Site, every
+from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
 from patchclamp.language.site import parse_site
@@ -68,7 +70,7 @@ from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
-from patchclamp.stream import Stream, wake
+from patchclamp.stream import ProbeWatch, Stream, WatchedRuns, answer_of, has_scores, wake
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +178,9 @@ class LM:
             one token, or a list of such lists, one per prompt
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
             top k tokens too (`run.top_logprobs`); or a list of these, one per prompt
+        stop_when: a condition on probes, such as `probe > 0.8`, that ends the run at the first generated token where it
+            holds, with `finish_reason` "stop" and `stop_reason` "probe:NAME"; or a list of these or None, one per
+            prompt. Its probes are added to the captures
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
             prompt, with None for no adapter
 
@@ -184,9 +189,11 @@ class LM:
         """
         with base.rarely():
             call = self._read_call(prompt, **arguments)
+            watching = self._watching(call)
             futures = self.engine.submit(call.requests)
             try:
-                answers = [_wait(future) for future in futures]
+                wait = _wait_all if watching is None else watching.answers
+                answers = wait(futures)
             except BaseException:
                 self.engine.abort(call.keys)  # interrupted: stop computing and free the captures
                 raise
@@ -197,9 +204,13 @@ class LM:
         cancelled call stops computing."""
         with base.rarely():
             call = self._read_call(prompt, **arguments)
+            watching = self._watching(call)
             futures = self.engine.submit(call.requests)  # no await before `try`: a cancelled call is aborted
             try:
-                answers = await _all_answers(futures)
+                if watching is None:
+                    answers = await _all_answers(futures)
+                else:
+                    answers = await asyncio.to_thread(watching.answers, futures)
             except BaseException:
                 self.engine.abort(call.keys)
                 raise
@@ -213,11 +224,24 @@ class LM:
             raise ProgramError("expected one prompt, got a list", "prompt" if messages is None else "messages")
         if call.counts != [1]:
             raise ProgramError(f"expected one sample, got n={call.counts[0]}; start several streams", "sampling.n")
-        request, program = call.requests[0], call.programs[0]
-        return Stream(
-            self.engine, request, lambda answer: self._runs_of(call, [answer]),
-            lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True),
-        )  # fmt: skip
+        [request], [program], [condition] = call.requests, call.programs, call.conditions
+        look_at, names = self._look_at(request, program), has_scores(program)
+        watch = ProbeWatch(request, condition, look_at, names) if names else None
+        return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
+
+    def _look_at(self, request: Request, program: Program) -> Callable[[Answer], Run]:
+        """Returns a function that makes a run of an answer so far."""
+        return lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True)
+
+    def _watching(self, call: _Call) -> WatchedRuns | None:
+        """Watch the runs of a call, if conditions may end some."""
+        if not any(condition is not None for condition in call.conditions):
+            return None
+        parts = zip(call.requests, call.programs, call.conditions, strict=True)
+        return WatchedRuns(self.engine, [
+            None if condition is None else ProbeWatch(request, condition, self._look_at(request, program))
+            for request, program, condition in parts
+        ])  # fmt: skip
 
     @overload
     def grade(
@@ -470,6 +494,7 @@ class LM:
         sampling: Any = None,
         score: Any = (),
         logprobs: bool | int | Sequence[bool | int] = False,
+        stop_when: Any = None,
         lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> _Call:
@@ -484,6 +509,12 @@ class LM:
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
+        conditions = conditions_of(stop_when, len(prompts))
+        for i, condition in enumerate(conditions):
+            try:
+                programs[i] = programs[i].stopped_by(condition)
+            except PatchclampError as error:
+                raise error.under("stop_when" if condition is stop_when else f"stop_when[{i}]") from None
         counts = [count_of(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
@@ -498,6 +529,7 @@ class LM:
             for number in range(counts[i])
         ]  # fmt: skip
         programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
+        conditions = [condition for condition, count in zip(conditions, counts, strict=True) for _ in range(count)]
         if self.engine.keeps_captures_here:
             points = self.sites.points
             bounds = [request.bound for request in requests if request.bound is not None]
@@ -505,7 +537,7 @@ class LM:
                 len(positions) * (bound.captured_width[i] or points[i].width) * bound.captured_item_bytes[i]
                 for bound in bounds for i, positions in bound.captured.items()
             ) + sum(bound.private_bytes(self.sites) for bound in bounds))  # fmt: skip
-        return _Call(requests, programs, counts, listed, n is not None)
+        return _Call(requests, programs, counts, listed, n is not None, conditions)
 
     def _check_memory(self, size: int) -> None:
         """Raises `CapacityError` if captures of this size exceed `capture_bytes` or, by default, available memory."""
@@ -878,6 +910,7 @@ class _Call(NamedTuple):
     counts: the number of runs of each prompt
     listed: True if the prompts were given as a list
     sampled: True if each prompt returns a list of runs, even of one
+    conditions: those that end runs, one per run, or None
     """
 
     requests: list[Request]
@@ -885,6 +918,7 @@ class _Call(NamedTuple):
     counts: list[int]
     listed: bool
     sampled: bool
+    conditions: list[ProbeCondition | None]
 
     @property
     def keys(self) -> list[str]:
@@ -904,7 +938,7 @@ async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | Patchclam
         future.add_done_callback(end)
     if futures:
         await done
-    return [_wait(future) for future in futures]
+    return _wait_all(futures)
 
 
 _drawn: collections.deque[str] = collections.deque()  # keys for future runs
@@ -932,8 +966,5 @@ def _key() -> str:
             _drawn.extend(drawn[begin : begin + 16] for begin in range(0, len(drawn), 16))
 
 
-def _wait(future: Future[Answer]) -> Answer | PatchclampError:
-    try:
-        return future.result()
-    except PatchclampError as error:
-        return error
+def _wait_all(futures: Sequence[Future[Answer]]) -> list[Answer | PatchclampError]:
+    return [answer_of(future) for future in futures]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request, TopTokens
+from patchclamp.engines.base import Answer, Captured, Drafts, Engine, PartScores, Request, TopTokens
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp, Vector
+from patchclamp.language.conditions import Above, ProbeCondition, comparisons, deciding, holding
 from patchclamp.language.ops import Lens, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.site import SITES, parse_site
@@ -206,6 +207,12 @@ class Run:
     @property
     def finish_reason(self) -> str | None:
         return self.answer.finish_reason
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is that of the first probe in the
+        condition that decided it. The condition held at the run's last token, whose scores are the last ones."""
+        return self.answer.stop_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
         """The captured rows of a site, on the CPU, in the capture's dtype: [T, W] for one layer, whose T captured
@@ -400,6 +407,40 @@ class Run:
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
         return stacked(scores) if is_stacked(op.at) else scores[0]
 
+    def probe_keys(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """The engine's captures that some probes are made from, each a point and the number of an op."""
+        numbers = [self._probe_ops[name] for name in names]
+        return [(point, number) for number in numbers for point in self._stored_op(number).points]
+
+    def scores_between(self, names: Iterable[str], first: int, end: int) -> dict[str, PartScores]:
+        """The scores of some probes at positions first … end−1, by name."""
+        found: dict[str, PartScores] = {}
+        for name in names:
+            positions, scores = self._products(name)[0], self.probed(name)
+            begin, stop = np.searchsorted(positions, [first, end]).tolist()
+            found[name] = PartScores(positions[begin:stop].tolist(), scores[..., begin:stop, :])
+        return found
+
+    def stopped_at(self, condition: ProbeCondition) -> tuple[int, str] | None:
+        """The first generated token at which a condition on probes holds, as the number of generated tokens up to it,
+        and the reason to stop there; None without one. All probes must read the token."""
+        positions = functools.reduce(
+            np.intersect1d, (self._products(each.probe.name)[0] for each in comparisons(condition))
+        )
+        positions = positions[positions >= len(self.prompt_token_ids)]
+
+        def above(each: Above) -> np.ndarray:
+            name = each.probe.name
+            rows = np.searchsorted(self._products(name)[0], positions)
+            scores = np.asarray(self.probed(name))[rows, each.output]
+            return (np.greater_equal if each.inclusive else np.greater)(scores, np.float32(each.threshold))
+
+        held = np.flatnonzero(holding(condition, above))
+        if not len(held):
+            return None
+        name = deciding(condition, lambda each: above(each)[held[0]]).probe.name
+        return int(positions[held[0]]) - len(self.prompt_token_ids) + 1, f"probe:{name}"
+
     @property
     def lens(self) -> Mapping[Site | str, LensResult]:
         """The likeliest tokens that its lenses read, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
@@ -528,8 +569,9 @@ class Run:
 
     @functools.cached_property
     def positions_computed(self) -> int:
-        """The number of positions with activations: the last sampled token was never an input."""
-        return len(self.prompt_token_ids) + len(self.token_ids) - 1
+        """The number of positions with activations: the last sampled token was never an input, unless `stop_when` ended
+        the run there."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - (self.stop_reason is None)
 
     @property
     def _captured(self) -> dict[int, np.ndarray]:
@@ -927,6 +969,14 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
             found = engine.lens_many([(run.key, *key) for run, key, _ in some], top, translator)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
+
+
+def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> None:
+    """Fetch some probes of each run, by name, in one call of the engine."""
+    wanted = [(run, key) for run, names in runs for key in run.probe_keys(names)]
+    captured = engine.fetch_many([(run.key, *key) for run, key in wanted]) if wanted else []
+    for (run, key), rows in zip(wanted, captured, strict=True):
+        run.take_fetched({key: rows})
 
 
 def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -> torch.Tensor | np.ndarray:

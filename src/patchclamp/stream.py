@@ -1,4 +1,4 @@
-"""`pc.Stream`: the output of a run, part by part as it is generated."""
+"""`pc.Stream`: the output of a run, part by part as it is generated; and `ProbeWatch`: its probes meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,152 @@ import contextlib
 import functools
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-from patchclamp.engines.base import Answer, Engine, Part, Request
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, as_patchclamp_error
-from patchclamp.run import Run
+import msgspec
+
+from patchclamp.engines.base import Answer, Engine, Part, PartScores, Request
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, TokensError, as_patchclamp_error
+from patchclamp.language.conditions import ProbeCondition, comparisons
+from patchclamp.language.program import Program
+from patchclamp.plan.bound import Keep
+from patchclamp.run import Run, fetch_probes
+
+
+class ProbeWatch:
+    """The probes of a run while it is generated: the scores of its tokens, and the token at which a condition ends it.
+
+    A token has scores once it was an input, one step after it was sampled; the last one of a run was not.
+
+    ids: the generated tokens so far
+    names: the probes to read: those of the condition, and perhaps others that are not pooled
+    read_to: the first position whose scores were not read yet
+    end: the number of tokens to keep and the reason to stop, once the condition has held at a token
+    report: called after each part, if the watch is the request's listener
+    """
+
+    closed = False
+
+    def __init__(
+        self, request: Request, condition: ProbeCondition | None, look_at: Callable[[Answer], Run],
+        others: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.request, self.ids, self.read_to = request, list[int](), 0
+        self.end: tuple[int, str] | None = None
+        self._condition, self._look_at = condition, look_at
+        self._run: Run | None = None  # of the last look
+        self._given = 0  # the first position whose scores were not returned yet
+        self.report: Callable[[], None] = lambda: None
+        compared = [] if condition is None else comparisons(condition)
+        self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *others]))
+        actions = () if request.bound is None else request.bound.ops
+        keeps = {op.action.probe: op for op in actions if isinstance(op.action, Keep) and op.action.probe}
+        for each in compared:
+            name, op = each.probe.name, keeps[each.probe.name]
+            assert isinstance(op.action, Keep)
+            if not -op.action.products <= each.output < op.action.products:
+                told = f"expected one of the {op.action.products} outputs of the probe {name!r}, got {each.output}"
+                raise ProgramError(told, "stop_when")
+            if request.max_tokens > 1 and not any(each.stop > len(request.prompt_token_ids) for each in op.ranges):
+                raise TokensError(f"the probe {name!r} reads no generated token: {each.probe.tokens}", "stop_when")
+
+    def __call__(self, part: Part) -> None:
+        self.ids += part.token_ids
+        self.report()
+
+    def run(self, answer: Answer | None = None) -> Run:
+        """The run so far, or with its answer."""
+        return self._look_at(answer or Answer(list(self.ids), "", None, {}, None))
+
+    def take(self, run: Run) -> None:
+        """Take the scores of `run`, whose probes were fetched."""
+        self.read_to, self._run = run.positions_computed, run
+        if self._condition is not None and self.end is None:
+            self.end = run.stopped_at(self._condition)
+
+    def scores(self, tokens: int) -> dict[str, PartScores]:
+        """The scores up to that of generated token number `tokens`, since the last call."""
+        assert self._run is not None
+        first, self._given = self._given, len(self.request.prompt_token_ids) + tokens
+        return self._run.scores_between(self.names, first, self._given)
+
+    def cut(self, answer: Answer, engine: Engine) -> Answer:
+        """The answer up to the token at which the condition held."""
+        if self.end is None:
+            return answer
+        count, reason = self.end
+        return msgspec.structs.replace(
+            answer, token_ids=answer.token_ids[:count], top_logprobs=answer.top_logprobs[:count], finish_reason="stop",
+            logprobs=None if answer.logprobs is None else answer.logprobs[:count], stop_reason=reason,
+            text=functools.partial(engine.text_of, self.request, answer.token_ids[:count]),
+        )  # fmt: skip
+
+
+def look(engine: Engine, watches: Sequence[tuple[ProbeWatch, Answer | None]]) -> list[PatchclampError | None]:
+    """Read the scores so far of runs, or with its answer all of one, in one call of the engine, which blocks. Returns
+    the error of each."""
+    try:
+        runs = [watch.run(answer) for watch, answer in watches]
+        fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
+        for run, (watch, _) in zip(runs, watches, strict=True):
+            watch.take(run)
+    except Exception as error:
+        if len(watches) == 1:
+            return [as_patchclamp_error(error)]
+        return [failure for each in watches for failure in look(engine, [each])]
+    return [None] * len(watches)
+
+
+def has_scores(program: Program) -> list[str]:
+    """The names of the probes that have scores before the end of a run: those that are not pooled."""
+    return [name for name, probe in program.probes.items() if probe.pool is None]
+
+
+class WatchedRuns:
+    """Requests submitted together. Those with a `ProbeWatch` end at the token where their condition first holds.
+    Construct it before they are submitted."""
+
+    def __init__(self, engine: Engine, watches: Sequence[ProbeWatch | None]) -> None:
+        self._engine, self._watches = engine, watches
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of requests with new tokens, or ended
+        for i, watch in enumerate(watches):
+            if watch is not None:
+                watch.report = functools.partial(self._news.put, i)
+                watch.request.listener = watch
+
+    def answers(self, futures: Sequence[Future[Answer]]) -> list[Answer | PatchclampError]:
+        """The answers or errors of the submitted requests. Blocks until all have ended."""
+        answers: dict[int, Answer | PatchclampError] = {}
+        for i, future in enumerate(futures):
+            future.add_done_callback(lambda _, i=i: self._news.put(i))
+        while len(answers) < len(futures):
+            numbers = {self._news.get()}
+            while not self._news.empty():
+                numbers.add(self._news.get_nowait())
+            looks: dict[int, tuple[ProbeWatch, Answer | None]] = {}
+            for i in sorted(numbers - answers.keys()):
+                watch, answer = self._watches[i], answer_of(futures[i]) if futures[i].done() else None
+                if answer is not None:
+                    answers[i] = answer
+                if watch is not None and watch.end is None and not isinstance(answer, PatchclampError):
+                    looks[i] = watch, answer
+            for i, failure in zip(looks, look(self._engine, list(looks.values())), strict=True):
+                if failure is not None and i in answers:  # else the run has failed, or it is looked at again
+                    answers[i] = failure
+            self._engine.end([watch.request for watch, _ in looks.values() if watch.end is not None])
+        pairs = [(answers[i], watch) for i, watch in enumerate(self._watches)]
+        return [answer if watch is None or isinstance(answer, PatchclampError) else watch.cut(answer, self._engine)
+                for answer, watch in pairs]  # fmt: skip
+
+
+def answer_of(future: Future[Answer]) -> Answer | PatchclampError:
+    """The answer of a request, or its error."""
+    try:
+        return future.result()
+    except PatchclampError as error:
+        return error
 
 
 class Stream:
@@ -22,6 +161,7 @@ class Stream:
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
     Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
+    In a run with probes each part has the scores of its tokens, and comes one step later, when these exist.
     An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
     vLLM, is raised after parts that were already read.
 
@@ -31,13 +171,14 @@ class Stream:
 
     def __init__(
         self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run],
-        look_at: Callable[[Answer], Run],
+        look_at: Callable[[Answer], Run], watch: ProbeWatch | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._key = engine, request.run
+        self._engine, self._key, self._watch = engine, request.run, watch
+        self._held: Part | None = None  # the newest part, whose scores do not exist yet
         self._look_at: Callable[[Answer], Run] | None = look_at
         self._has_logprobs, self._parts = request.logprobs is not None, list[Part]()
         self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
-        self._mailbox = request.listener = mailbox = _Mailbox()
+        self._mailbox = request.listener = mailbox = _Mailbox(watch)
         self._run: Run | None = None
         self._error: PatchclampError | None = None
         self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end is read
@@ -90,7 +231,8 @@ class Stream:
 
     def __next__(self) -> Part:
         try:
-            part = self._read(self._mailbox.take())
+            while (part := self._read(self._mailbox.take())) is HELD:
+                pass
         except BaseException:  # for example KeyboardInterrupt
             self.close()
             raise
@@ -103,7 +245,10 @@ class Stream:
 
     async def __anext__(self) -> Part:
         try:
-            part = self._read(await self._mailbox.awaited())
+            part: Part | None = HELD
+            while part is HELD:
+                item = await self._mailbox.awaited()
+                part = self._read(item) if self._watch is None else await asyncio.to_thread(self._read, item)
         except BaseException:  # for example a cancelled task
             self.close()
             raise
@@ -112,13 +257,19 @@ class Stream:
         return part
 
     def _read(self, item: Part | Answer | PatchclampError) -> Part | None:
-        """A part, or None at the end; raises the run's error, once."""
+        """A part, `HELD` if it waits for its scores, or None at the end; raises the run's error, once."""
         if isinstance(item, Part):
-            if self._unread.alive:
-                self._parts.append(item)
-                return item
-            return None
+            if not self._unread.alive:
+                return None
+            if self._watch is not None:
+                held, self._held = self._held, item
+                return HELD if held is None else self._scored(held, self._watch, None)
+            self._parts.append(item)
+            return item
         self._mailbox.post(item)  # keep the end for further reads
+        if self._held is not None and self._watch is not None and isinstance(item, Answer):
+            held, self._held = self._held, None
+            return self._scored(held, self._watch, item)
         if self._unread.detach() is None:
             return None
         make_run, self._make_run, self._look_at = self._make_run, None, None  # they hold vectors
@@ -130,6 +281,36 @@ class Stream:
             self._error = error
             raise
         return None
+
+    def _scored(self, part: Part, watch: ProbeWatch, answer: Answer | None) -> Part | None:
+        """A part with its scores, cut at the token where the condition held. `answer`: that of the run, if it came."""
+        prompt, before = len(watch.request.prompt_token_ids), sum(len(each.token_ids) for each in self._parts)
+        end = before + len(part.token_ids)
+        if watch.end is None and (answer is not None or watch.read_to < prompt + end):
+            [failure] = look(self._engine, [(watch, answer)])
+            if failure is not None:
+                raise failure
+            if watch.end is not None:
+                self._engine.end([watch.request])
+        if watch.end is not None and end >= watch.end[0]:
+            while not isinstance(item := self._mailbox.take(), (Answer, PatchclampError)):
+                pass
+            self._held = None
+            if isinstance(item, PatchclampError):
+                return self._read(item)
+            self._mailbox.post(cut := watch.cut(item, self._engine))
+            part, end = self._last(part, cut, before), watch.end[0]
+        self._parts.append(part := msgspec.structs.replace(part, scores=watch.scores(end)))
+        return part
+
+    def _last(self, part: Part, cut: Answer, before: int) -> Part:
+        """The last part of a run that was cut, after `before` tokens."""
+        assert not isinstance(cut.text, str)
+        cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
+        if not cut.text.startswith(sent):
+            raise RunError(f"expected a text that begins with {sent!r}, got {cut.text!r}: run it without streaming")
+        logprobs = [] if cut.logprobs is None else cut.logprobs[before:]
+        return Part(cut.text[len(sent) :], cut.token_ids[before:], logprobs)
 
     def __enter__(self) -> Stream:
         return self
@@ -152,16 +333,22 @@ class Stream:
         return f"<Stream {self._key}: {state}>"
 
 
-class _Mailbox:
-    """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error."""
+HELD = Part("", [], [])  # stands for a part that waits for its scores
 
-    def __init__(self) -> None:
-        self.closed = False
+
+class _Mailbox:
+    """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error. `watch`
+    gets the parts, too."""
+
+    def __init__(self, watch: ProbeWatch | None) -> None:
+        self.closed, self._watch = False, watch
         self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
         self._wakers: collections.deque[Callable[[], None]] = collections.deque()
 
     def __call__(self, part: Part) -> None:
         if not self.closed:
+            if self._watch is not None:
+                self._watch(part)
             self.post(part)
 
     def end(self, future: Future[Answer]) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import patchclamp as pc
 from patchclamp.engines.vllm.compat.clients import ask_core
 
-from .conftest import PROMPTS
+from .conftest import CHUNKED, PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 LONG = {"max_tokens": 400, "sampling": {"ignore_eos": True}}
@@ -400,3 +402,231 @@ def test_a_release_that_cannot_wake_the_engine_is_carried_out_all_the_same(shall
         releasing.join()
     while engine._released:  # forever, if the engine's thread sleeps on
         time.sleep(0.01)
+
+
+# -- probes: scores with their tokens, and runs that end at one
+
+MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
+WEIGHT = np.random.default_rng(3).standard_normal((2, 576)).astype(np.float32)
+TEXTS = [*PROMPTS, "x", "One two three four five six seven eight nine ten eleven twelve thirteen fourteen"]
+FREE = {"max_tokens": 24, "sampling": {"ignore_eos": True}, "logprobs": 2}
+
+
+def probe(**options) -> pc.Probe:
+    return pc.Probe(WEIGHT, **{"at": pc.resid_post[3], "bias": [0.5, -1], "name": "p", **options})
+
+
+def scores_of(parts: list[pc.Part], name: str = "p") -> tuple[list[int], torch.Tensor]:
+    """The positions and scores of all parts."""
+    scores = [part.scores[name] for part in parts]
+    return [at for each in scores for at in each.positions], torch.cat([each.scores for each in scores], -2)
+
+
+def threshold_of(run: pc.Run, token: int) -> float:
+    """A threshold that output 0 exceeds at a generated token by more than rounding, and at none before it."""
+    scores = run.probes["p"][len(run.prompt_token_ids) :, 0].tolist()
+    return (scores[token] + max(scores[:token], default=scores[token] - 1)) / 2
+
+
+def records(run: pc.Run) -> list[int]:
+    """The generated tokens at which output 0 exceeds all before."""
+    scores = run.probes["p"][len(run.prompt_token_ids) :, 0].tolist()
+    return [i for i, score in enumerate(scores) if score > max(scores[:i], default=-1e9) + 0.01]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scores_come_with_their_token(shallow, mode):
+    """Those of the run read afterwards: of several probes and layers, cold and with a warm prefix cache."""
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    probes = [probe(), probe(at=pc.resid_post[1:3], tokens=pc.generated, activation="softmax", name="layers"),
+              probe(pool="mean", name="pooled"), probe(tokens=pc.token(lm.tokens(" the")[0]), name="the")]  # fmt: skip
+    for prompt, max_tokens in itertools.product(TEXTS, (1, 2, 12)):
+        call = {**FREE, "max_tokens": max_tokens, "capture": probes}
+        run = lm.run(prompt, **call)
+        for _ in range(2):
+            stream = lm.stream(prompt, **call)
+            parts, length = list(stream), len(run.prompt_token_ids)
+            assert [token for part in parts for token in part.token_ids] == stream.run.token_ids == run.token_ids
+            assert "".join(part.text for part in parts) == run.text
+            at = length
+            for number, part in enumerate(parts):
+                assert part.scores.keys() == {"p", "layers", "the"}
+                at += len(part.token_ids)
+                first, last = (0 if number == 0 else at - len(part.token_ids)), min(at, length + max_tokens - 1)
+                assert part.scores["p"].positions == list(range(first, last))  # with their tokens
+            for name in ("p", "layers", "the"):
+                positions, scores = scores_of(parts, name)
+                assert positions == stream.run.probe_positions(name) == run.probe_positions(name)
+                assert torch.equal(scores, stream.run.probes[name])
+                assert torch.allclose(scores, run.probes[name], rtol=1e-3, atol=1e-3)
+            assert stream.run.stop_reason is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_ends_at_the_first_token_where_the_score_fires(shallow, mode):
+    """Batchmates decide for themselves: each is a plain run cut at its own token. Its last scores are those that fired."""
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    at, before = pc.resid_post[6], counts(lm)
+    plain = lm.run(TEXTS, capture=[probe(), at], **FREE)
+    last = [records(run)[-1] for run in plain]
+    assert len(set(last)) > 1
+    for stops in (last, [records(run)[0] for run in plain]):
+        conditions = [probe() > threshold_of(run, token) for run, token in zip(plain, stops, strict=True)]
+        for _ in range(2):
+            runs = lm.run(TEXTS, stop_when=conditions, capture=at, **FREE)
+            for run, whole, token, condition, text in zip(runs, plain, stops, conditions, TEXTS, strict=True):
+                length = len(run.prompt_token_ids) + token + 1
+                assert run.token_ids == whole.token_ids[: token + 1]
+                assert (run.finish_reason, run.stop_reason) == ("stop", "probe:p")
+                assert run.text == lm.tokenizer.decode(run.token_ids)
+                assert run.logprobs == pytest.approx(whole.logprobs[: token + 1], abs=2e-4)
+                assert len(run.top_logprobs) == token + 1
+                assert run.probe_positions("p") == run.positions(at) == list(range(length))
+                assert float(run.probes["p"][-1, 0]) > condition.threshold
+                torch.testing.assert_close(run[at], whole[at][:length], rtol=1e-3, atol=1e-2)
+                stream = lm.stream(text, stop_when=condition, capture=at, **FREE)
+                parts = list(stream)
+                ids = [token for part in parts for token in part.token_ids]
+                assert ids == stream.run.token_ids == run.token_ids
+                assert "".join(part.text for part in parts) == stream.run.text == run.text
+                assert [number for part in parts for number in part.logprobs] == stream.run.logprobs
+                assert (stream.run.finish_reason, stream.run.stop_reason) == ("stop", "probe:p")
+                assert scores_of(parts)[0] == list(range(length))
+                assert torch.equal(scores_of(parts)[1], stream.run.probes["p"])
+    del runs, run, stream, plain, whole
+    assert counts(lm) == before
+
+
+@BOTH
+def test_what_never_fires_is_a_plain_run(shallow, engine):
+    """So does a condition that only the prompt fulfils, or only the last token, which is never an input."""
+    lm = shallow.get(engine, "float32")
+    plain = lm.run(PROMPTS[0], capture=probe(), **FREE)
+    scores, length = plain.probes["p"][:, 0], len(plain.prompt_token_ids)
+    lowest = float(scores[length : length + 11].min()) - 0.1
+    assert bool((scores[:length] < lowest).any())
+    for condition, max_tokens in ((probe() > 1e9, 24), (probe() < lowest, 12), (probe() > -1e9, 1)):
+        run = lm.run(PROMPTS[0], stop_when=condition, **{**FREE, "max_tokens": max_tokens})
+        assert (run.token_ids, run.finish_reason) == (plain.token_ids[:max_tokens], "length")
+        assert run.stop_reason is None
+        assert len(run.probe_positions("p")) == length + max_tokens - 1
+    run = lm.run(PROMPTS[0], stop_when=probe() > -1e9, **FREE)  # fires at once: after one token
+    assert run.token_ids == plain.token_ids[:1]
+
+
+@BOTH
+def test_joined_conditions_name_the_probe_that_decided(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    q = pc.Probe(WEIGHT[::-1] / 50, at=pc.resid_post[5], activation="softmax", name="q")
+    plain = lm.run(PROMPTS[0], capture=[probe(), q], **FREE)
+    length = len(plain.prompt_token_ids)
+    p_scores, q_scores = (plain.probes[name][length:].numpy() for name in "pq")
+    high, q_high = (float(np.sort(of)[9:11].mean()) for of in (p_scores[:, 0], q_scores[:, 1]))
+    p_holds, q_holds = p_scores[:, 0] > high, q_scores[:, 1] > q_high
+    cases = {
+        "and": ((probe() > high) & (q[1] > q_high), p_holds & q_holds),
+        "or": ((q[1] > q_high) | (probe() > high), p_holds | q_holds),
+        "neither": (~(q[1] > q_high) & (probe() <= high), ~p_holds & ~q_holds),
+    }
+    for name, (condition, holds) in cases.items():
+        token = int(np.flatnonzero(holds)[0])
+        expected = {"and": "p", "neither": "q", "or": "q" if q_holds[token] else "p"}[name]
+        run = lm.run(PROMPTS[0], stop_when=condition, **FREE)
+        assert (run.token_ids, run.stop_reason) == (plain.token_ids[: token + 1], f"probe:{expected}")
+
+
+@BOTH
+def test_samples_and_steered_runs_end_where_they_fire(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    call = {"n": 4, "temperature": 1.0, "max_tokens": 16, "sampling": {"seed": 5, "ignore_eos": True}}
+    call["edits"] = [pc.Add(push(lm), at=pc.resid_post[2], tokens=pc.generated)]
+    plain = lm.run(PROMPTS[0], capture=probe(), **call)
+    scores = [run.probes["p"][len(run.prompt_token_ids) :, 0] for run in plain]
+    threshold = float(torch.cat(scores).quantile(0.85))
+    expected = [next((i + 1 for i, score in enumerate(of.tolist()) if score > threshold), 16) for of in scores]
+    assert len(set(expected)) > 1
+    runs = lm.run(PROMPTS[0], stop_when=probe() > threshold, **call)
+    assert [run.token_ids for run in runs] == [
+        run.token_ids[:count] for run, count in zip(plain, expected, strict=True)
+    ]
+    again = asyncio.run(lm.arun(PROMPTS[0], stop_when=probe() > threshold, **call))
+    assert [run.token_ids for run in again] == [run.token_ids for run in runs]
+
+
+@BOTH
+def test_the_engine_stops_computing(shallow, engine):
+    """Long before `max_tokens`, and others go on; a run that ended keeps its captures, which programs read."""
+    lm, at, before = shallow.get(engine, "float32"), pc.resid_post[6], counts(shallow.get(engine, "float32"))
+    planned = lm.engine.status()["steps_planned"]
+    run = lm.run(PROMPTS[0], stop_when=probe() > -1e9, capture=at, **LONG)
+    assert lm.engine.status()["steps_planned"] - planned < 100
+    assert len(run.token_ids) == 1
+    patched = lm.run([*run.prompt_token_ids, *run.token_ids], edits=[pc.Replace(pc.From(run, at), at=at)], max_tokens=1)
+    assert patched.error is None
+    with lm.stream(PROMPTS[0], stop_when=probe() > 1e9, **LONG) as stream:
+        next(stream)
+    del run, patched, stream
+    assert counts(lm) == before
+
+
+@BOTH
+def test_failed_and_cancelled_runs_leave_nothing_behind(shallow, engine):
+    lm, before = shallow.get(engine, "float32"), counts(shallow.get(engine, "float32"))
+    hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], tokens=pc.generated, scale=1e30)]
+    for call in (lm.run, lambda *args, **options: list(lm.stream(*args, **options))):
+        with pytest.raises(pc.RunError, match="not finite"):
+            call(PROMPTS[0], edits=hot, stop_when=probe() > 1e9, max_tokens=4)
+    runs = lm.run(PROMPTS, edits=[hot, [], []], stop_when=[probe() > 1e9, probe() > -1e9, None], max_tokens=4)
+    assert [(run.error is None) and len(run.token_ids) for run in runs] == [False, 1, 4]
+
+    async def cancelled() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(lm.arun(PROMPTS[0], stop_when=probe() > 1e9, **LONG), 0.2)
+        async for part in lm.stream(PROMPTS[0], stop_when=probe() > 1e9, **LONG):
+            assert part.scores["p"].positions
+            break
+
+    asyncio.run(cancelled())
+    del runs
+    assert counts(lm) == before
+
+
+@BOTH
+def test_concurrent_streams_have_their_own_scores(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    thresholds = [threshold_of(run, records(run)[-1]) for run in lm.run(TEXTS, capture=probe(), **FREE)]
+    alone = [lm.run(text, stop_when=probe() > t, **FREE) for text, t in zip(TEXTS, thresholds, strict=True)]
+
+    async def one(text: str, threshold: float) -> tuple[list[pc.Part], pc.Run]:
+        stream = lm.stream(text, stop_when=probe() > threshold, **FREE)
+        return [part async for part in stream], stream.run
+
+    async def together() -> list[tuple[list[pc.Part], pc.Run]]:
+        return await asyncio.gather(*map(one, TEXTS, thresholds))
+
+    for (parts, run), single in zip(asyncio.run(together()), alone, strict=True):
+        assert run.token_ids == single.token_ids
+        assert torch.equal(scores_of(parts)[1], run.probes["p"])
+
+
+def test_conditions_that_cannot_be_decided_are_refused(shallow):
+    lm, p = shallow.get("transformers", "float32"), probe()
+    cases = [
+        (probe(pool="max") > 1, pc.ProgramError, "stop_when.pool"),
+        (probe(at=pc.resid_post[1:3]) > 1, pc.ProgramError, "stop_when.at"),
+        (p[2] > 1, pc.ProgramError, "stop_when"),
+        (probe(tokens=pc.prompt) > 1, pc.TokensError, "stop_when"),
+        (p, pc.ProgramError, "stop_when"),
+        ([p > 1, p > 2], pc.ProgramError, "stop_when"),
+        ((p > 1) & (probe(at=pc.resid_post[4]) > 1), pc.ProgramError, "stop_when.name"),
+    ]
+    for condition, kind, path in cases:
+        for run in (lm.run, lm.stream):
+            with pytest.raises(kind) as raised:
+                run(PROMPTS[0], stop_when=condition)
+            assert raised.value.path == path
+    with pytest.raises(pc.ProgramError) as raised:
+        lm.run(PROMPTS[:2], stop_when=[None, probe(pool="max") > 1])
+    assert raised.value.path == "stop_when[1].pool"

@@ -444,3 +444,27 @@ def test_a_server_checks_the_translator_of_a_lens(lm):
             lm.engine.lens_many([(run.key, point, op)], 5, translator)
         assert raised.value.path == path
     assert run.lens[pc.resid_post[2]].ids.shape == (len(run.prompt_token_ids), 5)
+
+
+@pytest.mark.parametrize("by_rank", [0, -1])
+def test_runs_end_where_a_probe_fires(lm, local, by_rank):
+    """And the server stops computing: captures, scores and text are those of the engine here."""
+    weight = np.random.default_rng(3).standard_normal((2, 576)).astype(np.float32)
+    p, site = pc.Probe(weight, at=pc.resid_post[3], name="p"), pc.resid_post[5]
+    long = {"max_tokens": 200, "sampling": {"ignore_eos": True}, "capture": site}
+    whole = local.run("The capital of France is", max_tokens=16, sampling={"ignore_eos": True}, capture=p)
+    scores = whole.probes["p"][len(whole.prompt_token_ids) :, 0].tolist()
+    token = [i for i, score in enumerate(scores) if score > max(scores[:i], default=score - 1) + 0.01][by_rank]
+    condition = p > (scores[token] + max(scores[:token], default=scores[token] - 1)) / 2
+    here = local.run("The capital of France is", stop_when=condition, **long)
+    before = lm.engine.status()["steps_planned"]
+    run = lm.run("The capital of France is", stop_when=condition, **long)
+    stream = lm.stream("The capital of France is", stop_when=condition, **long)
+    parts = list(stream)
+    assert lm.engine.status()["steps_planned"] - before < 2 * long["max_tokens"] - 100
+    for each in (run, stream.run):
+        assert each.token_ids == here.token_ids == whole.token_ids[: token + 1]
+        assert (each.text, each.stop_reason, each.finish_reason) == (here.text, "probe:p", "stop")
+        assert torch.allclose(each[site], here[site], rtol=1e-4, atol=1e-3)
+        assert torch.allclose(each.probes["p"], here.probes["p"], rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.cat([part.scores["p"].scores for part in parts]), stream.run.probes["p"])

@@ -13,9 +13,9 @@ import safetensors.numpy
 import torch
 
 import patchclamp as pc
-from patchclamp.language.program import to_dict
+from patchclamp.language.program import condition_to_dict, to_dict
 
-from .conftest import KEYS
+from .conftest import KEYS, becomes
 
 PROMPT = "The capital of France is"
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
@@ -346,3 +346,159 @@ def test_many_answers_with_captures_at_once(server):
         assert captured.keys() == alone.keys()
         for site, rows in captured.items():
             np.testing.assert_allclose(rows, alone[site], rtol=1e-3, atol=1e-3)
+
+
+# -- scores in a stream, and requests that end at one
+
+SCORED = pc.Probe([VECTOR, -VECTOR], at=pc.resid_post[3], bias=[1, 2], name="p")
+
+
+def stopped(condition, **others):
+    return {"patchclamp": {"stop_when": condition_to_dict(condition), **others}, "ignore_eos": True}
+
+
+def firing(run, by_rank=-1):
+    """The token at which output 0 is the highest so far for the last (or first) time, and a threshold below it."""
+    scores = run.probes["p"][len(run.prompt_token_ids) :, 0].tolist()
+    token = [i for i, score in enumerate(scores) if score > max(scores[:i], default=score - 1) + 0.01][by_rank]
+    return token, (scores[token] + max(scores[:token], default=scores[token] - 1)) / 2
+
+
+def read(chunks):
+    """The text, the positions and scores of the probe, and the last chunk's object."""
+    chunks = list(chunks)
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    parts = [
+        choice.model_extra["patchclamp"]["probes"]["p"] for choice in choices if "patchclamp" in choice.model_extra
+    ]
+    text = "".join(getattr(choice, "text", None) or (getattr(choice, "delta", None) and choice.delta.content) or ""
+                   for choice in choices)  # fmt: skip
+    positions, scores = (
+        [at for part in parts for at in part["positions"]],
+        [row for part in parts for row in part["scores"]],
+    )
+    return text, positions, scores, choices, chunks[-1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_scores_come_with_each_chunk(server, local, chat):
+    messages = [{"role": "user", "content": PROMPT}]
+    given = {"messages": messages} if chat else {"prompt": PROMPT}
+    run = local.run(**given, max_tokens=8, capture=[SCORED], sampling={"ignore_eos": True})
+    client, asked = server.openai(), {**program(capture=[SCORED], tokens=True), "ignore_eos": True}
+    create = client.chat.completions.create if chat else client.completions.create
+    for _ in range(2):
+        chunks = create(model=server.model, max_tokens=8, temperature=0, stream=True, extra_body=asked, **given)
+        text, positions, scores, choices, last = read(chunks)
+        [told] = last.model_extra["patchclamp"]["runs"]
+        assert text == run.text
+        assert positions == told["probes"]["p"]["positions"] == run.probe_positions("p")
+        assert scores == told["probes"]["p"]["scores"]
+        assert torch.allclose(torch.tensor(scores), run.probes["p"], rtol=1e-4, atol=1e-3)
+        tokens, text = told["tokens"][len(run.prompt_token_ids) :], ""
+        for choice in choices:  # with their token: the scores so far are of the text so far
+            text += (choice.delta.content or "") if chat else choice.text
+            found = choice.model_extra.get("patchclamp", {"probes": {"p": {"positions": []}}})["probes"]["p"][
+                "positions"
+            ]
+            if found:
+                assert text == "".join(tokens[: found[-1] - len(run.prompt_token_ids) + 1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_rank", [0, -1])
+def test_a_request_ends_at_the_first_token_where_the_score_fires(server, local, stream, by_rank):
+    whole = local.run(PROMPT, max_tokens=16, capture=[SCORED], logprobs=True, sampling={"ignore_eos": True})
+    token, threshold = firing(whole, by_rank)
+    length = len(whole.prompt_token_ids) + token + 1
+    asked = stopped(SCORED[0] > threshold, capture=["resid_post[5]"], keep=True)
+    for _ in range(2):
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        response = complete(server, asked, max_tokens=16, logprobs=1, stream=stream, **options)
+        if stream:
+            chunks = list(response)
+            text, positions, scores, choices, last = read(chunks)
+            usage = next(chunk.usage for chunk in chunks if chunk.usage)
+            logprobs = [number for choice in choices for number in choice.logprobs.token_logprobs]
+            ended = choices[-1]
+            last = next(chunk for chunk in chunks if "patchclamp" in chunk.model_extra)
+        else:
+            [ended], last, usage = response.choices, response, response.usage
+            text, logprobs = ended.text, ended.logprobs.token_logprobs
+        assert (ended.finish_reason, ended.model_extra["stop_reason"]) == ("stop", "probe:p")
+        assert text == local.tokenizer.decode(whole.token_ids[: token + 1])
+        assert logprobs == pytest.approx(whole.logprobs[: token + 1], abs=1e-4)
+        assert usage.completion_tokens == token + 1
+        [told] = last.model_extra["patchclamp"]["runs"]
+        assert told["probes"]["p"]["positions"] == list(range(length))
+        assert told["probes"]["p"]["scores"][-1][0] > threshold
+        if stream:
+            assert (positions, scores) == (told["probes"]["p"]["positions"], told["probes"]["p"]["scores"])
+        with server.http() as http:
+            rows = safetensors.numpy.load(http.get(told["captures_url"]).content)["resid_post[5]"]
+        assert len(rows) == length
+    never = complete(server, stopped(SCORED > 1e9), max_tokens=16)
+    assert (never.choices[0].finish_reason, never.choices[0].text) == ("length", whole.text)
+
+
+def test_samples_and_prompts_end_by_themselves(server, local):
+    """Several prompts with two samples each, streamed and not: each equals the request alone."""
+    prompts = [PROMPT, "x", "One two three four five"]
+    wholes = [local.run(p, max_tokens=16, capture=[SCORED], sampling={"ignore_eos": True}) for p in prompts]
+    threshold = float(torch.cat([run.probes["p"][len(run.prompt_token_ids) :, 0] for run in wholes]).quantile(0.8))
+    asked = stopped(SCORED[0] > threshold)
+    options = {"max_tokens": 16, "temperature": 1.0, "seed": 7}
+    alone = [complete(server, asked, p, n=2, **options).choices for p in prompts]
+    together = complete(server, asked, prompts, n=2, **options).choices
+    assert [c.text for c in together] == [c.text for choices in alone for c in choices]
+    assert len({len(c.text) for c in together}) > 2
+    chunks = list(complete(server, asked, prompts, n=2, stream=True, **options))
+    runs = {run["index"]: run["probes"]["p"] for run in chunks[-1].model_extra["patchclamp"]["runs"]}
+    for index, choice in enumerate(together):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        assert "".join(each.text for each in mine) == choice.text
+        assert mine[-1].finish_reason == choice.finish_reason
+        parts = [each.model_extra["patchclamp"]["probes"]["p"] for each in mine if "patchclamp" in each.model_extra]
+        assert [at for part in parts for at in part["positions"]] == runs[index]["positions"]
+        assert [row for part in parts for row in part["scores"]] == runs[index]["scores"]
+
+
+async def _disconnecting(server, asked):
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0)
+    stream = await client.completions.create(
+        model=server.model, prompt=PROMPT, max_tokens=400, temperature=0, stream=True, extra_body=asked
+    )
+    async for _ in stream:
+        break
+    await stream.close()
+    await client.close()
+
+
+def test_a_client_that_disconnects_leaves_nothing_behind(server):
+    asked, never = {**program(capture=[SCORED]), "ignore_eos": True}, stopped(SCORED > 1e9)
+
+    async def together():
+        await asyncio.gather(*(_disconnecting(server, each) for each in [asked, never] * 4))
+
+    asyncio.run(together())
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        assert becomes(lambda: [lm.engine.status()[name] for name in ("programs", "requests")] == [0, 0], 60)
+
+
+@pytest.mark.parametrize(
+    ("condition", "path"),
+    [
+        ("p > 1", "stop_when"),
+        ({"type": "above", "threshold": 1}, "stop_when.probe"),
+        ({**condition_to_dict(SCORED > 1), "threshold": "high"}, "stop_when.threshold"),
+        ({"type": "every", "conditions": []}, "stop_when.conditions"),
+        (condition_to_dict(pc.Probe(VECTOR, at=pc.resid_post[3], pool="max", name="m") > 1), "stop_when.pool"),
+        (condition_to_dict(SCORED[2] > 1), "stop_when"),
+        (condition_to_dict(pc.Probe(VECTOR, at=pc.resid_post[3], tokens=pc.prompt, name="m") > 1), "stop_when"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_malformed_conditions_are_refused(server, condition, path, stream):
+    with pytest.raises(openai.BadRequestError) as raised:
+        complete(server, {"patchclamp": {"stop_when": condition}}, stream=stream)
+    assert raised.value.param == f"patchclamp.{path}"

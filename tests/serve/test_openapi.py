@@ -88,7 +88,9 @@ def test_the_page_tells_of_the_object_and_of_every_op(page):
         shown = schemas[OP_MODELS[name].__name__]
         assert set(shown["properties"]) == {"type", *op.__struct_fields__}
         assert shown["description"]
-    assert {"edits", "capture", "run", "keep", "compare", "tokens"} == set(schemas["PatchclampRequest"]["properties"])
+    assert {"edits", "capture", "stop_when", "run", "keep", "compare", "tokens"} == set(
+        schemas["PatchclampRequest"]["properties"]
+    )
 
 
 def test_all_routes_of_ours_say_what_they_do(page):

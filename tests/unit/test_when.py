@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.engines.base import Part
 from patchclamp.language import Program
+from patchclamp.language.conditions import comparisons
+from patchclamp.testing import FakeEngine
 
 PROMPT, NEW, D = [1, 2, 3, 7, 5, 7, 8], 6, 16
 LAST = len(PROMPT) - 1
@@ -96,6 +99,64 @@ def test_edits_act_where_the_condition_holds_and_nowhere_else(drawn, chunk):
     assert run.token_ids == same.token_ids
     assert run.logprobs == same.logprobs
     assert np.array_equal(run[pc.resid_post], same[pc.resid_post])
+
+
+class Merging(FakeEngine):
+    """Joins the output of three steps in a part, as a busy server does."""
+
+    def submit(self, requests):
+        listeners = [request.listener for request in requests]
+        parts = [[] for _ in requests]
+        for request, kept in zip(requests, parts, strict=True):
+            request.listener = kept.append if request.listener else None
+        futures = super().submit(requests)
+        for request, listener, kept in zip(requests, listeners, parts, strict=True):
+            request.listener = listener
+            for some in by_three(kept):
+                ids, logprobs = ([x for part in some for x in getattr(part, of)] for of in ("token_ids", "logprobs"))
+                listener(Part("".join(part.text for part in some), ids, logprobs))
+        return futures
+
+
+LMS_TO_STOP = {**LMS, "merged": pc.LM("fake", engine=Merging())}
+
+
+@given(conditions(), st.sampled_from(list(LMS_TO_STOP)), st.sampled_from([1, NEW]))
+def test_a_run_ends_at_the_first_generated_token_where_the_condition_holds(drawn, way, max_tokens):
+    (condition, decide), lm = drawn, LMS_TO_STOP[way]
+    call = {"max_tokens": max_tokens, "capture": [pc.resid_post[2]], "logprobs": 2, "sampling": {"ignore_eos": True}}
+    try:
+        run = lm.run(PROMPT, stop_when=condition, **call)
+    except pc.TokensError:
+        return  # no generated token could meet it
+    probes = {each.probe.name: each.probe for each in comparisons(condition)}
+    whole = lm.run(PROMPT, **{**call, "max_tokens": NEW, "capture": [pc.resid_post[2], *probes.values()]})
+    held, read = decide(whole)
+    fired = np.flatnonzero((held & read)[LAST + 1 : LAST + max_tokens])
+    count = int(fired[0]) + 1 if len(fired) else max_tokens
+    computed = len(PROMPT) + count - (not len(fired))
+    stream = lm.stream(PROMPT, stop_when=condition, **call)
+    parts = list(stream)
+    for each in (run, stream.run):
+        assert each.token_ids == whole.token_ids[:count]
+        assert each.text == lm.tokenizer.decode(each.token_ids)
+        assert (each.logprobs, each.top_logprobs) == (whole.logprobs[:count], whole.top_logprobs[:count])
+        assert np.array_equal(each[pc.resid_post[2]], whole[pc.resid_post[2]][:computed])
+        assert each.finish_reason == ("stop" if len(fired) else "length")
+        assert (each.stop_reason is None) == (not len(fired))
+        assert not len(fired) or each.stop_reason.removeprefix("probe:") in probes
+    assert [token for part in parts for token in part.token_ids] == stream.run.token_ids
+    assert ("".join(part.text for part in parts), [x for part in parts for x in part.logprobs]) == (
+        run.text,
+        run.logprobs,
+    )
+    for name in probes:
+        assert [at for part in parts for at in part.scores[name].positions] == run.probe_positions(name)
+        assert np.array_equal(np.concatenate([part.scores[name].scores for part in parts]), run.probes[name])
+
+
+def by_three(items):
+    return [items[i : i + 3] for i in range(0, len(items), 3)]
 
 
 def probe(threshold_of: float = 0.5, **options) -> tuple[pc.Probe, float]:

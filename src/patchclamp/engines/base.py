@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import GradeJob, GradeTable
-from patchclamp.engines.tokenizer import Chat, Turn
+from patchclamp.engines.tokenizer import Chat, Turn, complete_text
 from patchclamp.errors import (
     EngineError,
     MissingSource,
@@ -199,17 +199,27 @@ class Model(msgspec.Struct, frozen=True):
     settings: str = ""
 
 
+class PartScores(NamedTuple):
+    """The scores of a probe at some tokens: the tokens' positions [T], and the scores, [T, k] or [L, T, k]."""
+
+    positions: list[int]
+    scores: Any
+
+
 class Part(msgspec.Struct, frozen=True):
     """The newest output of a run. The concatenated parts are the run's text, token ids and log-probabilities.
 
     text: new text that no later token changes; partial characters and possible stop texts are held back
     token_ids: the new tokens
     logprobs: one float per new token, if requested
+    scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
+        The last token of a run has none: it was never an input
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    scores: Mapping[str, PartScores] = {}
 
 
 class PartListener(Protocol):
@@ -243,6 +253,7 @@ class Request(msgspec.Struct):
     chat: the messages behind the prompt, if it was a chat
     images: the positions of each image's placeholder tokens in the prompt
     inputs: the engine's form of a prompt with images (`Expanded`)
+    ended: True once `Engine.end` was called
     """
 
     run: str
@@ -261,6 +272,7 @@ class Request(msgspec.Struct):
     chat: Chat | None = None
     images: list[list[int]] = []
     inputs: Any = None
+    ended: bool = False
 
     @property
     def abandoned(self) -> bool:
@@ -301,6 +313,8 @@ class Answer(msgspec.Struct):
     computed_from: the first layer and prompt position computed, if everything before came from a run of the prompt
         without a program; None if all of it was computed, or came from a prefix cache
     drafts: None if the engine does not count drafts, or makes none
+    stop_reason: "probe:NAME" if a condition on that probe ended the run, whose last token is then the one that it held
+        at, and was an input
     """
 
     token_ids: list[int]
@@ -312,6 +326,7 @@ class Answer(msgspec.Struct):
     top_logprobs: list[dict[int, float]] = []
     computed_from: tuple[int, int] | None = None
     drafts: Drafts | None = None
+    stop_reason: str | None = None
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -491,6 +506,16 @@ class Engine(Protocol):
     def abort(self, runs: list[str]) -> None:
         """Stop unfinished runs, as far as the engine can, and free their captures."""
         ...
+
+    def end(self, requests: list[Request]) -> None:
+        """Make unfinished requests end early, as far as the engine can: each with its answer so far, and its captures.
+        Tokens that are still generated are cut off by the caller."""
+        for request in requests:
+            request.ended = True
+
+    def text_of(self, request: Request, token_ids: list[int]) -> str:
+        """Return the text of a request that ended after these tokens."""
+        return complete_text(self.tokenizer.decode, token_ids)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         """Raise `UnknownName` or `ProgramError` for sampling parameters that this engine does not support."""

@@ -164,6 +164,11 @@ class HttpEngine(Engine):
     def abort(self, runs: list[str]) -> None:
         self._soon(self._free, [], runs)
 
+    def end(self, requests: list[Request]) -> None:
+        if runs := [request.run for request in requests]:
+            with contextlib.suppress(PatchclampError):  # if the server is gone, so are the runs
+                self._wait(self._ask("POST", "free", wire.Free(self._session, end=runs), again=True))
+
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         """Have the server check sampling parameters, once per distinct set."""
         key = json.dumps(sampling, sort_keys=True, default=str)

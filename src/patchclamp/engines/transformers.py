@@ -537,6 +537,8 @@ class TransformersEngine(Engine):
                     writer.error = unpack(error)
                 elif not writer.done and writer.request.abandoned:
                     writer.error = EngineError(ABORTED)
+                elif not writer.done and writer.request.ended:
+                    writer.reason = "stop"
             generation.readout.take()
             self._free(writer.request.run for writer in writers if writer.done)
             if all(writer.done for writer in writers):

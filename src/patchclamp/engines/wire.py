@@ -121,11 +121,12 @@ class LensWanted(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs to release, and runs to abort. `session`: the client's, whose lease this renews."""
+    """Runs to release, to abort, and to end early. `session`: the client's, whose lease this renews."""
 
     session: str
     release: list[str] = []
     abort: list[str] = []
+    end: list[str] = []
 
 
 class Weight(msgspec.Struct):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from patchclamp.errors import PatchclampError, ProgramError
@@ -89,6 +92,27 @@ def comparisons(condition: ProbeCondition) -> list[Above]:
         return [each for part in condition.conditions for each in comparisons(part)]
     assert isinstance(condition, Above)
     return [condition]
+
+
+def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
+    """The truth of a condition at some tokens, [T], where `above` returns that of a comparison."""
+    if isinstance(condition, Not):
+        return ~holding(condition.condition, above)
+    if isinstance(condition, Every):
+        return functools.reduce(operator.and_, (holding(each, above) for each in condition.conditions))
+    assert isinstance(condition, Above)
+    return above(condition)
+
+
+def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
+    """The first comparison, from left to right, that decides a condition at one token."""
+    if isinstance(condition, Not):
+        return deciding(condition.condition, above)
+    if isinstance(condition, Every):
+        failing = (each for each in condition.conditions if not holding(each, above))
+        return deciding(next(failing, condition.conditions[0]), above)
+    assert isinstance(condition, Above)
+    return condition
 
 
 def condition_data(condition: ProbeCondition, probe_data: Any) -> dict[str, Any]:

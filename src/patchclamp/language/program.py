@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.conditions import comparisons, condition_data, read_condition
+from patchclamp.language.conditions import (
+    ProbeCondition,
+    check_condition,
+    comparisons,
+    condition_data,
+    read_condition,
+)
 from patchclamp.language.ops import (
     OPS,
     Apply,
@@ -24,7 +30,7 @@ from patchclamp.language.ops import (
     When,
     as_capture,
 )
-from patchclamp.language.site import At, Site
+from patchclamp.language.site import SITES, At, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
@@ -72,6 +78,23 @@ class Program(PublicStruct, frozen=True):
             read |= {op.name} if isinstance(op, Probe) else set()
         return named
 
+    def stopped_by(self, condition: ProbeCondition | None) -> Program:
+        """The program with the probes of a condition that is to end its run (`stop_when`). Raises `ProgramError` for a
+        probe that has no score for each token."""
+        if condition is None:
+            return self
+        named = self.probes
+        for each in comparisons(check_condition(condition)):
+            probe = each.probe
+            if probe.pool is not None:
+                raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its run has ended", "pool")
+            if SITES[probe.at.name].layered and not isinstance(probe.at.layers, int):
+                raise ProgramError(f"a condition reads one layer, got {probe.at}", "at")
+            if named.setdefault(probe.name, probe) != probe:
+                raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", "name")
+        added = tuple(probe for name, probe in named.items() if name not in self.probes)
+        return Program(self.edits, self.capture + added)
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the content, in hex; equal programs have equal fingerprints, however they were written."""
@@ -102,6 +125,16 @@ def to_dict(program: Program) -> dict[str, Any]:
         if isinstance(op, Apply):
             raise ProgramError("Apply is code, and cannot be saved or sent", path)
     return {part: [_data(op) for op in getattr(program, part)] for part in ("edits", "capture")}
+
+
+def condition_to_dict(condition: ProbeCondition) -> dict[str, Any]:
+    """Convert a condition to plain data, such as `stop_when` of an HTTP request."""
+    return condition_data(condition, _data)
+
+
+def condition_from_dict(data: object, path: str) -> ProbeCondition:
+    """Parse the output of `condition_to_dict`. Raises `ProgramError` with the path of the invalid field."""
+    return read_condition(data, path, _read_probe)
 
 
 def _data(op: Op) -> dict[str, Any]:

@@ -639,6 +639,10 @@ class Runtime:
             return "", None
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
+    def request_of(self, run: str) -> str | None:
+        """The request of an unfinished run; None without one."""
+        return next((request for request, admitted in self._admitted.items() if admitted.run == run), None)
+
     def free(self, requests: Iterable[str]) -> None:
         """Free the programs of ended requests. Their captures stay until they are released."""
         for request in requests:

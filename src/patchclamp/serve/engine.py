@@ -164,7 +164,7 @@ async def free(request: Request) -> dict[str, float]:
     """Frees the captures of runs, aborts runs, and renews the client's lease."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
-    for name in (*told.release, *told.abort):
+    for name in (*told.release, *told.abort, *told.end):
         _check_owned(owner, name)
     front.leases.renew_unless_lost(f"{owner}-{told.session}")
     for name in told.abort:
@@ -172,6 +172,7 @@ async def free(request: Request) -> dict[str, float]:
             front.waiting[name](name)
     front.engine.release(told.release)
     front.engine.abort(told.abort)
+    front.engine.end_runs(told.end)
     return {"lease_s": wire.LEASE_S}
 
 

@@ -22,7 +22,15 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import check_words, is_ours
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.capture_files import MAX_LINE, data_event
-from patchclamp.serve.program_call import ProgramCall, Variant, current, of_extra_args, variant_of, with_variants
+from patchclamp.serve.program_call import (
+    ProgramCall,
+    Variant,
+    current,
+    of_extra_args,
+    scores_of,
+    variant_of,
+    with_variants,
+)
 from patchclamp.serve.routes import caller
 from patchclamp.serve.server_state import Front, log
 
@@ -189,14 +197,15 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
                 async for chunk in last():
                     yield chunk
             if first:
-                yield _of_model(first, call.variant)
+                yield _with_scores(_of_model(first, call.variant), call)
             async for chunk in chunks:  # one per token: keep this loop cheap
                 text = chunk if type(chunk) is str else _text(chunk)
                 is_broken = is_broken or text.startswith(FAILED)
                 if text.startswith(DONE) and not is_broken:
                     async for each in last():
                         yield each
-                yield text if call.variant is None else _of_model(text, call.variant)
+                text = text if call.variant is None else _of_model(text, call.variant)
+                yield _with_scores(text, call) if call.scores else text
             if call.error is not None:
                 front.failed(call.error, call.owner)
             is_delivered = not is_broken and call.is_complete and not await raw_request.is_disconnected()
@@ -205,6 +214,17 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
                 call.leave(front.kept)
 
     return StreamingResponse(body(), media_type="text/event-stream")
+
+
+def _with_scores(chunk: str, call: ProgramCall) -> str:
+    """A chunk of a stream with the scores of its tokens, which are those since the last chunk of its choice."""
+    if not call.scores or not chunk.startswith("data: {"):
+        return chunk
+    said = json.loads(chunk[6:])
+    for choice in said.get("choices", ()):
+        if (choice.get("delta") or {}).get("role") is None and (parts := call.scores.pop(choice["index"], None)):
+            choice["patchclamp"] = {"probes": scores_of(parts)}
+    return data_event(said)
 
 
 def _text(chunk: str | bytes | memoryview) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.base import Answer, PartScores, Request
 from patchclamp.engines.tokenizer import Chat, prompt_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.clients import http_error
@@ -32,8 +32,9 @@ from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Program, Readout, SiteOp, Use
+from patchclamp.language.conditions import ProbeCondition, comparisons
 from patchclamp.language.ops import FUZZ_NAMES, Lens, check_words, fuzz, is_ours
-from patchclamp.language.program import from_dict
+from patchclamp.language.program import condition_from_dict, from_dict
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
@@ -42,6 +43,7 @@ from patchclamp.run import Run
 from patchclamp.serve.capture_files import captured_file
 from patchclamp.serve.kept import KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
+from patchclamp.stream import ProbeWatch, has_scores
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -99,13 +101,14 @@ WORK_OF_OP, WORK_OF_TEXT = 64, 16  # extra tokens per op; the weight of a token 
 _binders = ThreadPoolExecutor(2, "patchclamp bind")
 LENS_TOKEN_BYTES = 16  # an id, a log-probability and a text
 FLAGS = ("keep", "compare", "tokens")
-FIELDS = ("edits", "capture", "run", *FLAGS)
+FIELDS = ("edits", "capture", "stop_when", "run", *FLAGS)
 
 
 class ProgramCall:
     """A request's `patchclamp` object.
 
     program: its edits and captures; the variant's edits come first
+    condition: what ends its runs (`stop_when`), or None; its probes are in the program
     owner: the owner of the request
     name: the name to store its runs under, if given; otherwise each run gets its own
     keep: store the captures for later requests
@@ -114,6 +117,7 @@ class ProgramCall:
     variant: the program that is the request's model, or None
     chat: the messages and template options of a chat prompt
     runs: (name, run) of each choice of the answer, by index
+    scores: of the tokens that come with the next chunk of a choice in a stream, by index
     error: the error that ended it
     records: the records of the program at all prompts
     bindings: the program bound to each distinct prompt
@@ -147,6 +151,10 @@ class ProgramCall:
             for field in FLAGS:
                 if not isinstance(data.get(field, False), bool):
                     raise ProgramError(f"expected true or false, got {data[field]!r}", field)
+            stop = data.get("stop_when")
+            self.condition: ProbeCondition | None = None if stop is None else condition_from_dict(stop, "stop_when")
+            compared = 0 if self.condition is None else len(comparisons(self.condition))
+            kept.limits.check("program_ops", compared, "comparisons", "stop_when")
             self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
         except PatchclampError as error:
             raise error.under("patchclamp") from None
@@ -156,7 +164,11 @@ class ProgramCall:
         except PatchclampError as error:
             raise error.under("vllm_xargs") from None
         edits = () if variant is None else variant.program.edits
-        self.program: Program = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
+        whole = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
+        try:
+            self.program: Program = whole.stopped_by(self.condition)
+        except PatchclampError as error:
+            raise error.under("patchclamp.stop_when") from None
         every = [op for _, op in self.program.ops]
         captures = sum(isinstance(op, Readout) for op in every)
         kept.limits.check("program_ops", len(every), "ops of the program", "edits")
@@ -168,6 +180,7 @@ class ProgramCall:
         self.tokens: bool = bool(data.get("tokens", False))
         self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
+        self.scores: dict[int, list[dict[str, PartScores]]] = {}
         self.error: PatchclampError | None = None
         self.began = 0  # runs
         self.records, self.bindings = Records(kept.limits), dict[Hashable, Binding]()
@@ -322,6 +335,15 @@ def lens_answers(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def scores_of(parts: Sequence[dict[str, PartScores]]) -> dict[str, Any]:
+    """The scores of consecutive tokens as JSON, like `probe_answers`."""
+    return {
+        name: {"positions": [at for part in parts for at in part[name].positions],
+               "scores": _finite(np.concatenate([part[name].scores for part in parts], -2).tolist())}
+        for name in parts[0]
+    }  # fmt: skip
+
+
 def _finite(numbers: Any) -> Any:
     if isinstance(numbers, list):
         return [_finite(each) for each in numbers]
@@ -468,7 +490,8 @@ def _bound(
         each = [ProgramRun(front, call, binding, prompt, params, i, number * params.n + i) for i in range(params.n)]
         names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
         streams = [run.outputs(stock, name, others) for run, name in zip(each, names, strict=True)]
-        return streams[0] if len(streams) == 1 else _joined(streams, params)
+        outputs = streams[0] if len(streams) == 1 else _joined(streams, params)
+        return _publishing(call, outputs) if each[0].has_scores else outputs
 
     if call.is_quick(tokens):
         return runs(bind())
@@ -522,14 +545,81 @@ class ProgramRun:
             images=images_of_prompt,
         )  # fmt: skip
         self._is_taken = False
+        is_streamed = params.output_kind.name == "DELTA"
+        names = has_scores(call.program) if is_streamed else []
+        self.has_scores: bool = bool(names)
+        self._watch: ProbeWatch | None = None
+        if names or call.condition is not None:
+            self._watch = ProbeWatch(self._request, call.condition, self._look_at, names)
+            if not is_streamed:
+                self._params.output_kind = type(params.output_kind).CUMULATIVE
         call.began += 1
+
+    def _look_at(self, answer: Answer) -> Run:
+        return Run(self._front.lm, self._request, self._call.program, answer, is_kept_elsewhere=True)
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs. The run is added to the call before the last one is yielded."""
-        return self._front.engine.outputs(
-            self._request, self._prompt, self._params, name, generate, ended=self._take, within=self._under_way(),
-            **others,
-        )  # fmt: skip
+        ended = self._take if self._watch is None else self._hold
+        outputs = self._front.engine.outputs(
+            self._request, self._prompt, self._params, name, generate, ended=ended, within=self._under_way(), **others
+        )
+        return outputs if self._watch is None else self._watched(outputs, self._watch)
+
+    def _hold(self, output: Any, ids: list[int]) -> None:
+        """Keep the captures of a run that has ended, and is added to the call once its last scores are read."""
+        self._is_taken = True
+
+    async def _watched(self, outputs: AsyncGenerator[Any, None], watch: ProbeWatch) -> AsyncGenerator[Any, None]:
+        """The outputs with the scores of their tokens, each one step later, when these exist, up to the token where the
+        condition held. Of a request that is not streamed, the last one."""
+        in_parts, held, sent = self.has_scores, list[Any](), [0, ""]  # the tokens and the text that were yielded
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    if watch.end is not None:
+                        continue  # beyond the end; the program is still to be confirmed
+                    held = [*held, output] if in_parts else [output]
+                    ids = output.outputs[0].token_ids
+                    watch.ids = [*watch.ids, *ids] if in_parts else list(ids)
+                    if len(watch.ids) > 1 or output.finished:
+                        await self._front.scores.look(watch)
+                    self._request.ended = watch.end is not None
+                    if output.finished and watch.end is None:
+                        self._take(output, watch.ids)
+                    while watch.end is None and len(held) > (in_parts and not output.finished):
+                        one = held.pop(0)
+                        if in_parts or output.finished:
+                            yield self._scored(one, sent, watch)
+            if watch.end is not None:
+                count, reason = watch.end
+                while in_parts and sent[0] + len(held[0].outputs[0].token_ids) < count:
+                    yield self._scored(held.pop(0), sent, watch)
+                self._cut(held[0], watch.ids[:count], reason, sent)
+                self._take(held[0], watch.ids[:count], reason)
+                yield self._scored(held[0], sent, watch)
+        except PatchclampError as error:
+            self._call.error = error
+            raise
+        finally:
+            if self._is_taken and self._choice not in self._call.runs:
+                self._front.engine.release([self._request.run])
+
+    def _cut(self, output: Any, ids: list[int], reason: str, sent: list[Any]) -> None:
+        """Make an output the last one, of a run that generated `ids`."""
+        last, count = output.outputs[0], len(ids) - sent[0]
+        text = self._front.engine.decoded(self._request.prompt_token_ids, self._params, ids)
+        last.token_ids, last.text = list(last.token_ids[:count]), text[len(sent[1]) :]
+        last.logprobs = None if last.logprobs is None else last.logprobs[:count]
+        last.cumulative_logprob, last.finish_reason, last.stop_reason = None, "stop", reason
+        output.finished = True
+
+    def _scored(self, output: Any, sent: list[Any], watch: ProbeWatch) -> Any:
+        """An output of a stream, with the scores of its tokens for `_publishing`."""
+        last = output.outputs[0]
+        sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
+        vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
+        return output
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -549,10 +639,10 @@ class ProgramRun:
             if not self._is_taken:
                 engine.release([request.run])
 
-    def _take(self, output: Any, ids: list[int]) -> None:
+    def _take(self, output: Any, ids: list[int], stop_reason: str | None = None) -> None:
         last = output.outputs[0]
         answer = Answer(ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0,
-                        drafts=drafts_of(last))  # fmt: skip
+                        drafts=drafts_of(last), stop_reason=stop_reason)  # fmt: skip
         run = Run(self._front.lm, self._request, self._call.program, answer)
         self._is_taken = True
         self._call.add(self._choice, run, self._request, self._front.kept)
@@ -568,6 +658,14 @@ def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     if kind != "token":
         raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
+
+
+async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """Outputs of a stream, whose scores are added to the call for the chunk that each becomes."""
+    async for output in outputs:
+        choice, scores = vars(output).pop("patchclamp")
+        call.scores.setdefault(choice, []).append(scores)
+        yield output
 
 
 async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:

@@ -297,6 +297,14 @@ PatchclampRequest: type[Closed] = create_model(
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
     edits=(_list_of(ANY_OP), []),
     capture=(_list_of(OP_MODELS["capture"] | OP_MODELS["probe"] | OP_MODELS["lens"] | SiteText), []),
+    stop_when=(
+        dict[str, Any] | None,
+        Field(
+            None,
+            description="a condition on probes, as in an op of type when, that ends each run at the first generated "
+            "token where it holds",
+        ),
+    ),
     run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
     keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
     tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),

@@ -31,6 +31,7 @@ from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_work
 from patchclamp.proving import ensure_proved
 from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
+from patchclamp.stream import ProbeWatch, look
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
 
@@ -168,6 +169,30 @@ class KnownBindings:
         return bind
 
 
+class ScoreReader:
+    """Reads the scores of requests under way, of all that are due in one call of the engine: about one in each step."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine, self._due = engine, list[tuple[ProbeWatch, asyncio.Future[None]]]()
+        self._task: asyncio.Task[None] | None = None
+
+    async def look(self, watch: ProbeWatch) -> None:
+        """Reads the scores of a request so far."""
+        read = asyncio.get_running_loop().create_future()
+        self._due.append((watch, read))
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._read())
+        await read
+
+    async def _read(self) -> None:
+        while self._due:
+            due, self._due = [pair for pair in self._due if not pair[1].done()], []
+            errors = await asyncio.to_thread(look, self._engine, [(watch, None) for watch, _ in due])
+            for (_, read), error in zip(due, errors, strict=True):
+                if not read.done():  # else its client has disconnected
+                    read.set_result(None) if error is None else read.set_exception(error)
+
+
 class Front:
     """The state of one API process, created once on the event loop of an `AsyncLLM`.
 
@@ -177,6 +202,7 @@ class Front:
     limits: the limits on the requests and the stored objects of one caller
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
+    scores: reads the probes of requests under way
     waiting: by run, a function that aborts a client's request that has not started
     journals: journals of sweeps, to resume them from
     under_way: the number of studies and graded jobs that run, by owner
@@ -196,6 +222,7 @@ class Front:
         self._channel = NoteChannel(self.engine)
         self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
         self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
+        self.scores: ScoreReader = ScoreReader(self.engine)
         self.waiting: dict[str, Callable[[str], None]] = {}
         self.journals: SweepJournals = SweepJournals(self.limits)
         self.under_way: Counter[str] = Counter()

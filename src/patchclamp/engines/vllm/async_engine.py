@@ -31,6 +31,7 @@ from patchclamp.engines.vllm.frontend import (
     no_room,
     results_of,
     top_tokens_of,
+    verdict_of,
     with_rows,
 )
 from patchclamp.engines.weights import join_shards
@@ -74,6 +75,7 @@ class AsyncEngine(VllmFrontEnd):
         self._preparing = ThreadPoolExecutor(GRADINGS, "patchclamp batch")
         self._batch = asyncio.Lock()  # one grading at a time runs a batch and leaves time to requests
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
+        self._requests: dict[str, Request] = {}  # of these, by run
 
     # -- from any thread
 
@@ -203,11 +205,12 @@ class AsyncEngine(VllmFrontEnd):
                 settle(future, EngineError(ABORTED))
                 continue
             task = asyncio.ensure_future(self._run(request, future, carried.get(request.run)))
-            self._tasks[request.run] = task
+            self._tasks[request.run], self._requests[request.run] = task, request
             task.add_done_callback(functools.partial(self._ended, request.run, future))
 
     def _ended(self, run: str, future: Future[Answer], task: asyncio.Task[None]) -> None:
         self._tasks.pop(run, None)
+        self._requests.pop(run, None)
         if task.cancelled():
             settle(future, EngineError(ABORTED))
         elif (error := task.exception()) is not None:
@@ -227,6 +230,8 @@ class AsyncEngine(VllmFrontEnd):
                 underway.take(output)
                 if output.finished:
                     settle(future, underway.answer(output))
+            if request.ended:
+                settle(future, underway.answer())
         finally:
             self._forget_tables(request.run)
 
@@ -239,6 +244,7 @@ class AsyncEngine(VllmFrontEnd):
 
         The program is encoded from `request.bound`, or given as `carried`. `params` is modified. `ended(output, ids)`
         is called with the last output and all generated ids, before that is yielded. `within` is entered meanwhile.
+        If the caller has set `request.ended` when it asks for the next output, the request is aborted, and none comes.
 
         Raises the run's error in place of the last output, or `EngineError` if vLLM did not confirm the program.
         """
@@ -254,7 +260,8 @@ class AsyncEngine(VllmFrontEnd):
                 self.metrics.started(request.bound)
             in_parts, ids = params.output_kind.name == "DELTA", list[int]()
             try:
-                async for output in generate(prompt, params, name, **others):
+                outputs = generate(prompt, params, name, **others)
+                async for output in outputs:
                     verdict = verdict_in(output)
                     if in_parts or output.finished:
                         ids += output.outputs[0].token_ids
@@ -262,14 +269,27 @@ class AsyncEngine(VllmFrontEnd):
                         if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
                             self.metrics.admitted(verdict.waited_s)
                         confirm(request.run, verdict, carried)
-                        if self.metrics is not None:
-                            all_ids = [*request.prompt_token_ids, *ids]
-                            self.metrics.ended(request.bound, all_ids, request.vectors, self.sites)
+                        self._count(request, ids)
                         if ended is not None:
                             ended(output, ids)
                     yield output
+                    if request.ended and not output.finished:
+                        core = self._core_of_run(request.run)
+                        verdict = verdict_of(await self.ask("verdict", request.run, only=core))
+                        if verdict is not None:  # else it has ended there, and its last output is under way
+                            confirm(request.run, verdict, carried)
+                            self._count(request, ids)
+                            if ended is not None:
+                                ended(output, ids)
+                            await outputs.aclose()  # aborts it
+                            return
             finally:
                 self._drop([request])
+
+    def _count(self, request: Request, ids: list[int]) -> None:
+        """Count an ended run with a program that generated these ids."""
+        if self.metrics is not None and request.bound is not None:
+            self.metrics.ended(request.bound, [*request.prompt_token_ids, *ids], request.vectors, self.sites)
 
     def _tell(self, method: str, *args: Any) -> None:
         tell_cores(self.client, method, *args)
@@ -285,6 +305,10 @@ class AsyncEngine(VllmFrontEnd):
         if elsewhere:  # possibly in another API process
             self._tell("abort", elsewhere)
         self._release(runs)
+
+    def end_runs(self, runs: list[str]) -> None:
+        """Like `end`, of runs that `submit` started."""
+        self.end([self._requests[run] for run in runs if run in self._requests])
 
     # -- on the loop's thread: calls of the cores
 

@@ -41,6 +41,7 @@ from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt, Pie
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
+from patchclamp.engines.vllm.compat.core import joined_verdict
 from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
@@ -49,6 +50,7 @@ from patchclamp.plan.cells import CellRecords, joined
 from patchclamp.plan.room import resident_name
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -277,6 +279,15 @@ class VllmFrontEnd(Engine):
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
 
+    def text_of(self, request: Request, token_ids: list[int]) -> str:
+        from vllm import SamplingParams
+
+        return self.decoded(request.prompt_token_ids, SamplingParams(**request.sampling), token_ids)
+
+    def decoded(self, prompt: list[int], params: SamplingParams, token_ids: list[int]) -> str:
+        """Decode the tokens of a request that ended after them, with vLLM's detokenizer."""
+        return decoded(self._processor, prompt, params, token_ids, False) if self._has_text else ""
+
     def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
         """Return the function that decodes a request's ids when the text is read; None if vLLM makes the text."""
         from vllm import SamplingParams
@@ -310,6 +321,12 @@ def no_room(lease: tuple[Any, ...]) -> CapacityError:
     )
 
 
+def verdict_of(answers: Iterable[tuple[str, Any] | None]) -> Verdict | None:
+    """Join the workers' verdicts on an unfinished run (`do_verdict`); None if it has ended."""
+    verdicts = [answer for answer in answers if answer is not None]
+    return joined_verdict(verdicts) if verdicts else None
+
+
 def confirm(run: str, verdict: Verdict | None, carried: bytes) -> None:
     """Raise the error that invalidates an answer: its program failed, or vLLM did not confirm that it ran."""
     if verdict is not None and verdict.error is not None:
@@ -337,6 +354,7 @@ class Underway:
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._scores: dict[int, float] = {}
+        self._cached_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
         """Add an output, with the log-probabilities since the last one, and pass it to the listener."""
@@ -353,20 +371,21 @@ class Underway:
             for tokens, numbers in tables:
                 likeliest = zip(tokens[:, 1:last].tolist(), numbers[:, 1:last].tolist(), strict=True)
                 self._top_logprobs += [dict(zip(*row, strict=True)) for row in likeliest]
+        self._cached_tokens = output.num_cached_tokens or 0
         self._texts.append(new.text)
         self._ids += ids
         self._logprobs += logprobs[: len(ids)]
         if request.listener is not None and (new.text or ids):
             request.listener(Part(new.text, ids, logprobs[: len(ids)]))
 
-    def answer(self, output: RequestOutput) -> Answer:
-        """Return the answer, after the last output."""
-        ids, decode, last = self._ids, self._decode, output.outputs[0]
-        reason = last.finish_reason
+    def answer(self, output: RequestOutput | None = None) -> Answer:
+        """Return the answer, after the last output, or (None) the answer of a request that was ended early."""
+        ids, decode, last = self._ids, self._decode, None if output is None else output.outputs[0]
+        reason = "stop" if last is None else last.finish_reason
         return Answer(
             ids, "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop"),
-            None if self.request.logprobs is None else self._logprobs, self._scores, reason,
-            output.num_cached_tokens or 0, self._top_logprobs[: len(ids)], drafts=drafts_of(last),
+            None if self.request.logprobs is None else self._logprobs, self._scores, reason, self._cached_tokens,
+            self._top_logprobs[: len(ids)], drafts=None if last is None else drafts_of(last),
         )  # fmt: skip
 
 

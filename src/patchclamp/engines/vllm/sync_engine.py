@@ -55,6 +55,7 @@ from patchclamp.engines.vllm.frontend import (
     no_room,
     results_of,
     top_tokens_of,
+    verdict_of,
 )
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
@@ -152,6 +153,10 @@ class VllmEngine(VllmFrontEnd):
         """Stop unfinished runs and free their captures."""
         if not self._stop:
             self._call(lambda: self._abort(set(runs)))
+
+    def end(self, requests: list[Request]) -> None:
+        if requests and not self._stop:
+            self._call(lambda: self._end([request.run for request in requests]))
 
     def status(self) -> dict[str, Any]:
         """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
@@ -448,6 +453,22 @@ class VllmEngine(VllmFrontEnd):
         for underway, future, _ in waiting:
             self._refuse(underway.request, future, aborted)
         self._tell("release", list(runs))
+
+    def _end(self, runs: list[str]) -> None:
+        """End unfinished runs, with their answers so far. Their captures stay."""
+        for underway, future, carried in [self._waiting[run] for run in runs if run in self._waiting]:
+            request, error = underway.request, None
+            verdict = verdict_of(self._ask("verdict", request.run))
+            if verdict is None or carried is None:  # it has ended there, and its last output is under way
+                continue
+            try:
+                confirm(request.run, verdict, carried)
+            except PatchclampError as failure:
+                error = failure
+            self._engine.abort_request([request.run])
+            self._forget(request)
+            self._drop([request])
+            settle(future, error or underway.answer())
 
     def _fail(self, error: EngineError) -> None:
         """Stop accepting calls: pending futures and later calls get this error."""

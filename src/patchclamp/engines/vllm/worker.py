@@ -479,6 +479,12 @@ class Attached:
         self._settled.update(ended)
         return {request: self.runtime.outcome(request) for request in requests}
 
+    def do_verdict(self, run: str) -> tuple[str, Packed | None] | None:
+        """Return the receipt and error of an unfinished run's program; None if it has ended."""
+        self.runtime.collect_failures()
+        request = self.runtime.request_of(run)
+        return None if request is None else self.runtime.outcome(request)
+
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
         """Return (positions, rows) of captures kept here, by index in `wanted`; for a receiver, via `Sender.hand`."""
         stored = self._stored(wanted)

@@ -457,7 +457,7 @@ class _Admitting:
         by_worker: list[dict[str, Any]] = [] if errors else [verdicts for verdicts, _ in answers]
 
         def verdict_on(name: str) -> Verdict:
-            return Verdict("", errors[0]) if errors else _joined([verdicts[name] for verdicts in by_worker])
+            return Verdict("", errors[0]) if errors else joined_verdict([verdicts[name] for verdicts in by_worker])
 
         for _, output, program in judged:
             verdict = verdict_on(output.request_id)
@@ -501,7 +501,7 @@ def _streamed() -> ProgramError:
     return ProgramError("programs do not run on requests with streamed input")
 
 
-def _joined(verdicts: list[tuple[str, Any]]) -> Verdict:
+def joined_verdict(verdicts: list[tuple[str, Any]]) -> Verdict:
     """Combine the workers' verdicts on a program: the first error, and the receipt if all agree."""
     receipts = {receipt for receipt, _ in verdicts}
     return Verdict(receipts.pop() if len(receipts) == 1 else "", next((e for _, e in verdicts if e is not None), None))
