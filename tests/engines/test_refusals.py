@@ -589,14 +589,14 @@ def test_closing_or_interrupting_settles_everyone(shortened):
     def interrupted(future):
         raise KeyboardInterrupt
 
-    stock, front._wait = front._wait, interrupted
+    stock, front.answer_of = front.answer_of, interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             lm.run(
                 [PROMPTS[0]] * 3, max_tokens=400, capture=[pc.resid_post], sampling={"ignore_eos": True}, logprobs=True
             )
     finally:
-        front._wait = stock
+        front.answer_of = stock
     status = lm.engine.status()
     assert (status["runs"], status["programs"], status["vectors"]) == (runs, 0, 0)
     lm.engine._step = lambda: time.sleep(0.001)  # the run is under way for as long as it takes
