@@ -150,6 +150,7 @@ def test_what_selects_no_token_is_empty_in_the_answer_and_in_the_file(server, st
     }  # fmt: skip
     with server.http() as http:
         file = http.get(f"/v1/patchclamp/runs/{told['run']}/captures").content
+        assert http.delete(f"/v1/patchclamp/runs/{told['run']}").is_success
     shapes = {name: rows.shape for name, rows in safetensors.numpy.load(file).items()}
     width = len(VECTOR)
     assert shapes == {"probe p-None": (0, 2), "probe p-mean": (0, 2), "probe layers": (2, 0, 1), "resid_post[4]": (0, width),
@@ -436,6 +437,7 @@ def test_a_request_ends_at_the_first_token_where_the_score_fires(server, local, 
             assert (positions, scores) == (told["probes"]["p"]["positions"], told["probes"]["p"]["scores"])
         with server.http() as http:
             rows = safetensors.numpy.load(http.get(told["captures_url"]).content)["resid_post[5]"]
+            assert http.delete(f"/v1/patchclamp/runs/{told['run']}").is_success
         assert len(rows) == length
     never = complete(server, stopped(SCORED > 1e9), max_tokens=16)
     assert (never.choices[0].finish_reason, never.choices[0].text) == ("length", whole.text)
