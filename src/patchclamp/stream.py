@@ -40,7 +40,9 @@ class ProbeWatch:
         self, request: Request, condition: ProbeCondition | None, look_at: Callable[[Answer], Run],
         others: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.request, self.ids, self.read_to = request, list[int](), 0
+        self.request: Request = request
+        self.ids: list[int] = []
+        self.read_to: int = 0
         self.end: tuple[int, str] | None = None
         self._condition, self._look_at = condition, look_at
         self._run: Run | None = None  # of the last look

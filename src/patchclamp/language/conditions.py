@@ -63,7 +63,8 @@ class Output:
     """One output of a probe, `probe[i]`, to compare with a number."""
 
     def __init__(self, probe: Any, output: int) -> None:
-        self.probe, self.output = probe, output
+        self.probe: Any = probe
+        self.output: int = output
 
     def __gt__(self, threshold: float) -> ProbeCondition:
         return Above(self.probe, threshold, self.output)
