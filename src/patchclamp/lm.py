@@ -70,7 +70,7 @@ from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
-from patchclamp.stream import ProbeWatch, Stream, WatchedRuns, answer_of, has_scores, wake
+from patchclamp.stream import ProbeWatch, Stream, WatchedRuns, answer_of, scored_names, wake
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ class LM:
         if call.counts != [1]:
             raise ProgramError(f"expected one sample, got n={call.counts[0]}; start several streams", "sampling.n")
         [request], [program], [condition] = call.requests, call.programs, call.conditions
-        look_at, names = self._look_at(request, program), has_scores(program)
+        look_at, names = self._look_at(request, program), scored_names(program)
         watch = ProbeWatch(request, condition, look_at, names) if names else None
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
@@ -641,9 +641,7 @@ class LM:
         way = runs[0].capture_way(ref, probe)
         other = next((i for i, run in enumerate(runs) if run.capture_way(ref, probe) != way), None)
         if other is not None:
-            raise MissingSource(
-                f"runs[{other}] has {name} by another matrix, dtype or pooling than runs[0]: read it run by run"
-            )
+            raise MissingSource(f"runs[0] and runs[{other}] captured {name} in different ways: read it run by run")
         run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
         rows = rows if len(rows) else rows.reshape(0, way.width)
         computed = position < np.array([each.positions_computed for each in runs])[run]

@@ -369,7 +369,7 @@ class Run:
         number = self._probe_ops.get(probe) if probe else None
         ordinals = [number] if number is not None else [] if probe else self._captures_at.get(point, [])
         if number is not None and point not in self._stored_op(number).points:
-            raise MissingSource(f"{name} reads another site in run {self.key}: read it run by run")
+            raise MissingSource(f"{name} reads a different site in run {self.key}: read it run by run")
         if not probe:
             self._check_part(ref, name)
         if not ordinals or self.closed:

@@ -56,8 +56,10 @@ class ProbeWatch:
             name, op = each.probe.name, keeps[each.probe.name]
             assert isinstance(op.action, Keep)
             if not -op.action.products <= each.output < op.action.products:
-                told = f"expected one of the {op.action.products} outputs of the probe {name!r}, got {each.output}"
-                raise ProgramError(told, "stop_when")
+                raise ProgramError(
+                    f"expected one of the {op.action.products} outputs of the probe {name!r}, got {each.output}",
+                    "stop_when",
+                )
             if request.max_tokens > 1 and not any(each.stop > len(request.prompt_token_ids) for each in op.ranges):
                 raise TokensError(f"the probe {name!r} reads no generated token: {each.probe.tokens}", "stop_when")
 
@@ -108,7 +110,7 @@ def look(engine: Engine, watches: Sequence[tuple[ProbeWatch, Answer | None]]) ->
     return [None] * len(watches)
 
 
-def has_scores(program: Program) -> list[str]:
+def scored_names(program: Program) -> list[str]:
     """The names of the probes that have scores before the end of a run: those that are not pooled."""
     return [name for name, probe in program.probes.items() if probe.pool is None]
 

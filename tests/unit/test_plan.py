@@ -29,7 +29,7 @@ from patchclamp.plan import (
     make_plan,
 )
 from patchclamp.plan import bound as bound_module
-from patchclamp.plan.bind import vector_key
+from patchclamp.plan.bind import Known, vector_key
 from patchclamp.plan.bound import (
     Blend,
     BoundOp,
@@ -802,6 +802,21 @@ def test_a_matrix_counts_once_for_each_256_rows():
         capture = pc.Probe(np.ones((rows, 1024)), at="resid_post[0:2]", name="p")
         made = bind(Program.of([], [capture]), "r", Prompt(list(range(9)), lambda: ("", [])), 1, wide, None)
         assert (record_count(made.ops), record_work(made.ops)) == (2, work)
+
+
+def test_each_record_of_a_program_is_counted_once_while_it_is_bound():
+    v = [3.0, 0.0, 4.0, 0.0]
+    p, q = (pc.Probe([v, v], "resid_post[0]", "prompt", name=name) for name in "pq")
+    edit = pc.Zero("mlp_out[1]", "prompt[1:]")
+    programs = [
+        [pc.When(p > 0, edit)], [p, pc.When((p > 0) & ~(p[1] > 1), [edit, edit], scope="prompt")], [p, q],
+        [pc.When((p > 0) | (q > 0), edit), pc.When(p > 0, edit), pc.When(p > 2, edit)], [edit, pc.Capture("embed"), p],
+    ]  # fmt: skip
+    for edits in programs:
+        counted: list[int] = []
+        prompt = Prompt(list(range(9)), lambda: ("", []))
+        made = bind(Program.of(edits), "r", prompt, 1, SITES, None, known=Known(counted.append))
+        assert sum(counted) == record_work(made.ops)
 
 
 def test_a_key_says_which_heads_and_neurons():

@@ -316,7 +316,9 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     if isinstance(layers, Range):
         layers = range(layers.start or 0, max(by_layer) + 1 if layers.stop is None else layers.stop, layers.step or 1)
     layers = by_layer if layers is None else (layers,) if isinstance(layers, int) else layers
-    missing = next((layer for layer in layers if layer not in by_layer), None)  # a client's range may be endless
+    missing = next(
+        (layer for layer in layers if layer not in by_layer), None
+    )  # the first: a client's range may be huge
     if not layers or missing is not None:
         known = [*map(str, itertools.islice(by_layer, 8)), *(["…"] if len(by_layer) > 8 else [])]
         raise ProgramError(
@@ -475,9 +477,8 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     - "onwards": from the first token on where it holds.
 
     The edits must come after the probes: in later layers, or, for "token", at the same site. Probes of one condition
-    read one site of a layer. The scores are in `run.probes`, and each decision is that of the score: all conditions on
-    a probe are decided where the program first reads it, before later edits at its site. `run.acted` has the tokens
-    where each edit acted.
+    read one site of a layer. Decisions match the scores in `run.probes`: all conditions on a probe are decided where
+    the program first reads it, before later edits at its site. `run.acted` has the tokens where each edit acted.
 
     Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
     """

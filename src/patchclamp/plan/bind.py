@@ -350,11 +350,9 @@ class _Binder:
                 conditional = self._when(path, op)
                 self.known.count(record_work(conditional))
                 return conditional
-            if isinstance(op, Probe):
-                return self._read(path, op)
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
-                bound = self._bind(path, op)
+                bound = self._read(path, op) if isinstance(op, Probe) else self._bind(path, op)
                 self.known.count(record_work(bound))
                 return bound
             edits = self._used(op, users)
@@ -452,14 +450,12 @@ class _Binder:
         if probe.name in self._read_after:
             if self._read_after[probe.name] != counts and not is_compared:
                 raise ProgramError(
-                    f"{probe.at} is edited after a condition has read the probe {probe.name!r}: give this one another "
-                    "name", "name"
-                )  # fmt: skip
+                    f"{probe.at} is edited between two reads of the probe {probe.name!r}: give the second another name",
+                    "name",
+                )
             return []
         self._read_after[probe.name] = counts
-        bound = self._bind(path, probe)
-        self.known.count(record_work(bound))
-        return bound
+        return self._bind(path, probe)
 
     def _comparison(self, path: str, each: Above) -> tuple[Point, np.ndarray]:
         """Give a comparison a bit. Returns the point that its probe reads, and the positions."""
@@ -849,9 +845,8 @@ def _greatest_below(bias: float, activation: str | None, threshold: float, inclu
 
     below, above = -(greatest := int(np.array([MAX_FP32], np.float32).view(np.int32)[0])), greatest
     if holds(below) or not holds(above):
-        when = "always" if holds(below) else "never"
         raise ProgramError(
-            f"this {activation or 'probe'} is {when} above {threshold}: compare with another", "threshold"
+            f"expected a threshold that a score can cross, got {threshold} (activation {activation})", "threshold"
         )
     while above - below > 1:
         middle = (below + above) // 2

@@ -43,7 +43,7 @@ from patchclamp.run import Run
 from patchclamp.serve.capture_files import captured_file
 from patchclamp.serve.kept import KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
-from patchclamp.stream import ProbeWatch, has_scores
+from patchclamp.stream import ProbeWatch, scored_names
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -546,7 +546,7 @@ class ProgramRun:
         )  # fmt: skip
         self._is_taken = False
         is_streamed = params.output_kind.name == "DELTA"
-        names = has_scores(call.program) if is_streamed else []
+        names = scored_names(call.program) if is_streamed else []
         self.has_scores: bool = bool(names)
         self._watch: ProbeWatch | None = None
         if names or call.condition is not None:

@@ -347,10 +347,10 @@ class CaptureStore:
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
-            alike = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
-            one = len(table) > 0 and bool((alike == alike[:, :1]).all())  # most chunks; `unique` sorts
-            for key in alike[:, :1].T if one else np.unique(alike, axis=1).T:
-                entries = table[(alike == key[:, None]).all(0)]
+            kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
+            is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # usual, and needs no sorting
+            for key in kinds[:, :1].T if is_uniform else np.unique(kinds, axis=1).T:
+                entries = table[(kinds == key[:, None]).all(0)]
                 entry, position, pieces = chunk.gather(entries)
                 dtype = _TORCH[key[2]]
                 stored = StoredRows(position, pieces, dtype, int(key[0]) // dtype.itemsize)

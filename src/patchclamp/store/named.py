@@ -272,7 +272,7 @@ def as_entry(entry: Any) -> Entry:
         if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
             raise ProgramError("a named program has edits and captures nothing")
         if any(isinstance(op, When) for op in program.edits):
-            raise ProgramError("a named program has no conditions, whose probes are read: pass its edits by themselves")
+            raise ProgramError("expected edits without conditions, got pc.When: pass it in edits= instead of by name")
         return program
     return Vector.of(entry)
 
