@@ -134,6 +134,36 @@ class Bench:
         })  # fmt: skip
 
 
+def monitors(bench: Bench, folder: str, options: dict[str, Any]) -> None:
+    """Engines whose own probes score every token, beside one without."""
+    engines = {"no probe": bench.lm}
+    try:
+        for name, probes in (("one probe of the engine", bench.one), ("16 probes of the engine", bench.many)):
+            engines[name] = pc.LM(folder, engine="vllm", probes=probes, **OPTIONS, **options)
+        of_token = {"max_tokens": bench.new, "sampling": {"ignore_eos": True}}
+        bench.compare(f"{bench.count} requests of {bench.length} + {bench.new} tokens", {
+            name: lambda lm=lm: lm.run(bench.prompts(bench.length), **of_token) for name, lm in engines.items()
+        })  # fmt: skip
+        shared = bench.rng.integers(10, 500, 2000 if torch.cuda.is_available() else 64).tolist()
+        bench.compare(f"64 requests behind a cached prefix of {len(shared)}", {
+            name: lambda lm=lm: lm.run(bench.prompts(8, shared, 64), max_tokens=1) for name, lm in engines.items()
+        })  # fmt: skip
+        lm, worst = engines["16 probes of the engine"], 0.0
+        same = [pc.Probe(probe.weight, at=probe.at, name=f"own.{probe.name}") for probe in bench.many]
+        for runs in (lm.run(bench.prompts(bench.length), **of_token), lm.run(bench.prompts(8, shared), max_tokens=4)):
+            began = time.perf_counter()
+            found = lm.probes(runs)
+            bench.note(f"reading 16 probes of the engine of {len(runs)} runs, ms", 1e3 * (time.perf_counter() - began))
+            for run in lm.run([run.prompt_token_ids for run in runs], **of_token, capture=same)[::5]:
+                pairs = [(run.probes[probe.name], run.probes[f"own.{probe.name}"]) for probe in bench.many]
+                worst = max(worst, *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+            assert all(np.isfinite(rows.values).all() for rows in found.values())
+        bench.note("largest difference from the same probes in a program", worst)
+    finally:
+        for lm in list(engines.values())[1:]:
+            lm.close()
+
+
 def _one_by_one(runs: list[pc.Run]) -> None:
     for run in runs:
         dict(run.probes)
@@ -143,17 +173,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--parts", default="generation,cached,captures")
+    parser.add_argument("--parts", default="generation,cached,captures,monitors")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     on_gpu, (shape, layers, changed) = torch.cuda.is_available(), SHAPES[asked.shape]
-    options = {"dtype": "bfloat16"} if on_gpu else {"dtype": "float32", "enforce_eager": True, "block_size": 32,
-                                                    "kv_cache_memory_bytes": 1 << 29}  # fmt: skip
+    options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+    options = {"dtype": "bfloat16"} if on_gpu else options
+    # three engines fit beside each other
+    options |= (
+        {"kv_cache_memory_bytes": 1 << 34, "gpu_memory_utilization": 0.3}
+        if on_gpu
+        else {"kv_cache_memory_bytes": 1 << 29}
+    )
     folder = shape_only(Path(tempfile.mkdtemp()), shape, layers, **changed)
     with pc.LM(folder, engine="vllm", **OPTIONS, **options) as lm:
         bench = Bench(lm, asked.rounds, 256, *((64, 64) if on_gpu else (12, 8)))
         for part in asked.parts.split(","):
-            getattr(bench, part)()
+            if part == "monitors":
+                monitors(bench, folder, options)
+            else:
+                getattr(bench, part)()
     if asked.out is not None:
         machine = torch.cuda.get_device_name() if on_gpu else "CPU"
         told = {"date": datetime.date.today().isoformat(), "machine": machine, "shape": asked.shape, **bench.found}

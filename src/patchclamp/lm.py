@@ -57,11 +57,11 @@ from patchclamp.errors import (
     UnsupportedSite,
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
-from patchclamp.language import Capture, Program, Site, every
+from patchclamp.language import Capture, Probe, Program, Site, every
 from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import is_stacked, parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
@@ -100,6 +100,7 @@ class LM:
         *,
         allow_code: bool = False,
         capture_bytes: int | None = None,
+        probes: Sequence[Probe] = (),
         **options: Any,
     ) -> None:
         if capture_bytes is not None and (not is_token_id(capture_bytes) or capture_bytes < 1):
@@ -108,7 +109,8 @@ class LM:
         # options that change the results of a batch, and therefore the proofs (`proving.prove`)
         as_flag(allow_code, "allow_code")
         self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
-        self.engine: Engine = open_engine(model, engine, options)
+        self.engine: Engine = open_engine(model, engine, options, probes)
+        self._probes: list[Probe] = [] if self.engine.monitors else list(probes)  # of every program
         self.bank, self.allows_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
@@ -505,6 +507,8 @@ class LM:
         programs = [by_lists.get((id(edit), id(keep)))
                     or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
+        if self._probes:
+            programs = [_with_probes(program, self._probes) for program in programs]
         samplings = [plain(one) for one in samplings_of(sampling, len(prompts), temperature=temperature, n=n)]
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
@@ -623,7 +627,7 @@ class LM:
         """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
         engine call a probe. Raises as `rows` does."""
         runs = _distinct(runs)
-        found: dict[str, Rows] = {}
+        found = self._monitored(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
             if others:
@@ -634,6 +638,17 @@ class LM:
             rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
             found[name] = msgspec.structs.replace(rows, values=np.asarray(activated(rows.values, probe.activation)))
         return found
+
+    def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
+        """The scores of the engine's own probes in many runs."""
+        products = [rows for run in runs if (rows := run.answer.monitored) is not None]
+        if not products or len(products) < len(runs):
+            return {}
+        counts, joined = [len(rows) for rows in products], np.concatenate(products)
+        run = np.repeat(np.arange(len(runs)), counts)
+        position = np.concatenate([np.arange(count) for count in counts])
+        return {each.probe.name: Rows(each.scores(joined), run, position)
+                for each in self.engine.monitors if not is_stacked(each.probe.at)}  # fmt: skip
 
     def _gathered(self, runs: Sequence[Run], ref: SiteRef, probe: str = "") -> tuple[Rows, str]:
         """The rows of a site, or of a probe, in many runs, and how they are pooled."""
@@ -952,6 +967,12 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
     if len({run.key for run in runs}) < len(runs):
         raise ProgramError("expected each run once", "runs")
     return runs
+
+
+def _with_probes(program: Program, probes: Sequence[Probe]) -> Program:
+    """A program with the probes of every request, but those whose name it uses itself."""
+    added = tuple(probe for probe in probes if probe.name not in program.probes)
+    return msgspec.structs.replace(program, capture=program.capture + added)
 
 
 def _key() -> str:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Drafts, Engine, PartScores, Request, TopTokens
+from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Monitor, PartScores, Request, TopTokens
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp, Vector
 from patchclamp.language.conditions import Above, ProbeCondition, comparisons, deciding, holding
 from patchclamp.language.ops import Lens, Translator
 from patchclamp.language.probes import activated
-from patchclamp.language.site import SITES, parse_site
+from patchclamp.language.site import is_stacked, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, POOLS, as_flag
@@ -325,8 +325,9 @@ class Run:
 
     @property
     def probes(self) -> Mapping[str, torch.Tensor]:
-        """The results of its probes by name: [T, k] in fp32, one row for each selected token (`probe_positions`), or
-        [k] if pooled; with an axis of layers before these where the probe's site has several."""
+        """The results of its probes, and of those that the engine computes for every request, by name: [T, k] in fp32,
+        one row for each selected token (`probe_positions`), or [k] if pooled; with an axis of layers before these where
+        the probe's site has several."""
         return _Probes(self)
 
     @functools.cached_property
@@ -339,8 +340,23 @@ class Run:
         return {op.action.probe: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
+    def _monitor(self, name: str) -> Monitor | None:
+        """The engine's own probe of this name, if it scored this run."""
+        if name in self._probe_ops or self.answer.monitored is None:
+            return None
+        return next((each for each in self._owner.engine.monitors if each.probe.name == name), None)
+
+    @property
+    def probe_names(self) -> list[str]:
+        """The names of its probes: its program's, and the engine's own."""
+        monitors = () if self.answer.monitored is None else self._owner.engine.monitors
+        return list(dict.fromkeys([*self._probe_ops, *(each.probe.name for each in monitors)]))
+
     def probe_positions(self, name: str) -> list[int]:
         """The positions whose tokens a probe read."""
+        if self._monitor(name) is not None:
+            assert self.answer.monitored is not None
+            return list(range(len(self.answer.monitored)))
         return self._products(name)[0].tolist()
 
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
@@ -402,6 +418,11 @@ class Run:
 
     def probed(self, name: str) -> torch.Tensor:
         """`run.probes[name]`."""
+        if (monitor := self._monitor(name)) is not None:
+            import torch
+
+            assert self.answer.monitored is not None
+            return torch.as_tensor(monitor.scores(self.answer.monitored))
         _, products = self._products(name)
         op = self._named_probes[name]
         scores: list[Any] = [probe_scores(op, rows, name) for rows in products]
@@ -846,13 +867,13 @@ class _Probes(_Readings):
         return self._run.probed(name)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._run._probe_ops
+        return name in self._run.probe_names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._run._probe_ops)
+        return iter(self._run.probe_names)
 
     def __len__(self) -> int:
-        return len(self._run._probe_ops)
+        return len(self._run.probe_names)
 
     def __repr__(self) -> str:
         return f"<probes: {', '.join(self) or 'none'}>"
@@ -1052,11 +1073,6 @@ class Captures(dict[str, "torch.Tensor"]):
         names = [str(ref) for ref in self._sites.resolve(at)]
         present = [name for name in names if dict.__contains__(self, name)]
         return present if at.layers is None or len(present) == len(names) else []
-
-
-def is_stacked(at: Site) -> bool:
-    """True if a site's rows have a first axis for layers."""
-    return SITES[at.name].layered and not isinstance(at.layers, int)
 
 
 def stacked(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -324,7 +324,7 @@ def an_engine(numerics: str = "uniform") -> Any:
 
 
 def recording(sizes: tuple[int, ...] | None = None) -> compat_graphs.Graphs:
-    return compat_graphs.Graphs(sizes, nullcontext, lambda graph: ("tapped", graph), lambda: None)
+    return compat_graphs.Graphs(sizes, nullcontext, nullcontext, lambda graph: ("tapped", graph), lambda: None)
 
 
 def test_both_variants_of_every_graph_are_recorded(pieces_of):

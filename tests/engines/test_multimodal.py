@@ -70,7 +70,7 @@ def test_graphs_of_the_decoder_are_the_engines(pair):
         id(m.vllm_config): m.vllm_config for m in worker._runner.get_model().modules() if hasattr(m, "vllm_config")
     }
     assert copies.keys() - {id(worker._config)}
-    graphs, wrappers = Graphs(None, *[lambda *_: None] * 3), []  # type: ignore[arg-type]
+    graphs, wrappers = Graphs(None, *[lambda *_: None] * 4), []  # type: ignore[arg-type]
     graphs._config = worker._config
     for owner in (*copies.values(), SimpleNamespace(compilation_config=SimpleNamespace())):
         wrapper: Any = CUDAGraphWrapper.__new__(CUDAGraphWrapper)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patchclamp.engines.base import Engine
@@ -17,7 +17,7 @@ from patchclamp.errors import EngineError, ModelError, unknown
 NAMES = ("vllm", "transformers", "fake")
 
 
-def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]) -> Engine:
+def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any], probes: Sequence[Any] = ()) -> Engine:
     """Open the named (or default) engine with `model` loaded; an engine object is returned unchanged."""
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
@@ -41,7 +41,7 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     if name == "vllm":
         from patchclamp.engines.vllm.sync_engine import VllmEngine
 
-        return VllmEngine(path, **options)
+        return VllmEngine(path, **options, **({"probes": list(probes)} if probes else {}))
     from patchclamp.engines.transformers import TransformersEngine
 
     return TransformersEngine(path, **_checked(TransformersEngine, options))

@@ -39,8 +39,10 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
-from patchclamp.language.ops import Translator
-from patchclamp.language.values import as_file
+from patchclamp.language.ops import Probe, Translator
+from patchclamp.language.probes import activated
+from patchclamp.language.site import is_stacked
+from patchclamp.language.values import Vector, as_file
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import bank_sizes
@@ -300,6 +302,39 @@ class Drafts(NamedTuple):
     accepted: int
 
 
+class Monitor(msgspec.Struct, frozen=True):
+    """A probe that scores every token of every request of an engine.
+
+    probe: its weight and bias; without a selection of tokens, and not pooled
+    threshold: count the scores above this number; None: do not count
+    points: the points of its site, in the order of layers
+    columns: its columns among all monitors' products of a token: k for each point
+    """
+
+    probe: Probe
+    threshold: float | None
+    points: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def weight(self) -> np.ndarray:
+        """W, [k, D]."""
+        assert isinstance(self.probe.weight, Vector)
+        return self.probe.weight.rows()
+
+    @property
+    def outputs(self) -> int:
+        """k, the number of scores of a token at one point."""
+        return len(self.weight)
+
+    def scores(self, products_TK: np.ndarray) -> np.ndarray:
+        """Its scores from all monitors' products of T tokens: [T, k], or [L, T, k] if the site has layers L."""
+        own = products_TK[:, list(self.columns)].reshape(len(products_TK), len(self.points), self.outputs)
+        bias = 0 if self.probe.bias is None else self.probe.bias.array()
+        scores = activated((own + bias).astype(np.float32, copy=False), self.probe.activation).swapaxes(0, 1)
+        return scores if is_stacked(self.probe.at) else scores[0]
+
+
 class Answer(msgspec.Struct):
     """The result of a request.
 
@@ -313,6 +348,7 @@ class Answer(msgspec.Struct):
     computed_from: the first layer and prompt position computed, if everything before came from a run of the prompt
         without a program; None if all of it was computed, or came from a prefix cache
     drafts: None if the engine does not count drafts, or makes none
+    monitored: the products of the engine's own probes (`Engine.monitors`) for every token that was an input, [T, K]
     stop_reason: "probe:NAME" if a condition on that probe ended the run, whose last token is then the one that it held
         at, and was an input
     """
@@ -327,6 +363,7 @@ class Answer(msgspec.Struct):
     computed_from: tuple[int, int] | None = None
     drafts: Drafts | None = None
     stop_reason: str | None = None
+    monitored: np.ndarray | None = None
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -443,6 +480,7 @@ class Engine(Protocol):
     run_prefix: the prefix of its runs' names
     batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
+    monitors: probes of its own, which score every token of every request
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
 
@@ -454,6 +492,7 @@ class Engine(Protocol):
     run_prefix: str = ""
     keeps_captures_here: bool = True
     batch_difference: str | None = None
+    monitors: tuple[Monitor, ...] = ()
 
     @property
     def whole_because(self) -> str:

@@ -382,3 +382,8 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
     if len(listed) + len(keys) > 2:
         raise ProgramError(f"{text!r}: a site takes a layer and at most one index")
     return Site(name, *listed, *(parse_index(key) for key in keys))  # pyright: ignore[reportArgumentType]
+
+
+def is_stacked(at: Site) -> bool:
+    """True if a site's rows have a first axis for layers."""
+    return SITES[at.name].layered and not isinstance(at.layers, int)

@@ -34,6 +34,7 @@ from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
 from patchclamp.runtime.host_step import Bank, HostStep, Step
+from patchclamp.runtime.op import AtWork
 from patchclamp.sites import Shard, SiteMap, View
 from patchclamp.store.captures import (
     ALIGNED,
@@ -394,6 +395,7 @@ class Runtime:
         self._code: dict[int, tuple[str, Code]] = {}  # by number: the run and its code
         self._code_of: dict[str, list[int]] = {}
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
+        self.monitor: AtWork | None = None  # reads the rows of every step
         self.step: Step = HostStep(self.table, self.bank)
         self.step.code = self.run_code
 
@@ -719,10 +721,15 @@ class Runtime:
         return sameness
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Apply the step's plan at a point; called by every tap. An exception becomes the error of the programs that
-        act there, and the step continues."""
-        if (self.plan is None or not self._acts[point]) and not self.step.recording:
-            return
+        """Apply the step's plan at a point, and then the monitor; called by every tap."""
+        if self.step.recording or (self.plan is not None and self._acts[point]):
+            self._apply(point, hidden, residual)
+        if self.monitor is not None:
+            self.monitor.apply(point, hidden, residual)
+
+    def _apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Apply the step's plan at a point. An exception becomes the error of the programs that act there, and the step
+        continues."""
         try:
             width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
             if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # common case

@@ -25,8 +25,10 @@ from patchclamp.engines.base import (
     Drafts,
     Engine,
     Model,
+    Monitor,
     PackedTokens,
     Part,
+    PartScores,
     Request,
     Tokenizer,
     TopTokens,
@@ -40,10 +42,11 @@ from patchclamp.engines.vllm.admission import Lease, Verdict
 from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt, Piece
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
-from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, tables_of
+from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, log_monitors, tables_of
 from patchclamp.engines.vllm.compat.core import joined_verdict
 from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
+from patchclamp.engines.vllm.monitors import MonitoredRun, MonitorLog, monitors_of_config
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
 from patchclamp.plan.bound import MATCH, is_vector, source_of
 from patchclamp.plan.cells import CellRecords, joined
@@ -100,6 +103,10 @@ class VllmFrontEnd(Engine):
         """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
+        self.monitors = monitors_of_config(config)
+        self.monitor_log: MonitorLog = MonitorLog(self.monitors)
+        if self.monitors:
+            log_monitors(processor, self.monitor_log)
         self._has_text = not config.model_config.skip_tokenizer_init
         self.tokenizer: Tokenizer = HubTokenizer(hub_tokenizer()) if self._has_text else NoTokenizer()
         self.model = Model(
@@ -271,13 +278,16 @@ class VllmFrontEnd(Engine):
 
     def _underway(self, request: Request) -> Underway:
         """Return a request's state, before it is submitted."""
-        underway = Underway(request, self._decoder(request) if self._has_text else None)
+        underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
+        if self.monitors:
+            self.monitor_log.runs[request.run] = underway.monitored
         if request.logprobs is not None or request.score:
             tables_of(self._processor)[request.run] = underway.tables
         return underway
 
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
+        self.monitor_log.runs.pop(run, None)
 
     def text_of(self, request: Request, token_ids: list[int]) -> str:
         from vllm import SamplingParams
@@ -343,11 +353,15 @@ class Underway:
     there is one output. The text is vLLM's own, which holds back possible stop texts.
 
     tables: log-probabilities that have arrived and are unread
+    monitored: the scores of the engine's probes that have arrived, under 0
     decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM makes the text
     """
 
-    def __init__(self, request: Request, decode: Callable[[list[int], bool], str] | None) -> None:
-        self.request, self._decode = request, decode
+    def __init__(
+        self, request: Request, decode: Callable[[list[int], bool], str] | None, monitors: tuple[Monitor, ...] = ()
+    ) -> None:
+        self.request, self._decode, self._monitors = request, decode, monitors
+        self.monitored: dict[int, MonitoredRun] = {}
         self.tables: list[Table] = []
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -376,7 +390,15 @@ class Underway:
         self._ids += ids
         self._logprobs += logprobs[: len(ids)]
         if request.listener is not None and (new.text or ids):
-            request.listener(Part(new.text, ids, logprobs[: len(ids)]))
+            request.listener(Part(new.text, ids, logprobs[: len(ids)], self._news()))
+
+    def _news(self) -> dict[str, PartScores]:
+        """The scores of the engine's probes that are new."""
+        if (run := self.monitored.get(0)) is None:
+            return {}
+        first, products = run.news()
+        positions = list(range(first, first + len(products)))
+        return {each.probe.name: PartScores(positions, each.scores(products)) for each in self._monitors}
 
     def answer(self, output: RequestOutput | None = None) -> Answer:
         """Return the answer, after the last output, or (None) the answer of a request that was ended early."""
@@ -386,6 +408,7 @@ class Underway:
             ids, "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop"),
             None if self.request.logprobs is None else self._logprobs, self._scores, reason, self._cached_tokens,
             self._top_logprobs[: len(ids)], drafts=None if last is None else drafts_of(last),
+            monitored=None if (run := self.monitored.get(0)) is None else run.products(),
         )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ from patchclamp.sites import SiteMap
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from patchclamp.engines.vllm.monitors import Monitor
+
 CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
 CONFIG = "--additional-config"
 FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
@@ -116,19 +118,21 @@ def _larger(limit: str) -> str:
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config` with a server's limits as an attribute, because vLLM hashes the items. The configuration
-    itself cannot have the attribute: vLLM could not derive the configuration of a part of the model from it."""
+    """An `additional_config` with what does not change the compiled code as attributes, because vLLM hashes the items.
+    The configuration itself cannot have them: vLLM could not derive the configuration of a part of the model from
+    it."""
 
     serving: ServeLimits
+    monitors: tuple[Monitor, ...]
 
 
-def set_serving(vllm_config: VllmConfig, limits: ServeLimits) -> dict[str, Any]:
-    """Move a server's limits out of our part of `additional_config`, to be read by `serving`; return that part. The
-    original engine arguments are not modified."""
+def set_apart(vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...]) -> dict[str, Any]:
+    """Move a server's limits and the probes of every request out of our part of `additional_config`, to be read by
+    `serving` and `monitors.of_config`; return that part. The original engine arguments are not modified."""
     extra: Any = vllm_config.additional_config
-    ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
+    ours = {part: value for part, value in extra[KEY].items() if part not in ("serve", "probes")}
     extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
-    extra.serving = limits
+    extra.serving, extra.monitors = limits, monitors
     return ours
 
 

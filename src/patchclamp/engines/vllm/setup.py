@@ -16,7 +16,8 @@ from patchclamp.engines import base
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat.runner import CELLS
-from patchclamp.engines.vllm.server import CAUSES, ServeLimits, set_serving
+from patchclamp.engines.vllm.monitors import monitors_of
+from patchclamp.engines.vllm.server import CAUSES, ServeLimits, set_apart
 from patchclamp.errors import EngineError, SeamMoved, describe_error, unknown
 from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
@@ -25,7 +26,7 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ASKED = ("limits", "serve", "numerics")  # settings in our part of `additional_config` that a user may give
+ASKED = ("limits", "serve", "numerics", "probes")  # settings in our part of `additional_config` that a user may give
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
 problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
@@ -77,20 +78,23 @@ def complete(vllm_config: VllmConfig) -> None:
         if part not in PARTS:
             raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
-    asked = ours.get("numerics", "stock")
+    probes = ours.get("probes") or []
+    asked = ours.get("numerics", "uniform" if probes else "stock")
     base.check_numerics(asked)
+    if probes:
+        configuration.check_monitored(vllm_config, asked)
     try:
         limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)
     except msgspec.ValidationError as error:
         raise EngineError(f"engine options: {error}") from None
     configuration.save_graphs(vllm_config)
-    ours = set_serving(vllm_config, serving)
+    sites = find_sites(vllm_config)
+    ours = set_apart(vllm_config, serving, monitors_of(probes, sites))
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)
     most = 2 * configuration.model_facts(vllm_config)["max_num_seqs"]
-    sites = find_sites(vllm_config)
     tapped = repr(sites.taps("vllm")).encode()
     ours.update(
         version=__version__,

@@ -26,6 +26,7 @@ from patchclamp.engines.vllm.compat.architecture import share, site_map
 from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
+from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
 from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
 from patchclamp.language.ops import Translator
@@ -249,10 +250,16 @@ class Attached:
             self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
+        monitor: MonitorTap | None = None
+        if monitors := monitors_of_config(worker.vllm_config):
+            monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)
+        self.runtime.monitor = monitor
         self.hooks: compat.Hooks = compat.Hooks(
             self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest
         )
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
+        if monitor is not None and first:
+            compat.on_results(runner, monitor.taken)
 
     def _on_cuda(self, runner: Any, limits: Limits) -> None:
         from patchclamp.runtime.cuda_step import CudaStep
@@ -271,14 +278,20 @@ class Attached:
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
         watch = Watch(step.buffers) if cuda_graphs.checked() else None
-        self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
+        self._graphs = Graphs(
+            limits.active_sizes, self.recording, self.resting, step.recorded.tapped, step.recorded.forget, watch
+        )  # fmt: skip
 
     def at_work(self) -> Any:
         return at_work(self.runtime, self._compiled)
 
     def at_rest(self) -> Any:
         """Return the context of an idle step. Taps do nothing there; taps in compiled code return early."""
-        return at_work(None, self._compiled) if self._uniform else nullcontext()
+        return at_work(self.runtime.monitor, self._compiled) if self._uniform else nullcontext()
+
+    def resting(self) -> Any:
+        """Return the context in which graphs of idle steps are recorded."""
+        return at_work(self.runtime.monitor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

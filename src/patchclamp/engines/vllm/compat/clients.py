@@ -21,8 +21,9 @@ import numpy as np
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
-from patchclamp.engines.vllm.compat.core import is_pending
+from patchclamp.engines.vllm.compat.core import SCORES, is_pending
 from patchclamp.engines.vllm.compat.seams import seam
+from patchclamp.engines.vllm.monitors import MonitorLog
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
 
@@ -195,7 +196,9 @@ def on_outputs() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        tables = tables_of(processor)
+        tables, log = tables_of(processor), vars(processor).get("patchclamp_monitors")
+        if log is not None:
+            _file_scores(log, processor, engine_core_outputs)
         for output in engine_core_outputs if tables else ():
             state = processor.request_states.get(output.request_id)  # None: aborted
             if output.new_logprobs is not None and state is not None and state.external_req_id in tables:
@@ -205,6 +208,29 @@ def on_outputs() -> None:
         return stock(processor, engine_core_outputs, *args, **kwargs)
 
     OUTPUTS.wrap(process_outputs)
+
+
+def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
+    """File the scores that came with some outputs under the requests that these belong to."""
+    if not outputs:
+        return
+    params = outputs[0].kv_transfer_params
+    if params is not None and (message := params.pop(SCORES, None)) is not None:
+        outputs[0].kv_transfer_params = params or None
+        log.arrived(message)
+
+    def owner(name: str) -> tuple[str, int] | None:
+        if (state := processor.request_states.get(name)) is None:  # aborted
+            return None
+        parent = state.parent_req
+        return state.external_req_id if parent is None else parent.external_req_id, state.request_index
+
+    log.file([output.request_id for output in outputs], owner)
+
+
+def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
+    """File the scores of all outputs in a log."""
+    vars(processor)["patchclamp_monitors"] = log
 
 
 def tables_of(processor: OutputProcessor) -> dict[str, list[Table]]:

@@ -267,6 +267,22 @@ def refused(vllm_config: VllmConfig) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
+def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
+    """Raise `EngineError` for a configuration in which probes cannot score every request."""
+    scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
+    reasons = {
+        'numerics="stock"': ("steps without programs have no taps", numerics != "uniform"),
+        "pipeline stages": ("a step's scores come from its last stage", parallel_config.pipeline_parallel_size > 1),
+        "speculative decoding and async_scheduling": (
+            "a step's positions are known too late",
+            vllm_config.speculative_config is not None and bool(scheduler_config.async_scheduling),
+        ),
+    }
+    for name, (why, holds) in reasons.items():
+        if holds:
+            raise EngineError(f"probes of every request do not run with {name}: {why}", "probes")
+
+
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # tested methods of speculative decoding
 GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
 PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # with several workers

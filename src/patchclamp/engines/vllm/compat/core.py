@@ -19,7 +19,8 @@ from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
-from patchclamp.errors import PatchclampError, ProgramError, pack
+from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 from patchclamp.plan.bound import APPLY, block_key, lowest_capture
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+SCORES = "patchclamp_scores"  # in the `kv_transfer_params` of an output
 PROVED_AT_ONCE = 128  # minimum number of generated tokens between two proof requests to the workers
 
 _CORE, _SCHEDULER = "vllm.v1.core.", "vllm.v1.core.sched.scheduler:Scheduler."
@@ -251,6 +253,7 @@ class _Admitting:
         # a Mamba layer's blocks hold a state that later tokens overwrite, so they cannot be cached after the fact
         has_states = core.vllm_config.cache_config.mamba_cache_mode != "none"
         self._may_cache = cache_manager.enable_caching and not has_states
+        self._scores, self._followed = _slot_scores(core)
 
     # -- a request arrives
 
@@ -334,6 +337,8 @@ class _Admitting:
                 del self._scheduler.requests[request.request_id]
                 self._add(request)
         output = self._schedule(*args, **kwargs)
+        if self._scores is not None:
+            self._scores.scheduled(id(output), *_blocks_of(output, self._followed))
         orders = self.admission.take_orders()
         if orders is not None:
             vars(output)["patchclamp"] = orders
@@ -346,6 +351,10 @@ class _Admitting:
             if program.placement is not None:
                 self._ended[request.request_id] = program
             self.admission.end(request.request_id)
+        if self._scores is not None and self._is_updating:  # its last output carries its last scores
+            self._scores.end(request.request_id, request.num_tokens - 1)
+        elif self._scores is not None:
+            self._scores.leave(request.request_id)
         return self._free(request, *args, **kwargs)
 
     def unfinished(self) -> int:
@@ -365,11 +374,15 @@ class _Admitting:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Return the outputs of a step, with the verdicts on their programs."""
+        if self._scores is not None:
+            _take_scores(self._scores, scheduler_output, model_runner_output)
         self._is_updating = True
         try:
             outputs = self._update(scheduler_output, model_runner_output)
         finally:
             self._is_updating = False
+        scores = self._scores
+        new = {} if scores is None else {client: scores.take_all(part.outputs) for client, part in outputs.items()}
         if self.admission.errors:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
@@ -384,6 +397,10 @@ class _Admitting:
             late += [(client, output) for client, output, _ in withheld.entries]
         for client, output in reversed(late):
             self._outputs(outputs, client).insert(0, output)
+        for client, part in outputs.items():
+            if scores is not None and (message := scores.message(part.outputs, new.get(client))):
+                first = part.outputs[0]
+                first.kv_transfer_params = {**(first.kv_transfer_params or {}), SCORES: message}
         return outputs
 
     def _end_refused(self, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -472,6 +489,53 @@ class _Admitting:
                 self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
             if held:
                 self._free_blocks(request)
+
+
+def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
+    """Return a place for the scores of an engine's monitors, None without any, and the group of layers whose blocks it
+    follows, which keeps all tokens of a request.
+
+    Raises `EngineError` if a cached prefix could be reused whose scores are not in the cache: layers with a sliding
+    window or a state keep only the end of a prefix.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    monitors, config = monitors_of_config(core.vllm_config), core.scheduler.kv_cache_config  # type: ignore[attr-defined]
+    if not monitors:
+        return None, 0
+    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
+    whole = next((i for i, spec in enumerate(groups) if isinstance(spec, FullAttentionSpec)), None)
+    if whole is None:
+        if core.vllm_config.cache_config.enable_prefix_caching:
+            raise EngineError(
+                "no layer of this model attends to all tokens, so cached prefixes have no scores: set "
+                "enable_prefix_caching=False", "probes",
+            )  # fmt: skip
+        whole = 0
+    length = core.vllm_config.model_config.max_model_len
+    return SlotScores(columns_of(monitors), config.num_blocks, groups[whole].block_size, length), whole
+
+
+def _blocks_of(step: SchedulerOutput, group: int) -> tuple[Any, ...]:
+    """Return the arguments of `SlotScores.scheduled` for a step, with the blocks of one group."""
+    running, new = step.scheduled_cached_reqs, step.scheduled_new_reqs
+    blocks = [(request.req_id, request.block_ids[group], True) for request in new]
+    if running.new_block_ids.count(None) < len(running.new_block_ids):
+        added = zip(running.req_ids, running.new_block_ids, strict=True)
+        blocks += [(name, ids[group], name in running.resumed_req_ids) for name, ids in added if ids is not None]
+    names = [*running.req_ids, *(request.req_id for request in new)]
+    starts = [*running.num_computed_tokens, *(request.num_computed_tokens for request in new)]
+    return names, starts, step.num_scheduled_tokens, step.total_num_scheduled_tokens, blocks
+
+
+def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Keep the scores that came with a step's output. Of drafted tokens, those that were accepted count."""
+    products = vars(output).pop("patchclamp", None)
+    accepted: dict[str, int] = {}
+    for name, drafts in step.scheduled_spec_decode_tokens.items():
+        generated = len(output.sampled_token_ids[output.req_id_to_index[name]])
+        accepted[name] = step.num_scheduled_tokens[name] - len(drafts) + max(generated - 1, 0)
+    scores.computed(id(step), products, output.req_ids, accepted)
 
 
 def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: RequestProgram) -> None:

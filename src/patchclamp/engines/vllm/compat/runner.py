@@ -368,6 +368,44 @@ def without_graph() -> AbstractContextManager[Any]:
     return compiled_variant(active=True, usable=_no_graph)
 
 
+def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) -> None:
+    """Send arrays with a runner's outputs to the core, as their attribute `patchclamp`. `taken(tokens)` is called after
+    the forward pass of each step with tokens; the function that it returns, once the output is needed."""
+    execute, sample = runner.execute_model, runner.sample_tokens
+    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed and not sampled yet
+
+    def carry(result: Any) -> Any:
+        if not waits or result is None:
+            return result
+        wait = waits.pop()
+        if not hasattr(result, "get_output"):
+            vars(result)["patchclamp"] = wait()
+            return result
+        stock = result.get_output
+
+        def get_output() -> Any:
+            output = stock()
+            vars(output)["patchclamp"] = wait()
+            return output
+
+        result.get_output = get_output
+        return result
+
+    @forwards(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = execute(scheduler_output, *args, **kwargs)
+        if kwargs.get("dummy_run") or (len(args) > 1 and args[1]) or not scheduler_output.total_num_scheduled_tokens:
+            return result
+        waits[:] = [taken(scheduler_output.total_num_scheduled_tokens)]
+        return carry(result)
+
+    @forwards(sample)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        return carry(sample(*args, **kwargs))
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
 def _profile_variants(runner: V1Runner, graphs: Graphs) -> None:
     """Make a V1 runner compile, tune and measure both variants. Its other dummy steps are always idle."""
     dummy = runner._dummy_run

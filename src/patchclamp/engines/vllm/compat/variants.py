@@ -203,6 +203,7 @@ class Graphs:
 
     sizes        tokens of the steps recorded active (None: all that vLLM records)
     recording    a context in which taps are recorded
+    resting      a context in which graphs of idle steps are recorded
     tapped       makes a graph that was recorded with taps replayable
     forget       drops the taps of unfinished graphs
     watch        checks the addresses that graphs read, if enabled
@@ -211,10 +212,11 @@ class Graphs:
     recording: Callable[..., Any]
 
     def __init__(
-        self, sizes: tuple[int, ...] | None, recording: Callable[[], Any], tapped: Callable[[Any], Any],
-        forget: Callable[[], None], watch: Watch | None = None,
+        self, sizes: tuple[int, ...] | None, recording: Callable[[], Any], resting: Callable[[], Any],
+        tapped: Callable[[Any], Any], forget: Callable[[], None], watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self._sizes, self.recording, self._tapped, self._forget = sizes, recording, tapped, forget
+        self._resting = resting
         self.watch = watch
         self._manager: Any = None  # a V2 runner's manager, which keeps full graphs
         self._config: Any = None
@@ -246,7 +248,8 @@ class Graphs:
         self.count([desc for descs in manager._capture_descs.values() for desc in descs])
         if self.watch is not None:
             self.watch.watch_replays(manager)
-        with _graphs_of(_Watched, self.watch), nullcontext() if profile else self._counting_bytes("without"):
+        counting = nullcontext() if profile else self._counting_bytes("without")
+        with _graphs_of(_Watched, self.watch), self._resting(), counting:
             pieces = _recorded_in(capture)
         if profile:
             return
@@ -270,7 +273,7 @@ class Graphs:
         self, vllm_config: VllmConfig, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]
     ) -> None:
         """Record both variants of the graphs of one mode of a V1 runner, and leave the idle one in place."""
-        with _graphs_of(_Watched, self.watch), self._counting_bytes("without"):
+        with _graphs_of(_Watched, self.watch), self._resting(), self._counting_bytes("without"):
             pieces = _recorded_in(lambda: capture(sizes))
         self._config = vllm_config
         self._stores[False] = self._take()

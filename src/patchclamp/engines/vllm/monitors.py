@@ -1,0 +1,455 @@
+"""Monitors: probes that score every token of every request, without a program and without recomputing cached prefixes.
+
+The worker computes W h of each row of a step at the tap of a monitor's site (`MonitorTap`), also in CUDA graphs, and
+the numbers travel with the step's output. The engine core keeps them by slot of the KV cache (`SlotScores`): wherever
+the keys and values of a token are, its scores are, too, so a request that reuses a cached block has the scores of the
+block. With each output of a request the core sends the scores that are new, and the front end collects them
+(`MonitorLog`).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.engines.base import Monitor
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.language import every
+from patchclamp.language.ops import Probe
+from patchclamp.language.site import parse_site
+from patchclamp.language.values import Vector
+from patchclamp.sites import SiteMap
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from patchclamp.sites import View
+
+MAX_COLUMNS = 1024  # numbers per token that all monitors may compute, which the core keeps for each slot of the cache
+WORDS = re.compile(r"(?P<name>[^=]+)=(?P<file>.+)@(?P<site>[^@>]+)(?:>(?P<threshold>[^>]+))?")
+
+
+def parse_monitor(words: str) -> tuple[Probe, float | None]:
+    """Read `NAME=FILE@SITE` or `NAME=FILE@SITE>THRESHOLD`. Raises `ProgramError` for other words, and the errors of
+    `Probe.load`."""
+    parts = WORDS.fullmatch(words)
+    if parts is None:
+        raise ProgramError(f"expected NAME=FILE@SITE, such as lies=probe.safetensors@resid_post[20], got {words!r}")
+    name, file, site, threshold = parts.groups()
+    try:
+        limit = None if threshold is None else float(threshold)
+    except ValueError:
+        raise ProgramError(f"expected a number after >, got {threshold!r}") from None
+    return Probe.load(file, parse_site(site.strip()), name=name.strip()), limit
+
+
+def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
+    """Read the engine option `probes`: a list of `Probe`s and of words (`parse_monitor`).
+
+    Raises `ProgramError`, `ShapeError` or `UnsupportedSite` for a probe that cannot score every token.
+    """
+    monitors: list[Monitor] = []
+    for i, each in enumerate(given):
+        try:
+            monitor = _monitor_of(each, sites)
+            if monitor.probe.name in [other.probe.name for other in monitors]:
+                raise ProgramError(f"two probes have the name {monitor.probe.name!r}")
+        except PatchclampError as error:
+            raise error.under(f"probes[{i}]") from None
+        monitors.append(monitor)
+    # the columns of a point are adjacent, so that it takes one product
+    places = sorted((point, i, number) for i, monitor in enumerate(monitors) for point in monitor.points
+                    for number in range(monitor.outputs))  # fmt: skip
+    if len(places) > MAX_COLUMNS:
+        raise ShapeError(f"expected at most {MAX_COLUMNS} scores per token of all probes, got {len(places)}", "probes")
+    column = {place: number for number, place in enumerate(places)}
+    return tuple(
+        msgspec.structs.replace(monitor, columns=tuple(
+            column[point, i, number] for point in monitor.points for number in range(monitor.outputs)
+        )) for i, monitor in enumerate(monitors)
+    )  # fmt: skip
+
+
+def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
+    probe, threshold = parse_monitor(given) if isinstance(given, str) else (given, None)
+    if not isinstance(probe, Probe):
+        raise ProgramError(f"expected a Probe, got {type(probe).__name__}")
+    if probe.pool is not None or probe.tokens != every:
+        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave tokens and pool out")
+    refs = sites.resolve(probe.at)
+    width = sites.points[refs[0].point].width
+    if not isinstance(probe.weight, Vector) or probe.weight.shape[-1] != width:
+        given_shape = list(probe.weight.shape) if isinstance(probe.weight, Vector) else probe.weight.name
+        raise ShapeError(f"expected a weight [k, {width}] at {probe.at}, got {given_shape}", "weight")
+    points = tuple(ref.point for ref in refs)
+    for point in points:
+        if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
+            raise UnsupportedSite(
+                f"a probe of every request reads a site that each worker has whole, for each token, and not {probe.at}",
+                "at",
+            )
+    return Monitor(probe, threshold, points, ())
+
+
+def monitors_of_config(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
+    """The monitors of an engine with patchclamp."""
+    return getattr(vllm_config.additional_config, "monitors", ())
+
+
+def columns_of(monitors: Sequence[Monitor]) -> int:
+    """The numbers per token that monitors compute."""
+    return sum(len(monitor.columns) for monitor in monitors)
+
+
+# -- the worker
+
+
+class MonitorTap:
+    """Computes the products of all rows of a step. `products` [R, K] has one row for each of them.
+
+    Taps call `apply`. It allocates nothing that outlives the step, so that it can be recorded in a CUDA graph.
+    """
+
+    def __init__(
+        self, monitors: Sequence[Monitor], views: Mapping[int, View | None], rows: int, device: torch.device
+    ) -> None:
+        import torch
+
+        self.products: torch.Tensor = torch.zeros(rows, columns_of(monitors), device=device)
+        self._at: dict[int, tuple[torch.Tensor, int, int]] = {}  # by point: Wᵀ [D, k] of all its probes, their columns
+        for point in sorted({point for monitor in monitors for point in monitor.points}):
+            if views.get(point) is not None:
+                at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
+                raise UnsupportedSite(
+                    f"a probe of every request cannot read {at}, which is a part of a tensor: use the stream "
+                    "(resid_pre, resid_mid, resid_post), attn_out or mlp_out"
+                )
+            places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
+                            for monitor in monitors if point in monitor.points
+                            for number, row in enumerate(monitor.weight))  # fmt: skip
+            weight_kD = np.stack([row for _, row in places])
+            weight_Dk = torch.tensor(weight_kD.T.copy(), dtype=torch.float32, device=device)
+            self._at[point] = weight_Dk, places[0][0], places[-1][0] + 1
+
+    def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Compute the products at a point, of rows that are the sum of two tensors, or `hidden` alone."""
+        if (found := self._at.get(point)) is None:
+            return
+        weight_Dk, first, end = found
+        h_RD = hidden.view(-1, len(weight_Dk)).float()
+        if residual is not None:
+            h_RD = h_RD + residual.view(-1, len(weight_Dk)).float()
+        self.products[: len(h_RD), first:end] = h_RD @ weight_Dk
+
+    def taken(self, rows: int) -> Callable[[], np.ndarray]:
+        """Copy a step's products to the host. Returns a function that waits for the copy and returns them [rows, K]."""
+        import torch
+
+        copied = self.products[:rows].to("cpu", non_blocking=True, copy=True)
+        if self.products.device.type != "cuda":
+            return copied.numpy
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            return copied.numpy()
+
+        return wait
+
+
+# -- the engine core
+
+
+class _Step(NamedTuple):
+    """A scheduled step of N requests: their places in the tables and the tables' versions, their first positions and
+    numbers of tokens [N], and the slots of all tokens [T]."""
+
+    names: list[str]
+    lanes: np.ndarray
+    versions: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    slots: np.ndarray
+
+
+class _Taken(NamedTuple):
+    """The scores of N outputs: for each, the first position and the number of tokens [N], and the products of all these
+    tokens [T, K]."""
+
+    outputs: list[Any]
+    firsts: np.ndarray
+    counts: np.ndarray
+    products: np.ndarray
+
+
+class SlotScores:
+    """The products of every token in the KV cache, by its slot, and the part of each request that was sent.
+
+    columns: K, the numbers of a token · blocks, block: the number of blocks, and the tokens of one
+    length: the most tokens of a request
+    """
+
+    def __init__(self, columns: int, blocks: int, block: int, length: int) -> None:
+        self._block = block
+        self.by_slot: np.ndarray = np.full((blocks * block, columns), np.nan, np.float32)
+        self._unsent: dict[int, tuple[int, np.ndarray]] = {}  # first position and products, by the id of an output
+        self._steps: dict[int, _Step] = {}  # under way, by number
+        # by lane, the place of a request: its blocks, their number, the tokens that have scores, and those sent; and a
+        # version that changes with the request, and when it begins again after a preemption
+        self._tables = np.zeros((64, -(-length // block)), np.int64)
+        self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
+        self._lanes: dict[str, int] = {}
+        self._free = list(range(64))
+        self._known_lanes: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # of the last names looked up
+        self._known_order: tuple[list[str], list[str], np.ndarray] = [], [], np.zeros(0, np.int64)
+
+    def scheduled(
+        self, step: int, names: list[str], starts: list[int], counts: Mapping[str, int], total: int,
+        blocks: Sequence[tuple[str, Sequence[int], bool]],
+    ) -> None:  # fmt: skip
+        """Note a step, by any number: its requests and the first position of each, their numbers of tokens, `total` in
+        all, and the blocks of some requests, which are all of them (True) or more (False)."""
+        for name, ids, is_whole in blocks:
+            if is_whole:
+                self._begin(name, ids)
+            else:
+                lane = self._lanes[name]
+                self._place(lane, int(self._filled[lane]), ids)
+        if not names:
+            return
+        lanes, start_N = self._lanes_of(names), np.array(starts)
+        count_N = np.ones_like(lanes) if total == len(names) else np.array([counts[name] for name in names])
+        slots = self._slots(lanes, start_N, count_N)
+        self._steps[step] = _Step(names, lanes, self._version[lanes], start_N, count_N, slots)
+
+    def computed(self, step: Any, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
+        """Keep the products of a step [T, K]. `in_rows`: its requests in the order of their rows; `accepted`: of
+        requests with drafts, how many of its tokens count."""
+        planned = self._steps.pop(step, None)
+        if planned is None:
+            return
+        names, lanes, versions, starts, counts, slots = planned
+        if products is None:
+            self.by_slot[slots] = np.nan
+        else:
+            if self._known_order[0] != names or self._known_order[1] != in_rows:
+                rows_of = {name: row for row, name in enumerate(in_rows)}
+                self._known_order = names, in_rows, np.array([rows_of[name] for name in names])
+            order = self._known_order[2]
+            by_row = np.empty_like(counts)
+            by_row[order] = counts
+            first_row = np.cumsum(by_row) - by_row
+            self.by_slot[slots] = products[_ranges(first_row[order], counts)]
+        if accepted:
+            counts = np.array([accepted.get(name, count) for name, count in zip(names, counts.tolist(), strict=True)])
+        same = self._version[lanes] == versions
+        self._known[lanes[same]] = (starts + counts)[same]
+
+    def take_all(self, outputs: Sequence[Any]) -> _Taken:
+        """Take the scores of the requests of outputs that were not taken yet, and forget the requests that have ended.
+        Called before the blocks of these get other tokens; the outputs may be sent later."""
+        taken = self._take([output.request_id for output in outputs])
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.leave(output.request_id)
+        return _Taken(list(outputs), *taken)
+
+    def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
+        """Return the scores of outputs that are sent now, most of which were just taken: their first positions and
+        numbers of tokens, as int64, and their products as fp32. Empty without outputs."""
+        now = [] if taken is None else taken.outputs
+        if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
+            return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
+        if taken is not None and now:
+            parts = np.split(taken.products, np.cumsum(taken.counts)[:-1])
+            self._unsent |= zip(map(id, now), zip(taken.firsts.tolist(), parts, strict=True), strict=True)
+        if not outputs:
+            return []
+        none = 0, self.by_slot[:0]
+        sent = [self._unsent.pop(id(output), none) for output in outputs]
+        firsts, counts = np.array([first for first, _ in sent]), np.array([len(products) for _, products in sent])
+        return [firsts.tobytes(), counts.tobytes(), b"".join(products.tobytes() for _, products in sent)]
+
+    def _lanes_of(self, names: list[str]) -> np.ndarray:
+        """The lanes of requests; −1 for those that have ended."""
+        if self._known_lanes[0] != names:
+            self._known_lanes = names, np.array([self._lanes.get(name, -1) for name in names], np.int64)
+        return self._known_lanes[1]
+
+    def _take(self, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lanes = self._lanes_of(names)
+        firsts = np.where(lanes < 0, 0, self._sent[lanes])
+        counts = np.where(lanes < 0, 0, np.maximum(self._known[lanes] - firsts, 0))
+        there = lanes >= 0
+        self._sent[lanes[there]] = (firsts + counts)[there]
+        products = self.by_slot[self._slots(lanes, firsts, counts)]
+        return firsts, counts, products
+
+    def end(self, name: str, tokens: int) -> None:
+        """Note that the scores of a request end with its inputs: drafts beyond its last token may have some."""
+        if (lane := self._lanes.get(name)) is not None:
+            self._known[lane] = min(self._known[lane], tokens)
+
+    def leave(self, name: str) -> None:
+        """Forget an ended request."""
+        lane = self._lanes.pop(name, None)
+        if lane is not None:
+            self._known_lanes = [], self._known_lanes[1]
+            self._version[lane] += 1
+            self._free.append(lane)
+
+    def _begin(self, name: str, blocks: Sequence[int]) -> None:
+        """Place a request that begins, or begins again after a preemption."""
+        lane = self._lanes.get(name)
+        if lane is None:
+            if not self._free:
+                self._grow()
+            lane = self._lanes[name] = self._free.pop()
+            self._known_lanes = [], self._known_lanes[1]
+            self._sent[lane] = 0
+        self._version[lane] += 1
+        self._known[lane] = 0
+        self._place(lane, 0, blocks)
+
+    def _place(self, lane: int, filled: int, blocks: Sequence[int]) -> None:
+        end = filled + len(blocks)
+        if end > self._tables.shape[1]:  # blocks for drafts beyond the longest request
+            blocks, end = blocks[: self._tables.shape[1] - filled], self._tables.shape[1]
+        self._tables[lane, filled:end], self._filled[lane] = blocks, end
+
+    def _grow(self) -> None:
+        count = len(self._tables)
+        self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
+        self._filled, self._known, self._sent, self._version = (
+            np.concatenate([each, np.zeros_like(each)])
+            for each in (self._filled, self._known, self._sent, self._version)
+        )
+        self._free = list(range(count, 2 * count))
+
+    def _slots(self, lanes: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The slots of the tokens of requests, from positions `starts` on."""
+        positions = _ranges(starts, counts)
+        lane = lanes if len(positions) == len(lanes) and positions is starts else np.repeat(lanes, counts)
+        return self._tables[lane, positions // self._block] * self._block + positions % self._block
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers start … start + count − 1 for each start, joined."""
+    if len(counts) and counts.min() == 1 == counts.max():
+        return starts
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+# -- the front end
+
+
+_KINDS = (np.int64, np.int64, np.float32)  # of the parts of a message
+
+
+class _Stretch:
+    """The scores of N requests in consecutive steps that are alike: after the first step each has one token in each.
+
+    first: the products of the first step's tokens, of request i from bounds[i] to bounds[i + 1]
+    later: those of each later step, [N, K]
+    """
+
+    def __init__(self, names: list[str], counts: np.ndarray, products: np.ndarray) -> None:
+        self.names, self.first, self.later = names, products, list[np.ndarray]()
+        self.bounds: list[int] = [0, *np.cumsum(counts).tolist()]
+        self._stacked = np.zeros((0, *products.shape))
+
+    def rows(self, i: int, begin: int) -> np.ndarray:
+        """The products of request i in the steps from number `begin` on."""
+        parts = [self.first[self.bounds[i] : self.bounds[i + 1]]] if begin == 0 else []
+        later = self.later[max(begin - 1, 0) :]
+        if begin == 0 and later:
+            if len(self._stacked) != len(later):  # once for all requests, which often end together
+                self._stacked = np.stack(later)
+            parts.append(self._stacked[:, i])
+        elif later:
+            parts.append(np.stack([products[i] for products in later]))
+        return np.concatenate(parts) if parts else self.first[:0]
+
+
+class MonitoredRun:
+    """The products of the tokens of one request, as they arrive."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[_Stretch, int]] = []
+        self._read, self._steps, self._tokens = (
+            0,
+            0,
+            0,
+        )  # parts read, steps of the next one, tokens that `news` returned
+
+    def products(self) -> np.ndarray:
+        """All of them, [T, K]."""
+        return np.concatenate([stretch.rows(i, 0) for stretch, i in self.parts])
+
+    def news(self) -> tuple[int, np.ndarray]:
+        """The first position and the products of the tokens since the last call."""
+        found: list[np.ndarray] = []
+        for stretch, i in self.parts[self._read :]:
+            found.append(stretch.rows(i, self._steps))
+            self._steps = 0
+        if self.parts:
+            self._read, self._steps = len(self.parts) - 1, 1 + len(self.parts[-1][0].later)
+        new = np.concatenate(found) if found else np.zeros((0, MAX_COLUMNS), np.float32)
+        self._tokens += len(new)
+        return self._tokens - len(new), new
+
+
+class MonitorLog:
+    """The scores of one front end's requests.
+
+    runs: of requests that were entered here before their first output, by the name that they were submitted under: the
+        products of each choice, by its index
+    watch: called with the names of requests whose scores have arrived, the first position and the number of tokens of
+        each, and the products of all these tokens
+    """
+
+    watch: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None] | None = None
+
+    def __init__(self, monitors: tuple[Monitor, ...]) -> None:
+        self.monitors = monitors
+        self.runs: dict[str, dict[int, MonitoredRun]] = {}
+        self._columns = columns_of(monitors)
+        self._message: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._taken, self._part = 0, 0  # outputs of the message that have come, and parts in which they came
+        self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
+
+    def arrived(self, message: Sequence[bytes]) -> None:
+        """Take the scores that one output carries: its own, and those of the outputs that follow it."""
+        firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
+        self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
+
+    def file(self, names: list[str], owner: Callable[[str], tuple[str, int] | None]) -> None:
+        """Keep the message's scores of the next outputs, which are of these requests of the core. `owner`: returns the
+        name under which a request was submitted, and the index of its choice; None if it has ended."""
+        if self._message is None:
+            return
+        firsts, counts, products = self._message
+        here = slice(self._taken, self._taken + len(names))
+        if len(names) < len(counts):
+            begin = int(counts[: here.start].sum())
+            products = products[begin : begin + int(counts[here].sum())]
+        firsts, counts = firsts[here], counts[here]
+        stretch = self._stretches.get(self._part)
+        if stretch is not None and len(products) == len(names) == (counts == 1).sum() and stretch.names == names:
+            stretch.later.append(products)
+        else:
+            stretch = self._stretches[self._part] = _Stretch(names, counts, products)
+            for i, name in enumerate(names):
+                if (found := owner(name)) is not None and (choices := self.runs.get(found[0])) is not None:
+                    choices.setdefault(found[1], MonitoredRun()).parts.append((stretch, i))
+        self._taken, self._part = here.stop, self._part + 1
+        if self.watch is not None and len(products):
+            self.watch(names, firsts, counts, products)
