@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,6 +126,13 @@ def bytes_of(rows: Any) -> np.ndarray:
     import torch
 
     return torch.as_tensor(rows).contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def finite(numbers: Any) -> Any:
+    """Numbers for JSON, in lists: None for one that is not finite."""
+    if isinstance(numbers, list):
+        return [finite(each) for each in numbers]
+    return numbers if math.isfinite(numbers) else None
 
 
 def data_event(data: Any) -> str:

@@ -20,6 +20,7 @@ from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
 from patchclamp.engines.vllm.compat.clients import ROUTES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import check_words, is_ours
+from patchclamp.serve import monitoring
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.capture_files import MAX_LINE, data_event
 from patchclamp.serve.program_call import (
@@ -97,8 +98,21 @@ def _with_programs(stock: Endpoint) -> Endpoint:
             if twin is not None:
                 twin.cancel()
 
-    route.__annotations__["request"] = body
-    return route
+    async def scored(request: Any, raw_request: Request) -> Response:
+        """The response with the scores of the server's own probes."""
+        front: Front = raw_request.app.state.patchclamp
+        if not front.shows_scores or getattr(request, "use_beam_search", False):
+            return await route(request, raw_request)
+        call = monitoring.MonitoredCall(front.engine.monitor_log)
+        token = monitoring.current.set(call)
+        try:
+            response = await route(request, raw_request)
+        finally:
+            monitoring.current.reset(token)
+        return response if response is None else await call.told(response)
+
+    scored.__annotations__["request"] = body
+    return scored
 
 
 async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
@@ -154,6 +168,7 @@ async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Re
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
     """The unedited answer, or None if the client disconnected."""
+    monitoring.current.set(None)  # in this task: the scores are those of the edited answer
     response = await stock(request=request.model_copy(update={"vllm_xargs": None}), raw_request=raw_request)
     return None if response is None else json.loads(bytes(response.body))
 

@@ -16,7 +16,7 @@ def register() -> None:
 
     setup.register()
     try:
-        clients.on_generate(_edited, is_ours)
+        clients.on_generate(_edited, is_ours, _entered)
     except SeamMoved as moved:
         setup.problem = setup.problem or moved
 
@@ -25,6 +25,13 @@ def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, 
     from patchclamp.serve.program_call import edited
 
     return edited(client, stock, prompt, params, request_id, **others)
+
+
+def _entered(request_id: str, choices: int) -> None:
+    from patchclamp.serve import monitoring
+
+    if (call := monitoring.current.get()) is not None:
+        call.enter(request_id, choices)
 
 
 class Endpoints:

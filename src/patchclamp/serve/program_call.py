@@ -40,7 +40,8 @@ from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_work
 from patchclamp.run import Run
-from patchclamp.serve.capture_files import captured_file
+from patchclamp.serve import monitoring
+from patchclamp.serve.capture_files import captured_file, finite
 from patchclamp.serve.kept import KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
 from patchclamp.stream import ProbeWatch, scored_names
@@ -183,6 +184,7 @@ class ProgramCall:
         self.scores: dict[int, list[dict[str, PartScores]]] = {}
         self.error: PatchclampError | None = None
         self.began = 0  # runs
+        self.monitored: monitoring.MonitoredCall | None = monitoring.current.get()
         self.records, self.bindings = Records(kept.limits), dict[Hashable, Binding]()
         self._work, self._unbound = 0, list[Callable[[], Binding]]()
         self._binding: asyncio.Future[list[Binding]] | None = None
@@ -321,7 +323,7 @@ def probe_answers(run: Run) -> dict[str, Any]:
     for name in run.probes:
         _, positions, _ = run.probe_layout(name)
         is_empty = not len(positions) and probes[name].pool is not None
-        scores = None if is_empty else _finite(run.probes[name].tolist())
+        scores = None if is_empty else finite(run.probes[name].tolist())
         answers[name] = {"positions": positions.tolist(), "scores": scores}
     return answers
 
@@ -330,7 +332,7 @@ def lens_answers(run: Run) -> dict[str, Any]:
     """The results of a run's lenses as JSON, by site."""
     return {
         str(site): {"positions": read.positions, "ids": read.ids.tolist(), "tokens": read.tokens,
-                    "logprobs": _finite(read.logprobs.tolist())}
+                    "logprobs": finite(read.logprobs.tolist())}
         for site, read in run.lens.items()
     }  # fmt: skip
 
@@ -339,15 +341,9 @@ def scores_of(parts: Sequence[dict[str, PartScores]]) -> dict[str, Any]:
     """The scores of consecutive tokens as JSON, like `probe_answers`."""
     return {
         name: {"positions": [at for part in parts for at in part[name].positions],
-               "scores": _finite(np.concatenate([part[name].scores for part in parts], -2).tolist())}
+               "scores": finite(np.concatenate([part[name].scores for part in parts], -2).tolist())}
         for name in parts[0]
     }  # fmt: skip
-
-
-def _finite(numbers: Any) -> Any:
-    if isinstance(numbers, list):
-        return [_finite(each) for each in numbers]
-    return numbers if math.isfinite(numbers) else None
 
 
 def in_request(error: PatchclampError) -> PatchclampError:
@@ -482,6 +478,8 @@ def _bound(
     extra = params.extra_args or {}
     params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
+        if call.monitored is not None:
+            call.monitored.enter(request_id, params.n, number * params.n)
         return stock(prompt, params, request_id, **others)
     tokens = len(_prompt_of(prompt)[0]) + params.max_tokens
     bind = _binder(front, call, prompt, params)
@@ -560,6 +558,8 @@ class ProgramRun:
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs. The run is added to the call before the last one is yielded."""
+        if self._call.monitored is not None:
+            self._call.monitored.enter(name, 1, self._choice)
         ended = self._take if self._watch is None else self._hold
         outputs = self._front.engine.outputs(
             self._request, self._prompt, self._params, name, generate, ended=ended, within=self._under_way(), **others

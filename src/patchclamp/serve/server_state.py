@@ -31,6 +31,7 @@ from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_work
 from patchclamp.proving import ensure_proved
 from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
+from patchclamp.serve.monitoring import watch_of
 from patchclamp.stream import ProbeWatch, look
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
@@ -205,6 +206,7 @@ class Front:
     scores: reads the probes of requests under way
     waiting: by run, a function that aborts a client's request that has not started
     journals: journals of sweeps, to resume them from
+    shows_scores: True if responses have the scores of the server's own probes
     under_way: the number of studies and graded jobs that run, by owner
     has_keys: True if callers are identified by API keys
     """
@@ -219,6 +221,7 @@ class Front:
         self.lm: LM = LM(name, engine=self.engine)
         self.limits: ServeLimits = serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
+        self.shows_scores: bool = bool(self.engine.monitors) and self.limits.show_scores
         self._channel = NoteChannel(self.engine)
         self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
         self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
@@ -256,6 +259,8 @@ class Front:
         log("proved", OPEN, took_s=round(time.monotonic() - began, 2), sites=len(sites.names),
             withdrawn=list(sites.withdrawn))  # fmt: skip
         self.engine.metrics = self._metrics  # set last: the proofs are not counted as requests
+        if self.engine.monitors:
+            watch_of(self.engine, self.model_name, self.limits.probe_log)
 
 
 class ClientWork:

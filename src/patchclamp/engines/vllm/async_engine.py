@@ -63,6 +63,7 @@ class AsyncEngine(VllmFrontEnd):
     client: AsyncLLM
 
     remote = True
+    keeps_scores = False  # they are added to responses
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
         super().__init__()
@@ -321,9 +322,19 @@ class AsyncEngine(VllmFrontEnd):
         await asyncio.gather(*tell_cores(self.client, "free_dead", lease_s))
 
     @property
+    def process_index(self) -> int:
+        """The number of this API process among those of the server."""
+        return clients.process_index(self.client)
+
+    @property
     def api_processes(self) -> int:
         """The number of API processes of the server."""
         return clients.process_count(self.client)
+
+    def tokens_of(self, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
+        """The client's name of a request, the index of its choice, and the ids of some of its tokens
+        (`clients.request_tokens`)."""
+        return clients.request_tokens(self._processor, name, first, count)
 
     def say(self, key: str, note: bytes) -> None:
         """Publish the latest note on a key to the server's other API processes."""

@@ -46,7 +46,7 @@ from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts,
 from patchclamp.engines.vllm.compat.core import joined_verdict
 from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
-from patchclamp.engines.vllm.monitors import MonitoredRun, MonitorLog, monitors_of_config
+from patchclamp.engines.vllm.monitors import Choices, MonitorLog, monitors_of_config
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
 from patchclamp.plan.bound import MATCH, is_vector, source_of
 from patchclamp.plan.cells import CellRecords, joined
@@ -90,6 +90,7 @@ class VllmFrontEnd(Engine):
     """The shared half of both engines."""
 
     config: VllmConfig
+    keeps_scores = True  # of the engine's own probes, in the answers to its requests
 
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
@@ -279,7 +280,7 @@ class VllmFrontEnd(Engine):
     def _underway(self, request: Request) -> Underway:
         """Return a request's state, before it is submitted."""
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
-        if self.monitors:
+        if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored
         if request.logprobs is not None or request.score:
             tables_of(self._processor)[request.run] = underway.tables
@@ -287,7 +288,6 @@ class VllmFrontEnd(Engine):
 
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
-        self.monitor_log.runs.pop(run, None)
 
     def text_of(self, request: Request, token_ids: list[int]) -> str:
         from vllm import SamplingParams
@@ -361,7 +361,7 @@ class Underway:
         self, request: Request, decode: Callable[[list[int], bool], str] | None, monitors: tuple[Monitor, ...] = ()
     ) -> None:
         self.request, self._decode, self._monitors = request, decode, monitors
-        self.monitored: dict[int, MonitoredRun] = {}
+        self.monitored: Choices = Choices()
         self.tables: list[Table] = []
         self._texts: list[str] = []
         self._ids: list[int] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -407,20 +408,24 @@ class MonitoredRun:
         return self._tokens - len(new), new
 
 
+class Choices(dict[int, MonitoredRun]):
+    """The products of the choices of one request, by index."""
+
+
 class MonitorLog:
     """The scores of one front end's requests.
 
-    runs: of requests that were entered here before their first output, by the name that they were submitted under: the
-        products of each choice, by its index
-    watch: called with the names of requests whose scores have arrived, the first position and the number of tokens of
-        each, and the products of all these tokens
+    runs: of requests that were entered here before their first output, the products that have arrived, by the name that
+        they were submitted under, as long as someone else refers to them
+    watch: called with the core's names of requests whose scores have arrived, the first position and the number of
+        tokens of each, and the products of all these tokens
     """
 
     watch: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None] | None = None
 
     def __init__(self, monitors: tuple[Monitor, ...]) -> None:
         self.monitors = monitors
-        self.runs: dict[str, dict[int, MonitoredRun]] = {}
+        self.runs: weakref.WeakValueDictionary[str, Choices] = weakref.WeakValueDictionary()
         self._columns = columns_of(monitors)
         self._message: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._taken, self._part = 0, 0  # outputs of the message that have come, and parts in which they came

@@ -45,6 +45,20 @@ SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The log of the scores that a server's own probes give.
+
+    path: a name that ends in .jsonl or .parquet, to which numbers are added; None: no log
+    sample: the fraction of requests that are logged
+    file_bytes, files: the size of a file, and how many are kept
+    """
+
+    path: str | None = None
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    file_bytes: Count = 1 << 28
+    files: Annotated[int, msgspec.Meta(ge=1)] = 8
+
+
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An owner is an API key; all callers of a server without keys are one owner.
 
@@ -73,6 +87,10 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_bytes: captures of runs; for a sweep, the bytes it reads at a time
     kept_sweeps, kept_sweep_bytes: sweeps that can be resumed, and the bytes of their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
+
+    Of the server's own probes:
+    show_scores: add their scores to responses
+    probe_log: the log of their scores
     """
 
     body_bytes: Count = 1 << 26
@@ -96,6 +114,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_sweeps: Count = 16
     kept_sweep_bytes: Count = 1 << 26
     run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    show_scores: bool = True
+    probe_log: ProbeLog = ProbeLog()
 
     def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:
         """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
@@ -289,12 +309,17 @@ def environment() -> dict[str, str]:
 
 
 def with_config(options: Sequence[str]) -> list[str]:
-    """Return vLLM's options with our part in `--additional-config`."""
+    """Return vLLM's options with our part in `--additional-config`, to which our own options (`OWN`) belong."""
     rest, config = [], {}
+    own: dict[str, list[str]] = {name: [] for name in OWN}
     words = iter(options)
     for word in words:
         name, _, value = word.partition("=")
-        if name.replace("_", "-") != CONFIG:
+        name = name.replace("_", "-")
+        if name in OWN:
+            own[name].append("" if name == "--hide-scores" else value or next(words, ""))
+            continue
+        if name != CONFIG:
             rest.append(word)
             continue
         text = value or next(words, "")
@@ -304,4 +329,28 @@ def with_config(options: Sequence[str]) -> list[str]:
             raise ProgramError(f"not JSON: {error}", CONFIG) from None
         if not isinstance(config, dict):
             raise ProgramError(f"expected an object, got {text}", CONFIG)
-    return [*rest, CONFIG, json.dumps({KEY: {}, **config})]
+    return [*rest, CONFIG, json.dumps({**config, KEY: _with_own(config.get(KEY) or {}, own)})]
+
+
+OWN = ("--probe", "--probe-log", "--probe-log-sample", "--hide-scores")
+
+
+def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
+    """Our part of `additional_config` with the options of probes that score every request."""
+    if not any(own.values()) or not isinstance(ours, dict):
+        return ours
+    probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
+    if not probes:
+        raise ProgramError("expected --probe NAME=FILE@SITE beside it", next(name for name in OWN if own[name]))
+    log = dict(serve.get("probe_log") or {})
+    if own["--probe-log"]:
+        log["path"] = os.path.abspath(own["--probe-log"][-1])
+    if own["--probe-log-sample"]:
+        try:
+            log["sample"] = float(own["--probe-log-sample"][-1])
+        except ValueError:
+            raise ProgramError(
+                f"expected a number, got {own['--probe-log-sample'][-1]!r}", "--probe-log-sample"
+            ) from None
+    serve |= ({"probe_log": log} if log else {}) | ({"show_scores": False} if own["--hide-scores"] else {})
+    return {**ours, "probes": probes, **({"serve": serve} if serve else {})}

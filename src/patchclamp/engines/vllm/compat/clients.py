@@ -155,15 +155,21 @@ def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
     return copied
 
 
-def on_generate(edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool]) -> None:
+def on_generate(
+    edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], None]
+) -> None:
     """Route requests with a key in `extra_args` that `is_ours`, on an `AsyncLLM` with patchclamp, to
-    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`."""
+    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`, after
+    `entered(request_id, n)`."""
 
     def generate(
         stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> Any:
         extra = getattr(sampling_params, "extra_args", None)
-        if not extra or not any(map(is_ours, extra)) or enabled(client.vllm_config) is None:
+        if enabled(client.vllm_config) is None:
+            return stock(client, prompt, sampling_params, request_id, **kwargs)
+        if not extra or not any(map(is_ours, extra)):
+            entered(request_id, getattr(sampling_params, "n", 1))
             return stock(client, prompt, sampling_params, request_id, **kwargs)
         return edited(client, functools.partial(stock, client), prompt, sampling_params, request_id, **kwargs)
 
@@ -226,6 +232,21 @@ def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[
         return state.external_req_id if parent is None else parent.external_req_id, state.request_index
 
     log.file([output.request_id for output in outputs], owner)
+
+
+def request_tokens(processor: OutputProcessor, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
+    """Return the name under which a request was submitted, the index of its choice, and the ids of its tokens from
+    position `first` on; None for ids that are not known here. `name`: the core's."""
+    if (state := processor.request_states.get(name)) is None:
+        return name, 0, [None] * count
+    prompt, detokenizer = state.prompt_token_ids or [], state.detokenizer
+    found: list[int | None] = list(prompt[first : first + count])
+    if detokenizer is not None and first + count > state.prompt_len:
+        begin = max(first - state.prompt_len, 0)
+        found += detokenizer.output_token_ids[begin : first + count - state.prompt_len]
+    parent = state.parent_req
+    external = state.external_req_id if parent is None else parent.external_req_id
+    return external, state.request_index, found + [None] * (count - len(found))
 
 
 def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
@@ -365,6 +386,11 @@ def core_count(client: AsyncLLM) -> int:
 def process_count(client: AsyncLLM) -> int:
     """Return the number of the server's API processes."""
     return _cores_of(client).client_count
+
+
+def process_index(client: AsyncLLM) -> int:
+    """Return the number of this API process."""
+    return _cores_of(client).client_index
 
 
 def _cores_of(client: AsyncLLM) -> AsyncMPClient:

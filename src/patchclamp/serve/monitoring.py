@@ -1,0 +1,284 @@
+"""Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
+
+`MonitoredCall` adds scores to the response of one HTTP request. `Watch` counts all scores for Prometheus, and gives
+those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from patchclamp.engines.base import Monitor
+from patchclamp.engines.vllm.async_engine import AsyncEngine
+from patchclamp.engines.vllm.monitors import Choices, MonitorLog
+from patchclamp.engines.vllm.server import ProbeLog
+from patchclamp.errors import ProgramError
+from patchclamp.serve.capture_files import data_event, finite
+
+BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
+           0.97, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0)  # fmt: skip
+MAX_QUEUED = 1 << 10  # messages that wait to be written; more are dropped, and counted
+FLUSH_ROWS = 1 << 14  # of a row group of a Parquet file
+logger: logging.Logger = logging.getLogger("vllm.patchclamp")
+
+
+class MonitoredCall:
+    """The scores of the choices of one HTTP request."""
+
+    def __init__(self, log: MonitorLog) -> None:
+        self._log, self._next = log, 0
+        self._runs: list[tuple[int, Choices]] = []  # with the index of the first choice of each engine request
+
+    def enter(self, request: str, choices: int, first: int | None = None) -> None:
+        """Collect the scores of an engine request, before it is submitted. `first`: the index of its first choice in
+        the response; None: after those of earlier requests."""
+        first = self._next if first is None else first
+        self._next = first + choices
+        runs = self._log.runs[request] = Choices()
+        self._runs.append((first, runs))
+
+    def news(self) -> dict[int, dict[str, Any]]:
+        """The scores since the last call, by choice, in the form of a response."""
+        found = dict[int, dict[str, Any]]()
+        for first, runs in self._runs:
+            for index, run in runs.items():
+                begin, products = run.news()
+                if len(products):
+                    found[first + index] = as_json(self._log.monitors, begin, products)
+        return found
+
+    async def told(self, response: Response) -> Response:
+        """A response with the scores of its choices."""
+        if isinstance(response, StreamingResponse):
+            chunks: Any = response.body_iterator
+            response.body_iterator = self._told(chunks)
+            return response
+        if response.status_code != 200 or not isinstance(response, JSONResponse):
+            return response
+        body, news = json.loads(bytes(response.body)), self.news()
+        for choice in body.get("choices", ()):
+            _add(choice, news.get(choice["index"]))
+        headers = {name: value for name, value in response.headers.items() if name.startswith("endpoint-load")}
+        return JSONResponse(body, headers=headers)
+
+    async def _told(self, chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+        waiting: dict[int, list[dict[str, Any]]] = {}
+        async for chunk in chunks:
+            text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
+            for index, scores in self.news().items():
+                waiting.setdefault(index, []).append(scores)
+            if waiting and text.startswith("data: {"):
+                said = json.loads(text[6:])
+                for choice in said.get("choices", ()):
+                    if (choice.get("delta") or {}).get("role") is None or choice.get("finish_reason"):
+                        for scores in waiting.pop(choice["index"], ()):
+                            _add(choice, scores)
+                text = data_event(said)
+            yield text
+
+
+current: ContextVar[MonitoredCall | None] = ContextVar("patchclamp monitored call", default=None)
+
+
+def as_json(monitors: Sequence[Monitor], first: int, products: np.ndarray) -> dict[str, Any]:
+    """The scores of consecutive tokens as JSON, by the name of the probe; null for a number that is not finite."""
+    positions = list(range(first, first + len(products)))
+    return {
+        each.probe.name: {"positions": positions, "scores": finite(each.scores(products).tolist())}
+        for each in monitors
+    }  # fmt: skip
+
+
+def _add(choice: dict[str, Any], scores: dict[str, Any] | None) -> None:
+    """Add scores to a choice, which may have some: of its program, or of tokens before these."""
+    probes = choice.setdefault("patchclamp", {}).setdefault("probes", {}) if scores else {}
+    for name, new in (scores or {}).items():
+        if name not in probes:
+            probes[name] = new
+        else:
+            old = probes[name]
+            layers = zip(old["scores"], new["scores"], strict=False)
+            joined = [[*a, *b] for a, b in layers] if _has_layers(old["scores"]) else old["scores"] + new["scores"]
+            probes[name] = {"positions": old["positions"] + new["positions"], "scores": joined}
+
+
+def _has_layers(scores: Any) -> bool:
+    return bool(scores) and bool(scores[0]) and isinstance(scores[0][0], list)
+
+
+# -- all requests
+
+
+class Watch:
+    """Counts the scores of all requests of a model, and logs those of a sample of them."""
+
+    def __init__(
+        self, monitors: Sequence[Monitor], model: str, log: ProbeLog, process: int,
+        tokens_of: Callable[[str, int, int], tuple[str, int, list[int | None]]],
+    ) -> None:  # fmt: skip
+        from prometheus_client import Counter, Histogram
+
+        self._tokens_of = tokens_of
+        labels = ("model_name", "probe", "output")
+        scores = Histogram("patchclamp:probe_score", "Scores of tokens.", labels, buckets=BUCKETS)
+        above = Counter("patchclamp:probe_above", "Scores above the threshold of the probe.", labels)
+        self._dropped: Any = Counter("patchclamp:probe_log_dropped", "Tokens that were not logged in time.", labels[:1])
+        self._dropped = self._dropped.labels(model)
+        self._outputs: list[tuple[Monitor, list[tuple[Any, Any]]]] = []
+        for each in monitors:
+            of_output = [(model, each.probe.name, str(i)) for i in range(each.outputs)]
+            self._outputs.append((each, [(scores.labels(*own), above.labels(*own)) for own in of_output]))
+        self._sample = log.sample
+        self._log = None if log.path is None else ScoreLog(log, monitors, self._dropped.inc, process)
+
+    def __call__(self, names: list[str], firsts: np.ndarray, counts: np.ndarray, products: np.ndarray) -> None:
+        """Take the scores of a message (`MonitorLog.watch`)."""
+        for monitor, outputs in self._outputs:
+            scores = monitor.scores(products).reshape(-1, len(outputs))
+            for i, (histogram, above) in enumerate(outputs):
+                column = scores[:, i][np.isfinite(scores[:, i])]
+                observe(histogram, column)
+                if monitor.threshold is not None:
+                    above.inc(int((column > monitor.threshold).sum()))
+        if self._log is None:
+            return
+        end = 0
+        for name, first, count in zip(names, firsts.tolist(), counts.tolist(), strict=True):
+            begin, end = end, end + count
+            if count and zlib.crc32(name.encode()) < self._sample * (1 << 32):
+                self._log.put(*self._tokens_of(name, first, count), first, products[begin:end])
+
+
+def watch_of(engine: AsyncEngine, model: str, log: ProbeLog) -> None:
+    """Count the scores of all requests of an engine from now on, and log them."""
+    process = engine.process_index + 1 if engine.api_processes > 1 else 0
+    engine.monitor_log.watch = Watch(engine.monitors, model, log, process, engine.tokens_of)
+
+
+def observe(histogram: Any, values: np.ndarray) -> None:
+    """Observe many values at once: `Histogram.observe` takes a microsecond for each."""
+    if not len(values):
+        return
+    bounds = np.array(histogram._upper_bounds)
+    counts = np.bincount(np.searchsorted(bounds, values), minlength=len(bounds))
+    histogram._sum.inc(float(values.sum(dtype=np.float64)))
+    for bucket, count in zip(histogram._buckets, counts.tolist(), strict=True):
+        if count:
+            bucket.inc(count)
+
+
+Row = tuple[str, int, list[int | None], int, np.ndarray]  # request, choice, token ids, first position, products
+
+
+class ScoreLog:
+    """Writes scores to numbered files, JSON lines or Parquet, each up to a size, and keeps the newest ones."""
+
+    def __init__(
+        self, asked: ProbeLog, monitors: Sequence[Monitor], dropped: Callable[[int], None], process: int
+    ) -> None:
+        assert asked.path is not None
+        path = Path(asked.path)
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ProgramError(f"expected a name that ends in .jsonl or .parquet, got {path.name!r}", "probe_log")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path.with_stem(f"{path.stem}-{process}") if process else path
+        self._asked, self._monitors, self._dropped = asked, monitors, dropped
+        self._rows: queue.Queue[Row | None] = queue.Queue(MAX_QUEUED)
+        self._files: deque[Path] = deque(sorted(path.parent.glob(f"{self._path.stem}-[0-9]*{path.suffix}")))
+        self._thread = threading.Thread(target=self._write, name="patchclamp scores", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, *row: Any) -> None:
+        """Queue scores; if the queue is full, drop and count them."""
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._dropped(len(row[-1]))
+
+    def close(self) -> None:
+        """Write what is queued."""
+        if self._thread.is_alive():
+            self._rows.put(None)
+            self._thread.join()
+
+    def _write(self) -> None:
+        while True:
+            file = self._next_file()
+            try:
+                ends = (self._write_lines if file.suffix == ".jsonl" else self._write_parquet)(file)
+            except Exception:
+                logger.exception("scores are not logged any more")
+                self._put_none()
+                return
+            if ends:
+                return
+
+    def _put_none(self) -> None:
+        """Count everything that arrives from now on as dropped."""
+        while (row := self._rows.get()) is not None:
+            self._dropped(len(row[-1]))
+
+    def _next_file(self) -> Path:
+        number = 1 + (int(self._files[-1].stem.rpartition("-")[2]) if self._files else 0)
+        self._files.append(self._path.with_stem(f"{self._path.stem}-{number:06}"))
+        while len(self._files) > self._asked.files:
+            self._files.popleft().unlink(missing_ok=True)
+        return self._files[-1]
+
+    def _write_lines(self, file: Path) -> bool:
+        """Write JSON lines until the file is full (False) or the log is closed (True)."""
+        with file.open("w") as out:
+            while (row := self._rows.get()) is not None:
+                for line in self._lines(row):
+                    out.write(json.dumps(line) + "\n")
+                if self._rows.empty():
+                    out.flush()
+                if out.tell() >= self._asked.file_bytes:
+                    return False
+        return True
+
+    def _write_parquet(self, file: Path) -> bool:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        numbers = pa.list_(pa.float32())
+        integers = dict.fromkeys(("choice", "position", "token"), pa.int64())
+        kinds = {"time": pa.float64(), "request": pa.string(), **integers}
+        schema = pa.schema({**kinds, **{each.probe.name: numbers for each in self._monitors}})
+        lines: list[dict[str, Any]] = []
+        is_closed = False
+        with pq.ParquetWriter(file, schema) as out, file.open("rb") as written:
+            while not is_closed:
+                is_closed = (row := self._rows.get()) is None
+                lines += self._lines(row) if row is not None else ()
+                if lines and (is_closed or len(lines) >= FLUSH_ROWS):
+                    out.write_table(pa.Table.from_pylist(lines, schema))
+                    lines = []
+                    if written.seek(0, 2) >= self._asked.file_bytes:
+                        break
+        return is_closed
+
+    def _lines(self, row: Row) -> Iterator[dict[str, Any]]:
+        """A line for each token: its scores by all probes, layers joined."""
+        name, choice, tokens, first, products = row
+        now = round(time.time(), 3)
+        scores = {each.probe.name: finite(np.moveaxis(each.scores(products), -2, 0).reshape(len(products), -1).tolist())
+                  for each in self._monitors}  # fmt: skip
+        for i, token in enumerate(tokens):
+            yield {"time": now, "request": name, "choice": choice, "position": first + i, "token": token,
+                   **{probe: of_token[i] for probe, of_token in scores.items()}}  # fmt: skip
