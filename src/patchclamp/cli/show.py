@@ -63,9 +63,9 @@ def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
 
 PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
 FOLDED = frozenset({
-    "likeliest tokens", "continuation", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
+    "likeliest tokens", "continuation", "token", "sender", "receiver", "heads", "neurons", "module", "detail",
 })  # fmt: skip
-LEFT = FOLDED | {"layer parts", "best cells", "positions", "site", "shape", "layout", "mark", "finding"}
+LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "shape", "layout", "mark", "finding"}
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
@@ -204,13 +204,10 @@ def show_patching(
 ) -> None:
     """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
     _head(console, picture := result.picture(), picture.explained)
-    edges = hasattr(result, "senders")
-    table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
-    cell: Any
+    table = _table(*result.heads, "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
-        ends = (cell.sender, cell.receiver) if edges else (str(cell.row), cell.column.label)
         exact = "–" if cell.exact is None else style.signed(cell.exact)
-        table.add_row(*(Text(style.visible(end)) for end in ends), style.signed(cell.estimate), exact)
+        table.add_row(*(Text(style.visible(end)) for end in cell.ends), style.signed(cell.estimate), exact)
     console.print(table)
     if np.isfinite(result.exact).any():
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
