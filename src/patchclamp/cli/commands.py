@@ -36,8 +36,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or smollm2, the small model of the demo extra.")
 ]
 Engine = Annotated[
-    str | None,
-    typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed."),
+    str | None, typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="By default the checkpoint's, or float32 on a CPU below 2 B parameters.")

@@ -22,13 +22,7 @@ from patchclamp.studies import inputs
 from patchclamp.studies.grid import graded_of
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import ALONE, METRICS, single_token
-from patchclamp.studies.study import (
-    Provenance,
-    Study,
-    StudyResult,
-    progress,
-    provenance,
-)
+from patchclamp.studies.study import Provenance, Study, StudyResult, progress, provenance
 
 Verified = Literal["all", "best", "sampled"]
 STEP = 1e-3  # nats, of the differences that are a metric's derivative

@@ -25,15 +25,7 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.studies.inputs import Answers, Parts, Progress, Prompts, as_prompt, listed
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import (
-    LAST,
-    LOGITS,
-    WRITES,
-    Word,
-    proved_projection,
-    proved_unembedding,
-    tolerance,
-)
+from patchclamp.studies.readout import LAST, LOGITS, WRITES, Word, proved_projection, proved_unembedding, tolerance
 from patchclamp.studies.study import Study, StudyResult, progress, provenance
 
 if TYPE_CHECKING:

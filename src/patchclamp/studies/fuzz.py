@@ -53,16 +53,7 @@ from patchclamp.studies.inputs import (
     check_whole,
 )
 from patchclamp.studies.metric import js, with_rest
-from patchclamp.studies.study import (
-    Show,
-    StoredArray,
-    Study,
-    StudyResult,
-    keeping,
-    progress,
-    provenance,
-    recorded_runs,
-)
+from patchclamp.studies.study import Show, StoredArray, Study, StudyResult, keeping, progress, provenance, recorded_runs
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 if TYPE_CHECKING:

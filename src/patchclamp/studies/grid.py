@@ -33,16 +33,7 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.inputs import Alignment, Column, Match, Row, Words
-from patchclamp.studies.metric import (
-    Graded,
-    Metric,
-    Recorded,
-    answer_tokens,
-    grade,
-    single_token,
-    spread,
-    text_of,
-)
+from patchclamp.studies.metric import Graded, Metric, Recorded, answer_tokens, grade, single_token, spread, text_of
 from patchclamp.studies.sources import (
     CellWriter,
     FromRun,
@@ -149,13 +140,7 @@ class PairGrid(Grid):
 
 
 def _pair_columns(
-    lm: LM,
-    clean: Words,
-    corrupt: Words,
-    alignment: Alignment,
-    positions: Any,
-    of: tuple[int, int],
-    direction: str,
+    lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
 ) -> tuple[Column, ...]:
     """The columns of a pair, number `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
     denoising = direction == "denoising"

@@ -401,9 +401,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
             "tokens belong together with pc.studies.Match(clean=…, corrupt=…)", "positions"
         )  # fmt: skip
     return Alignment(
-        tuple(pairs),
-        tuple(range(prefix, len(clean) - suffix)),
-        tuple(range(prefix, len(corrupt) - suffix)),
+        tuple(pairs), tuple(range(prefix, len(clean) - suffix)), tuple(range(prefix, len(corrupt) - suffix))
     )
 
 

@@ -661,12 +661,7 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 def _read(
-    lm: LM,
-    journal: Journal | None,
-    asked: list[EncodedPrompt],
-    captures: list[Capture],
-    batch: int,
-    advance: Any,
+    lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
