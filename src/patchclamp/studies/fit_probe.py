@@ -12,7 +12,7 @@ N rows · T rows of a document · D their width · L layers · K folds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -372,9 +372,8 @@ class FitProbe(Study):
         captures = [Capture(Site(site, layer), tokens, pool=self.pool) for layer in layers]
         sites = [str(capture.at) for capture in captures]
 
-        def calls(batches: Iterable[Sequence[inputs.EncodedPrompt]]) -> Iterator[dict[str, Any]]:
-            for part in batches:
-                yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures}
+        def call(part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
+            return {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures}
 
         def record(runs: Sequence[Run], part: Sequence[inputs.EncodedPrompt]) -> list[StoredArray]:
             return [StoredArray.of(np.stack([rows_TD(tensors[name]) for name in sites]))
@@ -389,7 +388,7 @@ class FitProbe(Study):
                     "pool": self.pool}  # fmt: skip
         with keeping(lm, question, resume) as journal, progress("reading", len(asked), show, "prompts") as advance:
             read_LTD = [one.array() for one in
-                        recorded_runs(lm, journal, asked, calls, record, StoredArray, advance, batch)]  # fmt: skip
+                        recorded_runs(lm, journal, asked, call, record, StoredArray, advance, batch)]  # fmt: skip
         counts = [rows.shape[1] for rows in read_LTD]
         if 0 in counts:
             raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")

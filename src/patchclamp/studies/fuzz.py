@@ -13,9 +13,10 @@ P prompts · L strengths · S seeds
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -27,33 +28,37 @@ from patchclamp.language.ops import MODES, as_capture, fuzz
 from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import prompt
-from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
-    Divergence,
+    Ascending,
     EncodedPrompt,
     Flag,
-    NoisedSites,
     Positive,
     Progress,
     PromptFile,
-    Regex,
     ResumeFile,
-    Sampled,
-    SeedList,
-    Strengths,
     Text,
-    as_floats,
+    as_position,
+    as_seeds,
     as_sites,
     as_text,
     ask,
-    check_whole,
 )
 from patchclamp.studies.metric import js, with_rest
-from patchclamp.studies.study import Show, StoredArray, Study, StudyResult, keeping, progress, provenance, recorded_runs
+from patchclamp.studies.study import (
+    Arg,
+    Show,
+    StoredArray,
+    Study,
+    StudyResult,
+    keeping,
+    progress,
+    provenance,
+    recorded_runs,
+)
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 if TYPE_CHECKING:
@@ -148,28 +153,21 @@ def _place(site: Any, number: int) -> At:
     return place.at @ place.tokens
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """vLLM's sampling parameters, with one seed per run if tokens are sampled."""
+def _sampling(sampling: Any, path: str) -> dict[str, Any]:
+    """Sampling parameters by vLLM's names, without those that each cell has of its own."""
+    if not isinstance(sampling, Mapping):
+        raise ProgramError(f"expected names and values, got {type(sampling).__name__}", path)
+    for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
+        if name in sampling:
+            raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"{path}.{name}")
+    return {name: getattr(value, "tolist", lambda v=value: v)() for name, value in sampling.items()}
 
-    parameters: dict[str, Any]
 
-    @classmethod
-    def of(cls, sampling: Mapping[str, Any] | None) -> Sampling:
-        if sampling is not None and not isinstance(sampling, Mapping):
-            raise ProgramError(f"expected names and values, got {type(sampling).__name__}", "sampling")
-        parameters = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in (sampling or {}).items()}
-        for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
-            if name in parameters:
-                raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"sampling.{name}")
-        return cls(parameters)
-
-    @property
-    def drawn(self) -> bool:
-        """True if tokens are sampled, not decoded greedily."""
-        return bool(self.parameters.get("temperature"))
-
-    def seeded(self, seed: int) -> dict[str, Any]:
-        return {**self.parameters, "seed": seed} if self.drawn else self.parameters
+def _pattern(pattern: Any, path: str) -> str:
+    try:
+        return re.compile(as_text(pattern, path)).pattern
+    except re.error as error:
+        raise ProgramError(f"{pattern!r} is not a regular expression: {error}", path) from None
 
 
 class FirstToken:
@@ -192,10 +190,9 @@ class FirstToken:
         self.capture: list[Any] = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
-    def likeliest_calls(self, batches: Iterable[Sequence[EncodedPrompt]]) -> Iterator[dict[str, Any]]:
-        """The calls that find the likeliest tokens of batches of prompts."""
-        for part in batches:
-            yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
+    def likeliest_call(self, part: Sequence[EncodedPrompt]) -> dict[str, Any]:
+        """The call that finds the likeliest tokens of some prompts."""
+        return {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
 
     def likeliest_of(self, runs: Sequence[Run], _: Any) -> list[list[int]]:
         """The tokens that are likeliest without noise, for each prompt."""
@@ -212,32 +209,8 @@ class FirstToken:
         return with_rest(list(run.scores.values())) if self.likeliest else np.zeros(0)
 
 
-def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
-    """Check strengths: ascending and distinct."""
-    if strengths is None:
-        return default
-    numbers = as_floats(strengths, "strengths")
-    if not numbers or list(numbers) != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
-        raise ProgramError(f"expected ascending, distinct numbers from 0 on, got {numbers}", "strengths")
-    return numbers
-
-
-def seeds_of(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Check seeds: all distinct."""
-    numbers = tuple(check_whole(seed, f"seeds[{i}]") for i, seed in enumerate(as_items(seeds, "seeds")))
-    if not 0 < len(set(numbers)) == len(numbers):
-        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", "seeds")
-    return numbers
-
-
-def pattern_of(refusal: str | None) -> re.Pattern[str] | None:
-    """Compile a regular expression."""
-    try:
-        return None if refusal is None else re.compile(as_text(refusal, "refusal"))
-    except re.error as error:
-        raise ProgramError(f"{refusal!r} is not a regular expression: {error}", "refusal") from None
-
-
+QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
+SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
 MEASURES = ("exact", "prefix", "kl", "js", "perplexity", "refused")
 
 
@@ -308,8 +281,45 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: the measures against the strength."""
-        return curves(self)
+        """Plot data: a chart each for agreement, divergence, perplexity and refusals, if they were requested."""
+        charts = [Chart(
+            "Agreement with the unfuzzed answer", "share", (self._share("same answer", self.exact),
+                                                            self._quartiles("share before it differs", self.prefix)),
+            y_range=(-0.02, 1.02), note="Same answer: share, with its 95 % interval over prompts. Share before it "
+                                        "differs: median and middle half.",
+        )]  # fmt: skip
+        if not np.isnan(self.kl).any():
+            of = "" if self.divergence == "full" else f" Of the {self.divergence}."
+            lines = (self._quartiles("KL from unfuzzed", self.kl), self._quartiles("JS", self.js))
+            charts.append(Chart("First token", "divergence (nats)", lines, note=QUARTILES + of))
+        if not np.isnan(self.perplexity).any():
+            charts.append(Chart(
+                "Fluency", "perplexity, unedited model", (self._quartiles("fuzzed answer", self.perplexity),),
+                y_log=True, note=QUARTILES, level=float(np.median(self.unfuzzed_perplexity)),
+                level_label="unfuzzed answers",
+            ))  # fmt: skip
+        if not np.isnan(self.refused).any():
+            lines = (self._share("refused", self.refused),)
+            charts.append(Chart("Refusals", "share of answers", lines, y_range=(-0.02, 1.02), note=SHARES))
+        (prompts, _, seeds), temperature = self.exact.shape, self.sampling.get("temperature")
+        sampled = f"sampled at temperature {temperature:g}" if temperature else "greedy"
+        return Curves(
+            title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
+            provenance=self.provenance.where,
+            notes=(f"{prompts} prompts{' as chats' if self.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
+                   f"{self.max_tokens} tokens, {sampled}; {self.noise}.",),
+        )  # fmt: skip
+
+    def _quartiles(self, label: str, values: np.ndarray) -> Curve:
+        """Median, with the middle half as a band."""
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
+        return Curve(label, np.array(self.strengths), middle, low, high)
+
+    def _share(self, label: str, values: np.ndarray) -> Curve:
+        """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
+        prompt counts with its share."""
+        low, high = wilson(values.mean(2).sum(0), values.shape[0])
+        return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
 
     def __repr__(self) -> str:
         size = " × ".join(map(str, self.exact.shape))
@@ -332,11 +342,11 @@ class FuzzSweep(Study):
 
     prompts: PromptFile = None
     """Texts or token ids, or with `chat` texts or lists of messages; 23 instructions by default."""
-    strengths: Strengths = None
+    strengths: Ascending = None
     """Strengths of the noise, ascending; 0 repeats the unedited run. By default 0 and ten from 0.01 to 1.8."""
-    seeds: SeedList = (0,)
+    seeds: Annotated[Any, Arg(as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
-    at: NoisedSites = None
+    at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Text = "noise"
     """noise, or scale: embeddings times 1 − strength."""
@@ -346,50 +356,50 @@ class FuzzSweep(Study):
     """Ask each prompt as the user's turn of a chat."""
     max_tokens: int = 32
     """Tokens of an answer."""
-    sampling: Sampled = None
+    sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
     """Sampling parameters, by vLLM's names; greedy by default."""
-    divergence: Divergence = "full"
+    divergence: Annotated[Any, Arg(parse=as_position)] = "full"
     """full: over all logits of the first token; a number k: over the k tokens that are likeliest without noise and the
     rest combined, which is a lower bound; none."""
     perplexity: Flag = True
     """Compute the perplexity of answers under the unedited model."""
-    refusal: Regex = REFUSAL
+    refusal: Annotated[str | None, Arg(_pattern, served=False)] = REFUSAL  # matching can take exponential time
     """Regular expression that detects a refusal; None skips this measure."""
     quick: Flag = False
     """5 prompts and 7 strengths, unless given."""
 
     def check(self) -> None:
-        """Raise errors that can be found without a model: sites, strengths, seeds, the regular expression."""
+        """Raise errors that can be found without a model."""
         Fuzz.of(self.mode, self.at, self.relative)
-        strengths_of(self.strengths, STRENGTHS)
-        seeds_of(self.seeds)
-        pattern_of(self.refusal)
+        if self.strengths is not None and self.strengths[0] < 0:
+            raise ProgramError(f"expected numbers from 0 on, got {self.strengths}", "strengths")
 
     def _run(
         self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
     ) -> FuzzSweepResult:
+        self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-        prompts = (QUICK_PROMPTS if self.quick else PROMPTS) if self.prompts is None else self.prompts
+        prompts, strengths = (QUICK_PROMPTS, QUICK_STRENGTHS) if self.quick else (PROMPTS, STRENGTHS)
         plan = _FuzzPlan(
-            lm=lm, prompts=ask(lm, prompts, self.chat), seeds=seeds_of(self.seeds), max_tokens=self.max_tokens,
-            strengths=strengths_of(self.strengths, QUICK_STRENGTHS if self.quick else STRENGTHS), batch=batch,
-            fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=Sampling.of(self.sampling),
+            lm=lm, prompts=ask(lm, prompts if self.prompts is None else self.prompts, self.chat), seeds=self.seeds,
+            strengths=strengths if self.strengths is None else self.strengths, max_tokens=self.max_tokens, batch=batch,
+            fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=self.sampling or {},
             first=FirstToken(self.divergence),
         )  # fmt: skip
-        if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
+        if self.mode == "scale" and len(plan.seeds) > 1 and not plan.drawn:
             raise ProgramError(
                 f"expected one seed, got {len(plan.seeds)}: scaling with greedy decoding is deterministic, so all "
                 "answers would be the same. To use several, give a temperature in sampling=", "seeds"
             )  # fmt: skip
-        pattern, (P, L, S) = pattern_of(self.refusal), plan.shape
+        pattern, (P, L, S) = None if self.refusal is None else re.compile(self.refusal), plan.shape
         with keeping(lm, plan.question, resume) as journal:
             unfuzzed, fuzzed = plan.run(journal, show_progress)
             perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
 
         def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
             """A measure of each cell: of the number of its prompt, its run, and the unfuzzed answer."""
-            own = [unfuzzed[p][s if plan.sampling.drawn else 0] for p, _, s in plan.cells]
+            own = [unfuzzed[p][s if plan.drawn else 0] for p, _, s in plan.cells]
             values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
             return np.array(values, np.float64).reshape(P, L, S)
 
@@ -397,7 +407,7 @@ class FuzzSweep(Study):
         return FuzzSweepResult(
             provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.prompts),
             strengths=plan.strengths, noise=plan.fuzz.words, chat=self.chat, max_tokens=self.max_tokens,
-            sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=self.refusal,
+            sampling=plan.sampling, divergence=plan.first.words, refusal=self.refusal,
             answers=tuple(tuple(answers[i : i + L]) for i in range(0, P * L, L)), unfuzzed=tuple(map(tuple, unfuzzed)),
             exact=grid(lambda p, of, own: of.answer.token_ids == own.token_ids),
             prefix=grid(lambda p, of, own: prefix_share(of.answer.token_ids, own.token_ids)),
@@ -441,7 +451,7 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
     strengths: tuple[float, ...]
     seeds: tuple[int, ...]
     fuzz: Fuzz
-    sampling: Sampling
+    sampling: dict[str, Any]
     first: FirstToken
     max_tokens: int
     batch: int
@@ -456,42 +466,38 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
         return list(itertools.product(prompts, strengths, seeds))
 
     @property
-    def unfuzzed_seeds(self) -> range:
-        """Numbers of the seeds of a prompt's unedited runs; a single one if decoding is greedy."""
-        return range(len(self.seeds) if self.sampling.drawn else 1)
-
-    @property
-    def edits(self) -> list[list[list[Op]]]:
-        """The edits of each strength and seed."""
-        return [[self.fuzz.edits(strength, seed) for seed in self.seeds] for strength in self.strengths]
+    def drawn(self) -> bool:
+        """True if tokens are sampled, with a seed per run, not decoded greedily."""
+        return bool(self.sampling.get("temperature"))
 
     @property
     def question(self) -> dict[str, Any]:
         """Everything that decides the answers, as plain data."""
         return {
             "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self.seeds,
-            "edits": [[Program.of(edits).fingerprint for edits in of] for of in self.edits],
-            "sampling": self.sampling.parameters, "divergence": self.first.words, "max_tokens": self.max_tokens,
+            "edits": [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self.seeds]
+                      for strength in self.strengths],
+            "sampling": self.sampling, "divergence": self.first.words, "max_tokens": self.max_tokens,
         }  # fmt: skip
 
-    def calls(self, batches: Iterable[Sequence[tuple[int, int | None, int]]]) -> Iterator[dict[str, Any]]:
-        """The calls that run batches of cells; strength None means no edit."""
-        edits = self.edits
-        for part in batches:
-            yield {
-                "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
-                "edits": [[] if l is None else edits[l][s] for _, l, s in part],  # noqa: E741
-                "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
-                "sampling": [self.sampling.seeded(self.seeds[s]) for _, _, s in part],
-            }  # fmt: skip
+    def call(self, part: Sequence[tuple[int, int | None, int]]) -> dict[str, Any]:
+        """The call that runs some cells; strength None means no edit."""
+        return {
+            "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
+            "edits": [[] if l is None else self.fuzz.edits(self.strengths[l], self.seeds[s])
+                      for _, l, s in part],  # noqa: E741
+            "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
+            "sampling": [self.sampling | ({"seed": self.seeds[s]} if self.drawn else {}) for _, _, s in part],
+        }  # fmt: skip
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
         """Run every prompt without noise, then every cell, skipping what the journal has: the answers without noise by
         prompt and seed, and the runs of `cells`."""
-        own = [(p, None, s) for p in range(len(self.prompts)) for s in self.unfuzzed_seeds]
+        each = len(self.seeds) if self.drawn else 1  # unedited runs of a prompt
+        own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]
         if self.first.likeliest:
             self.first.scores = recorded_runs(
-                self.lm, journal, self.prompts, self.first.likeliest_calls, self.first.likeliest_of, list[int],
+                self.lm, journal, self.prompts, self.first.likeliest_call, self.first.likeliest_of, list[int],
                 lambda done: None, self.batch,
             )  # fmt: skip
         with progress("fuzzing", len(own) + len(self.cells), show) as advance:
@@ -500,13 +506,12 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
                 return [_Own(_answer(run), StoredArray.of(self.first.read(run))) for run in runs]
 
             def read(runs: Sequence[Run], cells: Sequence[CellIndex]) -> list[_Fuzzed]:
-                distributions = [before[p, s if self.sampling.drawn else 0] for p, _, s in cells]
+                distributions = [before[p, s if self.drawn else 0] for p, _, s in cells]
                 return [self._fuzzed(run, one) for run, one in zip(runs, distributions, strict=True)]
 
-            owns = recorded_runs(self.lm, journal, own, self.calls, read_own, _Own, advance, self.batch)
+            owns = recorded_runs(self.lm, journal, own, self.call, read_own, _Own, advance, self.batch)
             before = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
-            fuzzed = recorded_runs(self.lm, journal, self.cells, self.calls, read, _Fuzzed, advance, self.batch)
-        each = len(self.unfuzzed_seeds)
+            fuzzed = recorded_runs(self.lm, journal, self.cells, self.call, read, _Fuzzed, advance, self.batch)
         return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
 
     def _fuzzed(self, run: Run, before: np.ndarray) -> _Fuzzed:
@@ -531,60 +536,6 @@ def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
 
 
-QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
-SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
-
-
-def curves(sweep: FuzzSweepResult) -> Curves:
-    """A chart each for agreement, divergence, perplexity and refusals, if they were requested."""
-    charts = [_agreement(sweep)]
-    if not np.isnan(sweep.kl).any():
-        charts.append(Chart(
-            "First token", "divergence (nats)", (_quartiles(sweep, "KL from unfuzzed", sweep.kl),
-                                                 _quartiles(sweep, "JS", sweep.js)), note=_divergence(sweep),
-        ))  # fmt: skip
-    if not np.isnan(sweep.perplexity).any():
-        level = float(np.median(sweep.unfuzzed_perplexity))
-        charts.append(Chart(
-            "Fluency", "perplexity, unedited model", (_quartiles(sweep, "fuzzed answer", sweep.perplexity),),
-            y_log=True, note=QUARTILES, level=level, level_label="unfuzzed answers",
-        ))  # fmt: skip
-    if not np.isnan(sweep.refused).any():
-        lines = (_share(sweep, "refused", sweep.refused),)
-        charts.append(Chart("Refusals", "share of answers", lines, y_range=(-0.02, 1.02), note=SHARES))
-    prompts, _, seeds = sweep.exact.shape
-    return Curves(
-        title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
-        provenance=sweep.provenance.where,
-        notes=(f"{prompts} prompts{' as chats' if sweep.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
-               f"{sweep.max_tokens} tokens, {_sampling(sweep)}; {sweep.noise}.",),
-    )  # fmt: skip
-
-
-def _agreement(sweep: FuzzSweepResult) -> Chart:
-    lines = (_share(sweep, "same answer", sweep.exact), _quartiles(sweep, "share before it differs", sweep.prefix))
-    note = "Same answer: share, with its 95 % interval over prompts. Share before it differs: median and middle half."
-    return Chart("Agreement with the unfuzzed answer", "share", lines, y_range=(-0.02, 1.02), note=note)
-
-
-def _divergence(sweep: FuzzSweepResult) -> str:
-    of = "" if sweep.divergence == "full" else f" Of the {sweep.divergence}."
-    return QUARTILES + of
-
-
-def _quartiles(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
-    """Median, with the middle half as a band."""
-    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
-    return Curve(label, np.array(sweep.strengths), middle, low, high)
-
-
-def _share(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
-    """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
-    prompt counts with its share."""
-    low, high = wilson(values.mean(2).sum(0), values.shape[0])
-    return Curve(label, np.array(sweep.strengths), values.mean((0, 2)), low, high)
-
-
 def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:
     """The interval of a share of `count` draws; 95 % for the default `z`.
 
@@ -594,8 +545,3 @@ def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarra
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return np.clip(middle - half, 0, share), np.clip(middle + half, share, 1)
-
-
-def _sampling(sweep: FuzzSweepResult) -> str:
-    temperature = sweep.sampling.get("temperature")
-    return f"sampled at temperature {temperature:g}" if temperature else "greedy"

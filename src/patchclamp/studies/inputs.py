@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -511,9 +510,20 @@ def as_float(value: Any, path: str) -> float:
         raise error.under(path) from None
 
 
-def as_floats(values: Any, path: str) -> tuple[float, ...]:
-    """Numbers, such as strengths. An error's path names the wrong one."""
-    return tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+def as_ascending(values: Any, path: str) -> tuple[float, ...]:
+    """Ascending, distinct numbers, such as strengths. An error's path names a wrong one."""
+    numbers = tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+    if not numbers or list(numbers) != sorted(set(numbers)):
+        raise ProgramError(f"expected ascending, distinct numbers, got {numbers}", path)
+    return numbers
+
+
+def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
+    """Distinct seeds, at least one."""
+    numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
+    if not 0 < len(set(numbers)) == len(numbers):
+        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", path)
+    return numbers
 
 
 def as_positive(value: Any, path: str) -> float:
@@ -649,7 +659,6 @@ Answers = Annotated[Any, Arg(many=True)]
 Subject = Annotated[Any, Arg()]
 Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
 SiteField = Annotated[Any, Arg()]
-NoisedSites = Annotated[Any, Arg(many=True, option="site")]
 Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
 Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
 Frozen = Annotated[Any, Arg(_frozen, many=True)]
@@ -661,16 +670,12 @@ Matched = Annotated[Any, Arg(as_match, as_position)]
 ChosenTokens = Annotated[Any, Arg(as_items, many=True, option="token")]
 Labels = Annotated[Any, Arg(as_texts, None)]
 Parts = Annotated[Any, Arg(as_texts, many=True)]
-Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]
-SeedList = Annotated[Any, Arg(parse=int, many=True, option="seed")]
+Ascending = Annotated[Any, Arg(as_ascending, float, many=True, option="strength")]
 Seeds = Annotated[Any, Arg(parse=int)]
 Std = Annotated[float | None, Arg(as_positive, float)]
-Divergence = Annotated[Any, Arg(parse=as_position)]
-Sampled = Annotated[Any, Arg(parse=json.loads)]
 SourceField = Annotated[Any, Arg(option="source")]
 MaskField = Annotated[Any, Arg(option="mask")]
 OptionalText = Annotated[str | None, Arg(as_text)]
-Regex = Annotated[str | None, Arg(as_text, served=False)]  # matching one can take exponential time
 PythonOnly = Annotated[Any, Arg(parse=None, served=False)]
 Progress = Annotated[bool | Reporter | None, Arg(as_progress)]
 ResumeFile = Annotated[Resumable | None, Arg(as_path)]

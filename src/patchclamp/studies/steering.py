@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -593,16 +593,15 @@ def _fluency(
     """The mean log-probability per token, without edits, of texts generated with each edit, minus that of the first."""
     items = [(one, edit) for edit in edits for one in asked]
 
-    def calls(batches: Iterable[Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]]) -> Iterator[dict[str, Any]]:
-        for part in batches:
-            yield {"prompt": [one.prompt for one, _ in part], "edits": [list(edit) for _, edit in part],
-                   "max_tokens": FLUENT_TOKENS}  # fmt: skip
+    def call(part: Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]) -> dict[str, Any]:
+        return {"prompt": [one.prompt for one, _ in part], "edits": [list(edit) for _, edit in part],
+                "max_tokens": FLUENT_TOKENS}  # fmt: skip
 
     def record(runs: Sequence[Run], part: Sequence[Any]) -> list[_Continuation]:
         return [_Continuation(tuple(run.token_ids)) for run in runs]
 
     with progress("writing texts", len(items), show, "texts") as advance:
-        texts = recorded_runs(lm, journal, items, calls, record, _Continuation, advance, batch)
+        texts = recorded_runs(lm, journal, items, call, record, _Continuation, advance, batch)
     forced = [Forced(one.ids, text.token_ids, (), one.text) for (one, _), text in zip(items, texts, strict=True)]
     with progress("scoring texts", len(forced), show, "texts") as advance:
         means = [float(row.mean()) for row in forced_logprobs(lm, forced, batch, advance, journal)]
@@ -666,9 +665,8 @@ def _read(
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
 
-    def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
-        for part in batches:
-            yield {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
+    def call(part: Sequence[int]) -> dict[str, Any]:
+        return {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
 
     def record(runs: Sequence[Run], numbers: Sequence[int]) -> list[_Read]:
         fetched = lm.fetch(runs, sites)
@@ -682,7 +680,7 @@ def _read(
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(StoredArray.of(np.stack([rows.mean(0) for rows in rows_LTD])), StoredArray.of(np.array(lengths)))
 
-    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
+    read = recorded_runs(lm, journal, range(len(asked)), call, record, _Read, advance, batch)
     return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
 
 
@@ -776,7 +774,7 @@ class StrengthCurve(Study):
     one per prompt."""
     foil: inputs.Answers = None
     """Continuation that does not show it."""
-    scales: inputs.Strengths = SCALES
+    scales: inputs.Ascending = SCALES
     """Factors of the vectors, ascending; 0 is the unedited model."""
     layers: inputs.Layers = None
     """Layers to add the vectors at, as in `vectors.edits`."""
@@ -795,10 +793,8 @@ class StrengthCurve(Study):
             )
         asked = inputs.ask(lm, self.prompts, self.chat)
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
-        steps = inputs.as_floats(self.scales, "scales")
-        if not steps or list(steps) != sorted(set(steps)):
-            raise ProgramError(f"expected ascending, distinct numbers, got {steps}", "scales")
-        edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else () for scale in steps]
+        edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else ()
+                 for scale in self.scales]  # fmt: skip
         question = {
             "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
         }  # fmt: skip
@@ -806,7 +802,7 @@ class StrengthCurve(Study):
             logprobs, foil_logprobs = behaviour.score(lm, asked, edits, batch, show_progress, journal)
         return StrengthCurveResult(
             provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
-            answers=texts_of(lm, behaviour.answers), scales=steps,
+            answers=texts_of(lm, behaviour.answers), scales=self.scales,
             foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
             vectors=f"{self.vectors.method} vectors of {self.vectors.site}",
             layers=tuple(self.vectors.chosen_layers(self.layers)),

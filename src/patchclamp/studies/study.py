@@ -653,7 +653,7 @@ def recorded_runs(
     lm: LM,
     journal: Journal | None,
     items: Sequence[Item],
-    calls: Callable[[Iterable[Sequence[Item]]], Iterable[Mapping[str, Any]]],
+    call: Callable[[Sequence[Item]], Mapping[str, Any]],
     record: Callable[[Sequence[Run], Sequence[Item]], Sequence[Record]],
     kind: type[Record],
     advance: Callable[[int], None],
@@ -661,7 +661,7 @@ def recorded_runs(
 ) -> list[Record]:
     """A record of the run of every item, in order. Items in the journal are not run again.
 
-    calls: the calls that run batches of items, one run each, as `run_batches` takes them
+    call: makes the arguments of the `lm.arun` of some items, one run each
     record: makes the records of some runs, which are then closed
     advance: called with the number of items that are done
     batch: largest number of runs in a batch
@@ -681,7 +681,7 @@ def recorded_runs(
 
     if len(records) < len(items):
         pace = Pace(batch)
-        run_batches(lm, calls(pace.parts(items[len(records) :])), read, UNDER_WAY, pace)
+        run_batches(lm, map(call, pace.parts(items[len(records) :])), read, UNDER_WAY, pace)
     return records
 
 
