@@ -686,7 +686,7 @@ def test_fit_lens_prints_and_writes_what_it_measured(tmp_path):
     assert "A tuned lens of resid_post" in output
     assert f"{result.kl[0]:.2f}" in output
     assert all(path.stat().st_size > 500 for path in files.values())
-    assert failed(*command, "--kind", "logit").startswith("error: --kind: no kind of lens 'logit'")
+    assert failed(*command, "--kind", "logit").startswith("error: --kind: no kind 'logit'")
 
 
 class TestSteer:

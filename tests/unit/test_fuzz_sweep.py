@@ -142,7 +142,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(seeds=()), "seeds: expected at least one seed"),
         (dict(seeds=(1, 1)), "seeds: expected at least one seed"),
         (dict(seeds=0.5), "seeds: expected a list"),
-        (dict(mode="nose"), "mode: no way to fuzz 'nose' (did you mean 'noise'?)"),
+        (dict(mode="nose"), "mode: no mode 'nose' (did you mean 'noise'?)"),
         (dict(mode="scale", seeds=(0, 1)), "seeds: expected one seed, got 2"),
         (dict(mode="scale", seeds=(0, 1), sampling={"temperature": 0}), "seeds: expected one seed, got"),
         (dict(mode="scale", at="embed"), "mode: 'scale' is a way to fuzz the embedding"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from patchclamp.run import Run
 from patchclamp.studies import inputs
 from patchclamp.studies.harvest import Filters, Harvested, HarvestResult
 from patchclamp.studies.harvest.shards import INDEX_COLUMNS
-from patchclamp.studies.linear_fit import METHODS, auroc, fit_rows, sigmoid, split_folds
+from patchclamp.studies.linear_fit import auroc, fit_rows, sigmoid, split_folds
 from patchclamp.studies.study import (
     Arg,
     Provenance,
@@ -289,7 +289,7 @@ class FitProbe(Study):
     """Row of a document: the mean of its tokens' rows, or the last one; none for a row per token."""
     chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
-    method: inputs.Text = "logistic"
+    method: Literal["logistic", "mean_difference"] = "logistic"
     """logistic (regression) or mean_difference (of the classes, with the threshold at the midpoint)."""
     l2: Annotated[float, Arg(inputs.as_positive)] = 1.0
     """L2 penalty of the logistic regression on standardised rows, 1/C of scikit-learn."""
@@ -305,8 +305,6 @@ class FitProbe(Study):
         """Raise errors that can be found without a model."""
         if (self.prompts is None) == (self.harvest is None):
             raise ProgramError("expected either prompts or a harvest", "prompts")
-        if self.method not in METHODS:
-            raise unknown("method", self.method, METHODS, "method")
         inputs.check_whole(self.folds, "folds", 2)
         if self.harvest is None and isinstance(self.labels, str):
             raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")

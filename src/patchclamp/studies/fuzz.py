@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from patchclamp.engines.grading import kl, log_softmax
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op, Program
-from patchclamp.language.ops import MODES, as_capture, fuzz
+from patchclamp.language.ops import as_capture, fuzz
 from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import prompt
@@ -40,7 +40,6 @@ from patchclamp.studies.inputs import (
     Progress,
     PromptFile,
     ResumeFile,
-    Text,
     as_position,
     as_seeds,
     as_sites,
@@ -111,8 +110,6 @@ class Fuzz(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, mode: str, at: Any, relative: bool) -> Fuzz:
-        if mode not in MODES:
-            raise unknown("way to fuzz", str(mode), MODES, "mode")
         if at is None:
             if not relative:
                 raise ProgramError("noise at the embedding is relative; for another, give at=['embed']", "relative")
@@ -348,7 +345,7 @@ class FuzzSweep(Study):
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
     at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
-    mode: Text = "noise"
+    mode: Literal["noise", "scale"] = "noise"
     """noise, or scale: embeddings times 1 − strength."""
     relative: Flag = True
     """Multiply the noise by the row's root mean square."""

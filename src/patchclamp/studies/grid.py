@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import GradeJob, Grades
-from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -51,7 +51,6 @@ from patchclamp.studies.sources import (
 from patchclamp.studies.study import Study, json_of, keeping, progress, provenance
 from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
 
-DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # captured from the source prompts at a time
 
 
@@ -108,7 +107,7 @@ class PairGrid(Grid):
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     metric: inputs.MetricField = "logit_diff"
     """logit_diff, recovered, logprob or prob; in Python also a function or `Metric`."""
-    direction: inputs.Text = "denoising"
+    direction: Literal["denoising", "noising"] = "denoising"
     """denoising, or noising: cells of the corrupt run into the clean one."""
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
@@ -117,8 +116,6 @@ class PairGrid(Grid):
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
-        if self.direction not in DIRECTIONS:
-            raise unknown("direction", self.direction, DIRECTIONS, "direction")
         cleans, corrupts = (list(of) if inputs.listed(of) else [of] for of in (self.clean, self.corrupt))
         count = len(cleans)
         if count != len(corrupts) or not count:

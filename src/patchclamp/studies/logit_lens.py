@@ -31,7 +31,7 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, readout_of
+from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, Way, readout_of
 from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class LogitLens(Study):
     """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
     labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
-    readout: inputs.OptionalText = None
+    readout: Way | None = None
     """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
     default the weights if they reproduce its logits."""
 

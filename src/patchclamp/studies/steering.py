@@ -33,12 +33,12 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
 from patchclamp.language import Add, Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens, prompt, read_tokens
 from patchclamp.language.values import as_array, as_file
@@ -68,13 +68,12 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     import pandas
 
+Method = Literal["mean", "pca", "probe"]
 RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
-    """Raise `UnknownName` for an unknown method, `ProgramError` for PCA of prompts that do not form pairs."""
-    if method not in METHODS:
-        raise unknown("method", str(method), METHODS, "method")
+    """Raise `ProgramError` for PCA of prompts that do not form pairs."""
     if method == "pca" and positive != negative:
         raise ProgramError(f"PCA is of pairs: {positive} positive and {negative} negative prompts are none", "method")
 
@@ -489,7 +488,7 @@ class Steering(Study):
     """Prompts that show the behaviour: texts or token ids, or with `chat` texts or lists of messages."""
     negative: inputs.PromptFile
     """Prompts that do not show it; they form pairs with the positive ones if there are equally many."""
-    method: inputs.Text = "mean"
+    method: Method = "mean"
     """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, where prompts are read and the vector is added."""

@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
+    Literal,
     NamedTuple,
     NoReturn,
     Self,
@@ -37,7 +39,7 @@ import numpy as np
 
 from patchclamp.engines import base
 from patchclamp.engines.grading import LOOK_EVERY_S
-from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Site
 from patchclamp.language.structs import PublicStruct
@@ -327,6 +329,11 @@ class StudyField(NamedTuple):
     def arg(self) -> Arg:
         return next((one for one in getattr(self.type, "__metadata__", ()) if isinstance(one, Arg)), Arg())
 
+    @property
+    def kind(self) -> Any:
+        """The type without its metadata."""
+        return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
+
     def value(self, given: Any) -> Any:
         """A value as the study uses it. Raises `ProgramError` with the field as its path."""
         if hasattr(given, "detach"):
@@ -335,10 +342,13 @@ class StudyField(NamedTuple):
             given = as_plain(given, self.name)
         if isinstance(given, (list, Iterator)):
             given = list(given)  # neither used up by the first run, nor changed by its owner
-        optional = type(None) in get_args(getattr(self.type, "__origin__", self.type))
-        if self.arg.read is None or (given is None and (self.default is None or optional)):
-            return given
-        return self.arg.read(given, self.name)
+        if given is None and (self.default is None or type(None) in get_args(self.kind)):
+            return None
+        kinds = self.kind, *get_args(self.kind)
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        if choices and (not isinstance(given, str) or given not in choices):
+            raise unknown(self.name, given, choices, self.name)
+        return given if self.arg.read is None else self.arg.read(given, self.name)
 
 
 REQUIRED = object()
@@ -452,11 +462,7 @@ class Study:
         for field in (*cls.fields().values(), *cls.options().values()):
             kind = by_position if field.name in ordered else keyword
             default = inspect.Parameter.empty if field.default is REQUIRED else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name, kind, default=default, annotation=getattr(field.type, "__origin__", field.type)
-                )
-            )
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=field.kind))
         call.__name__ = call.__qualname__ = name
         cls.short = name
         call.study = cls  # pyright: ignore[reportFunctionMemberAccess]

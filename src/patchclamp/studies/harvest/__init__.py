@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,7 +54,7 @@ from patchclamp.studies.harvest.shards import (
     allow_files,
     open_folder,
 )
-from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, as_texts, check_whole
+from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, as_texts, check_whole
 from patchclamp.studies.sources import width_of
 from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
 
@@ -237,7 +237,7 @@ class Harvest(Study):
     """Store the sum over each document's rows."""
     context: OptionalCount = None
     """Maximum prompt length in tokens; the model's limit by default."""
-    overlong: Text = "refuse"
+    overlong: Literal["refuse", "cut", "split"] = "refuse"
     """Treatment of longer documents: refuse, cut or split."""
     seed: Annotated[int, Arg(_seed, int)] = 0
     """Seed of the shuffle."""
