@@ -735,7 +735,7 @@ class TestSteer:
         [
             (("--method", "men"), "--method: no method 'men'"),
             (("--prompts", "sides"), "--prompts: sides cannot be read"),
-            (("--foil", " a"), "--answer: a behaviour is scored by a continuation"),
+            (("--foil", " a"), "--foil: a behaviour is scored by a continuation"),
             (("--held-out", "0", "--png", "a.png"), "--held-out: expected held-out prompts or --prompts"),
             (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
             (("--gguf", "."), "--gguf: expected a file"),

@@ -341,7 +341,7 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: expected a share from 0 to below 1"),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),
-        (dict(foil=" not"), "foil: a foil is beside an answer"),
+        (dict(foil=" not"), "foil: a behaviour is scored by"),
         (dict(answer=" the", held_out=0), "answer: it is scored on held-out prompts"),
         (dict(answer=""), "answer: a continuation is a text or token ids"),
         (dict(tokens="prompt[40]"), "prompt 0.capture[0]"),

@@ -32,6 +32,7 @@ from patchclamp.studies import inputs
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.readout import LAST, MAX_FLOATS, FromWeights, Unembedding
 from patchclamp.studies.study import Arg, Study, StudyResult, progress, provenance
+from patchclamp.studies.teacher_forcing import parts
 
 if TYPE_CHECKING:
     import pandas
@@ -227,7 +228,7 @@ class _Fit:
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
         with torch.no_grad():
-            for part in _parts(test, self._study.step_prompts):
+            for part in parts(test, self._study.step_prompts):
                 for logprobs_NV, rows_LND, _ in self._read(part):
                     count += len(logprobs_NV)
                     for i, rows_ND in enumerate(rows_LND):
@@ -263,7 +264,7 @@ class _Fit:
     def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
         """The prompts of each step: all of them in a random order, again and again."""
         while True:
-            yield from _parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
+            yield from parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
 
     def _points(self, sites: Sequence[Site]) -> list[int]:
         return [self._lm.sites.resolve(site)[0].point for site in sites]
@@ -275,10 +276,6 @@ MEASURED = ("kl", "plain_kl", "agreement", "plain_agreement")
 def kl(model_NV: torch.Tensor, lens_NV: torch.Tensor) -> torch.Tensor:
     """The KL divergence [N] of a lens from the model, from log-probabilities, in nats."""
     return (model_NV.exp() * (model_NV - lens_NV)).sum(-1)
-
-
-def _parts(prompts: list[inputs.EncodedPrompt], size: int) -> Iterator[list[inputs.EncodedPrompt]]:
-    return (prompts[begin : begin + size] for begin in range(0, len(prompts), size))
 
 
 def _moved(of: Any, device: Any) -> Any:

@@ -116,22 +116,20 @@ class PairGrid(Grid):
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
-        cleans, corrupts = (list(of) if inputs.listed(of) else [of] for of in (self.clean, self.corrupt))
-        count = len(cleans)
-        if count != len(corrupts) or not count:
+        cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
+        if (count := len(cleans)) != len(corrupts):
             raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
         graded = graded_of(lm, self.answer, self.foil, self.metric, count)
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
-            where = f"[{i}]" if count > 1 else ""
-            clean, corrupt = inputs.words_of(lm, one, f"clean{where}"), inputs.words_of(lm, other, f"corrupt{where}")
+            clean, corrupt = inputs.words_of(lm, *one), inputs.words_of(lm, *other)
             try:
                 alignment = inputs.align(clean.ids, corrupt.ids, positions is not None)
                 columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
                 pairs = (pair for of in columns for pair in zip(of.clean, of.corrupt, strict=True))
                 alignment = inputs.with_pairs(alignment, pairs)
             except PatchclampError as error:
-                raise error.under(f"pair {i}") if where else error from None
+                raise error.under(f"pair {i}") if count > 1 else error from None
             cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
         return cases
 
@@ -183,13 +181,9 @@ class PromptGrid(Grid):
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """The prompts with their graded tokens."""
-        prompts = list(self.prompt) if inputs.listed(self.prompt) else [self.prompt]
-        if not prompts:
-            raise ProgramError("expected at least one prompt, got none", "prompt")
+        prompts = inputs.each_prompt(self.prompt, "prompt")
         graded = graded_of(lm, self.answer, self.foil, metric, len(prompts))
-        paths = [f"prompt[{i}]" if len(prompts) > 1 else "prompt" for i in range(len(prompts))]
-        words = [inputs.words_of(lm, *one) for one in zip(prompts, paths, strict=True)]
-        return list(zip(words, graded, strict=True))
+        return list(zip([inputs.words_of(lm, *one) for one in prompts], graded, strict=True))
 
 
 def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) -> list[Graded]:
@@ -228,8 +222,9 @@ class GridCase(NamedTuple):
         )  # fmt: skip
         return Pair(
             clean_prompt=self.clean.text, corrupt_prompt=self.corrupt.text, clean_tokens=self.clean.tokens,
-            corrupt_tokens=self.corrupt.tokens, answer=text_of(lm, self.graded.answer) or "",
-            foil=text_of(lm, self.graded.foil), clean=clean, corrupt=corrupt, columns=self.columns,
+            corrupt_tokens=self.corrupt.tokens, answer=text_of(lm, self.graded.answer),
+            foil=None if self.graded.foil is None else text_of(lm, self.graded.foil), clean=clean, corrupt=corrupt,
+            columns=self.columns,
             alignment=self.alignment.pairs, answer_ids=self.graded.answer, foil_ids=self.graded.foil,
             skipped=tuple((side, p, self.side(side).tokens[p]) for side, alone in sides for p in alone),
         )  # fmt: skip
@@ -817,10 +812,9 @@ class Zoom:
         self.possible: np.ndarray = possible
         self.keep: int = min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in inputs.panels_of(rows)]
-        across = list(range(columns))
         self.first: list[_Span] = self._whole(
-            _Span(tuple(some), tuple(part)) for panel in panels for some in _cut(panel, COARSEST)
-            for part in _cut(across, COARSEST)
+            _Span(some, part) for panel in panels for some in _cut(panel, -(-len(panel) // COARSEST))
+            for part in _cut(range(columns), -(-columns // COARSEST))
         )  # fmt: skip
 
     def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
@@ -836,7 +830,7 @@ class Zoom:
 
     def parts(self, span: _Span) -> list[_Span]:
         """A block cut in half in both directions."""
-        return [_Span(tuple(rows), tuple(columns)) for rows in _halves(span.rows) for columns in _halves(span.columns)]
+        return [_Span(rows, columns) for rows in _cut(span.rows, 2) for columns in _cut(span.columns, 2)]
 
     @property
     def most_single(self) -> int:
@@ -890,13 +884,6 @@ def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, 
     return singles, Filled(np.concatenate(values, axis=1), floor), blocks
 
 
-def _cut(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Even parts of at most `size` items."""
-    count = -(-len(items) // size)
-    ends = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def _halves(items: Sequence[int]) -> list[Sequence[int]]:
-    middle = (len(items) + 1) // 2
-    return [part for part in (items[:middle], items[middle:]) if len(part)]
+def _cut(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Even parts, at most `count` of them, without empty ones."""
+    return [tuple(part.tolist()) for part in np.array_split(items, count) if len(part)]

@@ -120,6 +120,15 @@ def listed(prompts: Any) -> bool:
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
 
 
+def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
+    """Every prompt with its path. Raises `ProgramError` if there is none."""
+    if not listed(prompts):
+        return [(prompts, path)]
+    if not prompts:
+        raise ProgramError("expected at least one prompt, got none", path)
+    return [(one, path if len(prompts) == 1 else f"{path}[{i}]") for i, one in enumerate(prompts)]
+
+
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
     """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
     try:

@@ -242,13 +242,15 @@ class LogitLens(Study):
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
         strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
+        lens = "logit lens" if self.translators is None else "translated lens"
         return LogitLensResult(
             provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
             prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name,
             layers=tuple(chosen_layers),
             positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen),
             texts=texts,
-            lens=_named(self.translators, own_VD), readout=through.way, about=through.about,
+            lens=lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows",
+            readout=through.way, about=through.about,
             **measured,
         )  # fmt: skip
 
@@ -272,7 +274,9 @@ def _measure(
     for rows in rows_PLD.split(together):
 
         def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
-            measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, top, chosen)
+            rows_ND = rows.flatten(0, 1)
+            logits = through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
+            measured = _measure_some(logits, rows.shape[1] - 1, top, chosen)
             return [[StoredArray.of(array) for array in measured]]
 
         [arrays] = recorded(journal, 1, list[StoredArray], compute)
@@ -302,11 +306,6 @@ def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen:
         by_position = array.reshape(len(cells) // layers, layers, *array.shape[1:])
         measured.append(by_position.swapaxes(0, 1))
     return measured
-
-
-def _logits(through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor) -> Iterator[torch.Tensor]:
-    rows_ND = rows_PLD.flatten(0, 1)
-    return through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
 
 
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
@@ -378,8 +377,3 @@ def _rows(run: Run, site: Site, positions: list[int]) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(run[site]).float()[positions]
-
-
-def _named(translators: Any, own_VD: torch.Tensor | None) -> str:
-    lens = "logit lens" if translators is None else "translated lens"
-    return lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows"

@@ -256,9 +256,9 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
     return ids[0]
 
 
-def text_of(lm: LM, tokens: Sequence[int] | None) -> str | None:
+def text_of(lm: LM, tokens: Sequence[int]) -> str:
     """An answer as text."""
-    return None if tokens is None else "".join(lm.tokenizer.token_strings(list(tokens)))
+    return "".join(lm.tokenizer.token_strings(list(tokens)))
 
 
 LEVEL = 0.95

@@ -50,7 +50,7 @@ from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.inputs import EncodedPrompt
 from patchclamp.studies.linear_fit import fit_logistic
-from patchclamp.studies.metric import bare_ids
+from patchclamp.studies.metric import bare_ids, text_of
 from patchclamp.studies.study import (
     Provenance,
     Show,
@@ -429,24 +429,6 @@ class Behaviour(msgspec.Struct, frozen=True):
         return {"answers": self.answers, "foils": self.foils, "edits": programs}
 
 
-def check_behaviour(lm: LM, answer: Any, foil: Any, held_out: float) -> None:
-    """Check the behaviour by which the best layer is chosen."""
-    if answer is None:
-        if foil is not None:
-            raise ProgramError("a foil is beside an answer: give answer=", "foil")
-        return
-    if not held_out:
-        raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
-    for given, path in ((answer, "answer"), (foil, "foil")):
-        if given is not None:
-            _ids(lm, given, path)
-
-
-def texts_of(lm: LM, ids: list[tuple[int, ...]]) -> tuple[str, ...]:
-    """Continuations as text."""
-    return tuple("".join(lm.tokenizer.token_strings(list(one))) for one in ids)
-
-
 def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[int, ...]]:
     """The token ids of each prompt's continuation."""
     listed = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(one, str) for one in given)
@@ -511,7 +493,10 @@ class Steering(Study):
         """Raise errors that can be found without a model. `curve`: True if prompts are scored under the vectors."""
         check_method(self.method, len(self.positive), len(self.negative))
         if self.answer is None and (self.foil is not None or curve):
-            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
+            path = "answer" if self.foil is None else "foil"
+            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", path)
+        if self.answer is not None and not self.held_out and not curve:
+            raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -520,13 +505,14 @@ class Steering(Study):
         positive = inputs.ask(lm, self.positive, self.chat, "positive")
         negative = inputs.ask(lm, self.negative, self.chat, "negative")
         sides = positive, negative
-        check_method(self.method, len(positive), len(negative))
-        check_behaviour(lm, self.answer, self.foil, self.held_out)
+        self.check()
         named = _site(lm, self.site)
         numbers = inputs.layers_of(lm, named.name, self.layers)
         tests = _held_out(len(positive), len(negative), self.held_out, self.seed)
         captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
-        behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
+        answer, foil = (None if given is None else [_ids(lm, given, path)] * len(tests[1])
+                        for given, path in ((self.answer, "answer"), (self.foil, "foil")))  # fmt: skip
+        behaviour = None if answer is None else Behaviour(answer, foil)
         question = {
             "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides],
             "method": self.method,
@@ -732,7 +718,9 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         low, high = np.quantile(self.scores, (0.25, 0.75), axis=0)
         scales = np.array(self.scales)
         lines = [Curve("mean over prompts", scales, self.scores.mean(0), low, high)]
-        charts = [Chart(self._score(), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
+        answer = _shown(self.answers)
+        score = f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
+        charts = [Chart(score, "nats", tuple(lines), note="The band has the middle half of the prompts.")]
         if self.foils is not None:
             both = (Curve("answer", scales, self.logprobs.mean(0)), Curve("foil", scales, self.foil_logprobs.mean(0)))
             charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
@@ -745,10 +733,6 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
             provenance=self.provenance.where,
             notes=(f"{self.vectors}, {where}; {prompts}; {signed(self.slope)} nats by a scale of 1.",),
         )  # fmt: skip
-
-    def _score(self) -> str:
-        answer = _shown(self.answers)
-        return f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
 
     def __repr__(self) -> str:
         return f"<StrengthCurveResult {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
@@ -801,8 +785,8 @@ class StrengthCurve(Study):
             logprobs, foil_logprobs = behaviour.score(lm, asked, edits, batch, show_progress, journal)
         return StrengthCurveResult(
             provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
-            answers=texts_of(lm, behaviour.answers), scales=self.scales,
-            foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
+            answers=tuple(text_of(lm, one) for one in behaviour.answers), scales=self.scales,
+            foils=None if behaviour.foils is None else tuple(text_of(lm, one) for one in behaviour.foils),
             vectors=f"{self.vectors.method} vectors of {self.vectors.site}",
             layers=tuple(self.vectors.chosen_layers(self.layers)),
             tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=logprobs,
