@@ -314,7 +314,7 @@ class GridPlan:
     @property
     def most(self) -> int:
         """An upper bound on the places patched in each unit."""
-        return len(self.places) if self.zooming is None else self.zooming.most
+        return self.blocks.most
 
     @property
     def runs(self) -> int:
@@ -350,20 +350,12 @@ class GridPlan:
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """The cells, by row and column. Raises `ProgramError` if there are none."""
-        places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
-        if not places:
+    def blocks(self) -> Zoom:
+        """The blocks that are patched first: single cells without a zoom. Raises `ProgramError` if there are none."""
+        blocks = Zoom(self.possible, self.rows, len(self.columns), self.zoom)
+        if not blocks.first:
             raise ProgramError("no cell to patch: no site has a value at any of the positions")
-        return places
-
-    @functools.cached_property
-    def zooming(self) -> Zoom | None:
-        """The blocks that are patched before single cells; None without a zoom."""
-        if self.zoom is None:
-            return None
-        assert self.places
-        return Zoom(self.possible, self.rows, len(self.columns), self.zoom)
+        return blocks
 
     def _possible(self, row: Row, p: int) -> bool:
         """True if the cell exists: logits exist only at a prompt's last position."""
@@ -470,9 +462,9 @@ class GridPlan:
         bases = [value for of in scaled for value in self._patched(of)]
         begun = self._begun(scaled)
         if listener is not None:
-            listener.start(begun, self.zooming.most_single if self.zooming else len(self.places))
+            listener.start(begun, self.blocks.most_single)
 
-        def patch(blocks: Sequence[tuple[Sequence[int], Sequence[int]]], tell: bool) -> Filled:
+        def patch(blocks: Sequence[_Span], tell: bool) -> Filled:
             places = [self.place(*block) for block in blocks]
 
             def told(which: list[int], values: np.ndarray) -> None:
@@ -484,11 +476,7 @@ class GridPlan:
             told_of = told if tell and listener is not None else None
             return self._filled(cells, places, both, scales, Finished(len(places), self.units * self.draws, told_of))
 
-        if self.zooming is None:
-            singles, blocks = self.places, []
-            filled = patch([([r], [p]) for r, p in singles], True)
-        else:
-            singles, filled, blocks = zoom_in(self.zooming, patch, begun.baseline)
+        singles, filled, blocks = zoom_in(self.blocks, patch, begun.baseline)
         each = begun.each.copy()
         for column, (r, p) in enumerate(singles):
             each[:, r, p] = filled.values[:, column]
@@ -806,13 +794,17 @@ LEVELS = 3  # times that blocks are halved
 
 
 class Zoom:
-    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
+    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split.
+    Without `keep` all blocks are single cells."""
 
-    def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
+    def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int | None) -> None:
         self.possible: np.ndarray = possible
-        self.keep: int = min(keep, possible.size)
+        self.keep: int = min(keep or 0, possible.size)
+        if keep is None:
+            self.first: list[_Span] = [_Span((r,), (p,)) for r, p in np.argwhere(possible).tolist()]
+            return
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in inputs.panels_of(rows)]
-        self.first: list[_Span] = self._whole(
+        self.first = self._whole(
             _Span(some, part) for panel in panels for some in _cut(panel, -(-len(panel) // COARSEST))
             for part in _cut(range(columns), -(-columns // COARSEST))
         )  # fmt: skip
