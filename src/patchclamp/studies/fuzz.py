@@ -32,20 +32,7 @@ from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import (
-    Ascending,
-    EncodedPrompt,
-    Flag,
-    Positive,
-    Progress,
-    PromptFile,
-    ResumeFile,
-    as_position,
-    as_seeds,
-    as_sites,
-    as_text,
-    ask,
-)
+from patchclamp.studies import inputs
 from patchclamp.studies.metric import js, with_rest
 from patchclamp.studies.study import (
     Arg,
@@ -116,7 +103,7 @@ class Fuzz(msgspec.Struct, frozen=True):
             return cls(mode, None, True)
         if mode != "noise":
             raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
-        sites = as_sites(at, "at")
+        sites = inputs.as_sites(at, "at")
         if not sites:
             raise ProgramError("expected at least one site, got none", "at")
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
@@ -162,7 +149,7 @@ def _sampling(sampling: Any, path: str) -> dict[str, Any]:
 
 def _pattern(pattern: Any, path: str) -> str:
     try:
-        return re.compile(as_text(pattern, path)).pattern
+        return re.compile(inputs.as_text(pattern, path)).pattern
     except re.error as error:
         raise ProgramError(f"{pattern!r} is not a regular expression: {error}", path) from None
 
@@ -187,7 +174,7 @@ class FirstToken:
         self.capture: list[Any] = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
-    def likeliest_call(self, part: Sequence[EncodedPrompt]) -> dict[str, Any]:
+    def likeliest_call(self, part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
         """The call that finds the likeliest tokens of some prompts."""
         return {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
 
@@ -337,32 +324,32 @@ class FuzzSweep(Study):
     command = "fuzz"
     positional = 2
 
-    prompts: PromptFile = None
+    prompts: inputs.PromptFile = None
     """Texts or token ids, or with `chat` texts or lists of messages; 23 instructions by default."""
-    strengths: Ascending = None
+    strengths: inputs.Ascending = None
     """Strengths of the noise, ascending; 0 repeats the unedited run. By default 0 and ten from 0.01 to 1.8."""
-    seeds: Annotated[Any, Arg(as_seeds, int, many=True, option="seed")] = (0,)
+    seeds: Annotated[Any, Arg(inputs.as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
     at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Literal["noise", "scale"] = "noise"
     """noise, or scale: embeddings times 1 − strength."""
-    relative: Flag = True
+    relative: inputs.Flag = True
     """Multiply the noise by the row's root mean square."""
-    chat: Flag = False
+    chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
     max_tokens: int = 32
     """Tokens of an answer."""
     sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
     """Sampling parameters, by vLLM's names; greedy by default."""
-    divergence: Annotated[Any, Arg(parse=as_position)] = "full"
+    divergence: Annotated[Any, Arg(parse=inputs.as_position)] = "full"
     """full: over all logits of the first token; a number k: over the k tokens that are likeliest without noise and the
     rest combined, which is a lower bound; none."""
-    perplexity: Flag = True
+    perplexity: inputs.Flag = True
     """Compute the perplexity of answers under the unedited model."""
     refusal: Annotated[str | None, Arg(_pattern, served=False)] = REFUSAL  # matching can take exponential time
     """Regular expression that detects a refusal; None skips this measure."""
-    quick: Flag = False
+    quick: inputs.Flag = False
     """5 prompts and 7 strengths, unless given."""
 
     def check(self) -> None:
@@ -372,14 +359,20 @@ class FuzzSweep(Study):
             raise ProgramError(f"expected numbers from 0 on, got {self.strengths}", "strengths")
 
     def _run(
-        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self,
+        lm: LM,
+        *,
+        batch: inputs.Positive = 64,
+        show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
     ) -> FuzzSweepResult:
         self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
         prompts, strengths = (QUICK_PROMPTS, QUICK_STRENGTHS) if self.quick else (PROMPTS, STRENGTHS)
         plan = _FuzzPlan(
-            lm=lm, prompts=ask(lm, prompts if self.prompts is None else self.prompts, self.chat), seeds=self.seeds,
+            lm=lm, seeds=self.seeds,
+            prompts=inputs.ask(lm, prompts if self.prompts is None else self.prompts, self.chat),
             strengths=strengths if self.strengths is None else self.strengths, max_tokens=self.max_tokens, batch=batch,
             fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=self.sampling or {},
             first=FirstToken(self.divergence),
@@ -444,7 +437,7 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
     """The checked arguments of a fuzz sweep."""
 
     lm: LM
-    prompts: list[EncodedPrompt]
+    prompts: list[inputs.EncodedPrompt]
     strengths: tuple[float, ...]
     seeds: tuple[int, ...]
     fuzz: Fuzz

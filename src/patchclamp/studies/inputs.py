@@ -259,13 +259,10 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
                 "positions",
             )
     return tuple(
-        column if all(other[p].label == column.label for other in columns) else _numbered(column)
+        column if all(other[p].label == column.label for other in columns)
+        else msgspec.structs.replace(column, label=f"token {', '.join(map(str, column.corrupt))}")
         for p, column in enumerate(first)
-    )
-
-
-def _numbered(column: Column) -> Column:
-    return Column(f"token {', '.join(map(str, column.corrupt))}", column.clean, column.corrupt)
+    )  # fmt: skip
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -233,7 +233,7 @@ class LogitLens(Study):
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
             "positions": columns, "tokens": chosen, "top": self.top, "readout": through.way,
             "maps": [(of.matrix.content, None if of.bias is None else of.bias.content) for of in maps.values()],
-            "unembedding": _digest(own_VD),
+            "unembedding": None if own_VD is None else hashlib.sha256(own_VD.numpy().tobytes()).hexdigest(),
         }  # fmt: skip
         cells = rows_PLD.shape[0] * rows_PLD.shape[1]
         with keeping(lm, question, resume) as journal, progress("reading", cells, show_progress) as advance:
@@ -317,11 +317,6 @@ def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple
     lens.check_width(lm.model.d_model)
     maps = {one.layer: one for one in lens.translators or ()}
     return inputs.layers_of(lm, at.name, [*maps], "translators"), maps
-
-
-def _digest(of: torch.Tensor | None) -> str | None:
-    """The hash of a matrix, as plain data that identifies its values."""
-    return None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:

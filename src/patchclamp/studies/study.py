@@ -590,8 +590,25 @@ def run_batches(
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 loop.call_soon_threadsafe(task.cancel)
 
+        async def read_one() -> None:
+            read(await tasks.popleft())
+            if pace is not None:
+                pace.done()
+
         stopped.add_done_callback(cancel)
-        await _run_batches(lm, calls, read, under_way, pace)
+        tasks: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
+        try:
+            for call in calls:
+                tasks.append(asyncio.create_task(lm.arun(**call)))
+                await asyncio.sleep(0)  # the task submits its runs
+                if len(tasks) == under_way:
+                    await read_one()
+            while tasks:
+                await read_one()
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # a thread, because a notebook already has an event loop on this one
     with base.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
@@ -606,30 +623,6 @@ def run_batches(
             stopped.set_result(None)
             raise
         ended.result()
-
-
-async def _run_batches(
-    lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None], most: int, pace: Pace | None
-) -> None:
-    under_way: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
-
-    async def read_one() -> None:
-        read(await under_way.popleft())
-        if pace is not None:
-            pace.done()
-
-    try:
-        for call in calls:
-            under_way.append(asyncio.create_task(lm.arun(**call)))
-            await asyncio.sleep(0)  # the task submits its runs
-            if len(under_way) == most:
-                await read_one()
-        while under_way:
-            await read_one()
-    finally:
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 @contextmanager
