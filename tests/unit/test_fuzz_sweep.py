@@ -150,7 +150,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(at=[]), "at: "),
         (dict(at=["embed", "resid_past"]), "at[1]: no site 'resid_past'"),
         (dict(divergence="most"), "divergence: no divergence 'most'"),
-        (dict(divergence=0), "divergence: from 1 to 128 tokens"),
+        (dict(divergence=0), "divergence: expected a whole number from 1"),
         (dict(refusal="("), "refusal: '(' is not a regular expression"),
         (dict(quick=True, prompts=["a"], strengths=[0.0]), "quick: it chooses prompts and strengths"),
         (dict(batch=0), "batch: expected a whole number"),

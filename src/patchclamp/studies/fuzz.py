@@ -154,43 +154,13 @@ def _pattern(pattern: Any, path: str) -> str:
         raise ProgramError(f"{pattern!r} is not a regular expression: {error}", path) from None
 
 
-class FirstToken:
-    """The distribution of the first token: read in full, for its likeliest tokens only, or not at all.
-
-    words: description for the result
-    capture: captures of every run
-    """
-
-    def __init__(self, divergence: str | int) -> None:
-        self.likeliest: int = 0
-        if is_token_id(divergence):
-            self.likeliest = int(divergence)
-            if not 1 <= self.likeliest <= MAX_SCORES:
-                raise ProgramError(f"from 1 to {MAX_SCORES} tokens, not {divergence}", "divergence")
-        elif not isinstance(divergence, str) or divergence not in ("full", "none"):
-            raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), "divergence")
-        self.full: bool = divergence == "full"
-        self.words: str = f"top {self.likeliest} and the rest" if self.likeliest else str(divergence)
-        self.capture: list[Any] = [Capture("logits", prompt[-1])] if self.full else []
-        self.scores: list[list[int]] = []
-
-    def likeliest_call(self, part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
-        """The call that finds the likeliest tokens of some prompts."""
-        return {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
-
-    def likeliest_of(self, runs: Sequence[Run], _: Any) -> list[list[int]]:
-        """The tokens that are likeliest without noise, for each prompt."""
-        return [sorted(run.top_logprobs[0]) for run in runs]
-
-    def score(self, number: int) -> list[int]:
-        """The token ids that runs of a prompt score."""
-        return self.scores[number] if self.scores else []
-
-    def read(self, run: Run) -> np.ndarray:
-        """Log-probabilities of the first token: [V], [k + 1], or [0]."""
-        if self.full:
-            return log_softmax(np.asarray(run["logits"])[0])
-        return with_rest(list(run.scores.values())) if self.likeliest else np.zeros(0)
+def _divergence(divergence: Any, path: str) -> str | int:
+    """Where the first token's distribution is read: in full, at its likeliest tokens, or not at all."""
+    if is_token_id(divergence):
+        return inputs.check_whole(divergence, path, 1, MAX_SCORES)
+    if not isinstance(divergence, str) or divergence not in ("full", "none"):
+        raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), path)
+    return divergence
 
 
 QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
@@ -342,7 +312,7 @@ class FuzzSweep(Study):
     """Tokens of an answer."""
     sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
     """Sampling parameters, by vLLM's names; greedy by default."""
-    divergence: Annotated[Any, Arg(parse=inputs.as_position)] = "full"
+    divergence: Annotated[Any, Arg(_divergence, inputs.as_position)] = "full"
     """full: over all logits of the first token; a number k: over the k tokens that are likeliest without noise and the
     rest combined, which is a lower bound; none."""
     perplexity: inputs.Flag = True
@@ -369,17 +339,10 @@ class FuzzSweep(Study):
         self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-        prompts, strengths = (QUICK_PROMPTS, QUICK_STRENGTHS) if self.quick else (PROMPTS, STRENGTHS)
-        plan = _FuzzPlan(
-            lm=lm, seeds=self.seeds,
-            prompts=inputs.ask(lm, prompts if self.prompts is None else self.prompts, self.chat),
-            strengths=strengths if self.strengths is None else self.strengths, max_tokens=self.max_tokens, batch=batch,
-            fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=self.sampling or {},
-            first=FirstToken(self.divergence),
-        )  # fmt: skip
-        if self.mode == "scale" and len(plan.seeds) > 1 and not plan.drawn:
+        plan = _FuzzPlan(lm, self, batch)
+        if self.mode == "scale" and len(self.seeds) > 1 and not plan.drawn:
             raise ProgramError(
-                f"expected one seed, got {len(plan.seeds)}: scaling with greedy decoding is deterministic, so all "
+                f"expected one seed, got {len(self.seeds)}: scaling with greedy decoding is deterministic, so all "
                 "answers would be the same. To use several, give a temperature in sampling=", "seeds"
             )  # fmt: skip
         pattern, (P, L, S) = None if self.refusal is None else re.compile(self.refusal), plan.shape
@@ -395,9 +358,9 @@ class FuzzSweep(Study):
 
         answers = [tuple(of.answer for of in fuzzed[i : i + S]) for i in range(0, len(fuzzed), S)]
         return FuzzSweepResult(
-            provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.prompts),
+            provenance=provenance(lm, self.seeds), prompts=tuple(one.shown for one in plan.prompts),
             strengths=plan.strengths, noise=plan.fuzz.words, chat=self.chat, max_tokens=self.max_tokens,
-            sampling=plan.sampling, divergence=plan.first.words, refusal=self.refusal,
+            sampling=plan.sampling, divergence=plan.divergence, refusal=self.refusal,
             answers=tuple(tuple(answers[i : i + L]) for i in range(0, P * L, L)), unfuzzed=tuple(map(tuple, unfuzzed)),
             exact=grid(lambda p, of, own: of.answer.token_ids == own.token_ids),
             prefix=grid(lambda p, of, own: prefix_share(of.answer.token_ids, own.token_ids)),
@@ -433,22 +396,22 @@ class _Fuzzed(msgspec.Struct, frozen=True):
     js: float
 
 
-class _FuzzPlan(msgspec.Struct, frozen=True):
-    """The checked arguments of a fuzz sweep."""
+class _FuzzPlan:
+    """The runs of a fuzz sweep on a model."""
 
-    lm: LM
-    prompts: list[inputs.EncodedPrompt]
-    strengths: tuple[float, ...]
-    seeds: tuple[int, ...]
-    fuzz: Fuzz
-    sampling: dict[str, Any]
-    first: FirstToken
-    max_tokens: int
-    batch: int
-
-    @property
-    def shape(self) -> CellIndex:
-        return len(self.prompts), len(self.strengths), len(self.seeds)
+    def __init__(self, lm: LM, study: FuzzSweep, batch: int) -> None:
+        prompts, strengths = (QUICK_PROMPTS, QUICK_STRENGTHS) if study.quick else (PROMPTS, STRENGTHS)
+        self.prompts: list[inputs.EncodedPrompt] = inputs.ask(
+            lm, prompts if study.prompts is None else study.prompts, study.chat
+        )
+        self.strengths: tuple[float, ...] = strengths if study.strengths is None else study.strengths
+        self.fuzz: Fuzz = Fuzz.of(study.mode, study.at, study.relative)
+        self.sampling: dict[str, Any] = study.sampling or {}
+        self.drawn: bool = bool(self.sampling.get("temperature"))  # with a seed per run; otherwise decoding is greedy
+        likeliest = study.divergence if is_token_id(study.divergence) else 0
+        self.divergence: str = f"top {likeliest} and the rest" if likeliest else study.divergence
+        self.shape: CellIndex = len(self.prompts), len(self.strengths), len(study.seeds)
+        self._lm, self._study, self._batch, self._likeliest = lm, study, batch, likeliest
 
     @property
     def cells(self) -> list[CellIndex]:
@@ -456,57 +419,66 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
         return list(itertools.product(prompts, strengths, seeds))
 
     @property
-    def drawn(self) -> bool:
-        """True if tokens are sampled, with a seed per run, not decoded greedily."""
-        return bool(self.sampling.get("temperature"))
-
-    @property
     def question(self) -> dict[str, Any]:
         """Everything that decides the answers, as plain data."""
         return {
-            "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self.seeds,
-            "edits": [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self.seeds]
+            "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self._study.seeds,
+            "edits": [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self._study.seeds]
                       for strength in self.strengths],
-            "sampling": self.sampling, "divergence": self.first.words, "max_tokens": self.max_tokens,
-        }  # fmt: skip
-
-    def call(self, part: Sequence[tuple[int, int | None, int]]) -> dict[str, Any]:
-        """The call that runs some cells; strength None means no edit."""
-        return {
-            "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
-            "edits": [[] if l is None else self.fuzz.edits(self.strengths[l], self.seeds[s])
-                      for _, l, s in part],  # noqa: E741
-            "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
-            "sampling": [self.sampling | ({"seed": self.seeds[s]} if self.drawn else {}) for _, _, s in part],
+            "sampling": self.sampling, "divergence": self.divergence, "max_tokens": self._study.max_tokens,
         }  # fmt: skip
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
         """Run every prompt without noise, then every cell, skipping what the journal has: the answers without noise by
         prompt and seed, and the runs of `cells`."""
-        each = len(self.seeds) if self.drawn else 1  # unedited runs of a prompt
+        seeds, max_tokens = self._study.seeds, self._study.max_tokens
+        each = len(seeds) if self.drawn else 1  # unedited runs of a prompt
         own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]
-        if self.first.likeliest:
-            self.first.scores = recorded_runs(
-                self.lm, journal, self.prompts, self.first.likeliest_call, self.first.likeliest_of, list[int],
-                lambda done: None, self.batch,
+        scored: list[list[int]] = [[]] * len(self.prompts)
+        capture = [Capture("logits", prompt[-1])] if self._study.divergence == "full" else []
+
+        def likeliest(part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
+            return {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self._likeliest}
+
+        if self._likeliest:
+            scored = recorded_runs(
+                self._lm, journal, self.prompts, likeliest,
+                lambda runs, _: [sorted(run.top_logprobs[0]) for run in runs],
+                list[int], lambda done: None, self._batch,
             )  # fmt: skip
+
+        def call(part: Sequence[tuple[int, int | None, int]]) -> dict[str, Any]:
+            return {
+                "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": max_tokens,
+                "edits": [[] if l is None else self.fuzz.edits(self.strengths[l], seeds[s])
+                          for _, l, s in part],  # noqa: E741
+                "capture": capture, "score": [scored[p] for p, _, _ in part],
+                "sampling": [self.sampling | ({"seed": seeds[s]} if self.drawn else {}) for _, _, s in part],
+            }  # fmt: skip
+
         with progress("fuzzing", len(own) + len(self.cells), show) as advance:
 
             def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
-                return [_Own(_answer(run), StoredArray.of(self.first.read(run))) for run in runs]
+                return [_Own(_answer(run), StoredArray.of(self._first(run))) for run in runs]
 
             def read(runs: Sequence[Run], cells: Sequence[CellIndex]) -> list[_Fuzzed]:
                 distributions = [before[p, s if self.drawn else 0] for p, _, s in cells]
                 return [self._fuzzed(run, one) for run, one in zip(runs, distributions, strict=True)]
 
-            owns = recorded_runs(self.lm, journal, own, self.call, read_own, _Own, advance, self.batch)
+            owns = recorded_runs(self._lm, journal, own, call, read_own, _Own, advance, self._batch)
             before = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
-            fuzzed = recorded_runs(self.lm, journal, self.cells, self.call, read, _Fuzzed, advance, self.batch)
+            fuzzed = recorded_runs(self._lm, journal, self.cells, call, read, _Fuzzed, advance, self._batch)
         return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
+
+    def _first(self, run: Run) -> np.ndarray:
+        """Log-probabilities of the first token: [V], [k + 1], or [0]."""
+        if self._study.divergence == "full":
+            return log_softmax(np.asarray(run["logits"])[0])
+        return with_rest(list(run.scores.values())) if self._likeliest else np.zeros(0)
 
     def _fuzzed(self, run: Run, before: np.ndarray) -> _Fuzzed:
         """The record of a run with noise; `before` is the distribution of the first token without noise."""
-        after = self.first.read(run)
+        after = self._first(run)
         return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
 
     def perplexities(
@@ -518,7 +490,7 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
         different = list(dict.fromkeys(keys))
         items = [Forced(self.prompts[p].ids, ids) for p, ids in different]
         with progress("grading", len(items), show) as advance:
-            logprobs = forced_logprobs(self.lm, items, max(self.batch, 256), advance, journal)
+            logprobs = forced_logprobs(self._lm, items, max(self._batch, 256), advance, journal)
         return {key: float(np.exp(-row.mean())) for key, row in zip(different, logprobs, strict=True)}
 
 
