@@ -31,23 +31,9 @@ from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies import inputs
+from patchclamp.studies import inputs, sources
 from patchclamp.studies.inputs import Alignment, Column, Match, Row, Words
 from patchclamp.studies.metric import Graded, Metric, Recorded, answer_tokens, grade, single_token, spread, text_of
-from patchclamp.studies.sources import (
-    CellWriter,
-    FromRun,
-    MeanOf,
-    Mixing,
-    Resampled,
-    Sides,
-    Source,
-    captured_runs,
-    cells_of_grid,
-    in_words,
-    opened,
-    question_of_source,
-)
 from patchclamp.studies.study import Study, json_of, keeping, progress, provenance
 from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
 
@@ -258,7 +244,7 @@ class Unit(NamedTuple):
     number: int
 
 
-OpenWriter = Callable[[Sequence[GridPlace]], CellWriter]
+OpenWriter = Callable[[Sequence[GridPlace]], sources.CellWriter]
 
 
 @dataclass(eq=False)
@@ -279,8 +265,8 @@ class GridPlan:
     cases: list[GridCase]
     rows: list[Row]
     direction: str = "denoising"
-    source: Source | None = None
-    mixing: Mixing = field(default_factory=Mixing)
+    source: sources.Source | None = None
+    mixing: sources.Mixing = field(default_factory=sources.Mixing)
     seed: int = 0
     seeds: tuple[int, ...] = ()
     repeats: int = 1
@@ -296,7 +282,7 @@ class GridPlan:
         self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
         self.draws: int = 1
         self.seeds = self.seeds or (self.seed,)
-        if isinstance(self.source, Resampled):
+        if isinstance(self.source, sources.Resampled):
             self.draws, self.seeds = self.source.draws, (*self.seeds, self.source.seed)
 
     # -- size
@@ -326,11 +312,11 @@ class GridPlan:
         """Bytes captured from the source prompts at a time, in fp32."""
         if self.source is None:
             return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
-        prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
+        prompts = self.source.prompts if isinstance(self.source, (sources.MeanOf, sources.Resampled)) else ()
         lengths = [
             len(inputs.words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)
         ]
-        return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
+        return self._row_bytes * (sum if isinstance(self.source, sources.Resampled) else max)([0, *lengths])
 
     @functools.cached_property
     def reruns(self) -> int:
@@ -375,7 +361,7 @@ class GridPlan:
             row = msgspec.structs.replace(row, layers=tuple(sorted(layers)))
         return GridPlace(row, tuple(p), (r[0], p[0]))
 
-    def sides(self, place: GridPlace, number: int) -> Sides:
+    def sides(self, place: GridPlace, number: int) -> sources.Sides:
         """The positions to read and to write of a case."""
         column = _joined([self.cases[number].columns[i] for i in place.columns])
         return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
@@ -390,7 +376,7 @@ class GridPlan:
         pairs = [(case.clean.ids, case.corrupt.ids, case.graded.key, case.columns) for case in self.cases]
         return {
             "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
-            "direction": self.direction, "source": question_of_source(self.lm, self.source),
+            "direction": self.direction, "source": sources.question_of_source(self.lm, self.source),
             **self.mixing.question(self.lm), "zoom": self.zoom, **self.settings,
         }  # fmt: skip
 
@@ -427,11 +413,13 @@ class GridPlan:
         return ()
 
     @functools.cached_property
-    def shared(self) -> CellWriter:
+    def shared(self) -> sources.CellWriter:
         """The writer of all cases, if the values do not come from the other prompt."""
         assert self.source is not None
         lengths = {len(case.side(self.written).ids) for case in self.cases}
-        writer = opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
+        writer = sources.opened(
+            self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing
+        )
         self.open.callback(writer.close)
         return writer
 
@@ -442,12 +430,12 @@ class GridPlan:
 
         @functools.cache
         def runs() -> list[Run]:
-            found = captured_runs(self.lm, [self.cases[i].side(self.read).ids for i in group], self.sites)
+            found = sources.captured_runs(self.lm, [self.cases[i].side(self.read).ids for i in group], self.sites)
             for run in found:
                 until.callback(run.close)
             return found
 
-        return [lambda places, n=n: FromRun(runs()[n], self.mixing) for n in range(len(group))]
+        return [lambda places, n=n: sources.FromRun(runs()[n], self.mixing) for n in range(len(group))]
 
     # -- running
 
@@ -517,7 +505,7 @@ class GridPlan:
                  for case, of in zip(self.cases, scaled, strict=True)]  # fmt: skip
         corrupt = [value for of in scaled for value in of[1:]]
         empty = np.full((self.units, len(self.rows), len(self.columns)), np.nan)
-        source = f"{self.read} activations" if self.source is None else in_words(self.source)
+        source = f"{self.read} activations" if self.source is None else sources.in_words(self.source)
         return self.result(
             provenance=provenance(self.lm, self.seeds), metric=self.cases[0].graded.metric, pairs=tuple(pairs),
             rows=tuple(self.rows), columns=self.columns, values=empty[0], each=empty,
@@ -596,7 +584,7 @@ class Round:
     sides: of each place, its positions to read and to write
     """
 
-    def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[Sides]) -> None:
+    def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[sources.Sides]) -> None:
         self._unit, self._places, self._sides = unit, places, sides
         self._writer = unit.writer(places)
 
@@ -615,7 +603,7 @@ class Round:
             programs = [unit.before if i is None else self._edits[i] for i in some]
             return job_of(lm, unit.prompt, programs, unit.graded)
 
-        records = cells_of_grid(lm, self._writer, [place.row for place in self._places], self._sides)
+        records = sources.cells_of_grid(lm, self._writer, [place.row for place in self._places], self._sides)
         if records is None:
             return as_programs(which)
         job, run = as_programs([None]), self._writer.run
