@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import patchclamp as pc
-from patchclamp.errors import (
-    CapacityError,
-    MissingSource,
-    NameTaken,
-    ProgramError,
-    TokensError,
-    UnknownName,
-)
+from patchclamp.errors import CapacityError, MissingSource, NameTaken, ProgramError, TokensError, UnknownName
 from patchclamp.lm import LM
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import to_bfloat16, to_float32
