@@ -97,11 +97,14 @@ class TestFront:
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
 
-    def test_help_loads_nothing_heavy(self):
+    @pytest.mark.parametrize("command", ["parity", "sweep"])
+    def test_help_loads_nothing_heavy(self, command: str):
+        heavy = {"torch", "vllm", "transformers", "matplotlib", "plotly", "pandas"}
+        heavy |= {"numpy"} if command == "parity" else set()  # help on a study is made of its fields
         code = (
             "import sys; from typer.testing import CliRunner; from patchclamp.cli.study_commands import app; "
-            "assert CliRunner().invoke(app, ['sweep', '--help']).exit_code == 0; "
-            "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'pandas'} & set(sys.modules))"
+            f"assert CliRunner().invoke(app, [{command!r}, '--help']).exit_code == 0; "
+            f"print({heavy} & set(sys.modules))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == "set()\n", done.stderr
