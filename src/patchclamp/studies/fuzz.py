@@ -103,10 +103,7 @@ class Fuzz(msgspec.Struct, frozen=True):
             return cls(mode, None, True)
         if mode != "noise":
             raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
-        sites = inputs.as_sites(at, "at")
-        if not sites:
-            raise ProgramError("expected at least one site, got none", "at")
-        return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
+        return cls(mode, tuple(_place(site, i) for i, site in enumerate(inputs.as_sites(at, "at"))), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
         """The edits that add the noise; empty at strength 0."""

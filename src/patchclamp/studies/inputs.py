@@ -553,10 +553,8 @@ def as_prompt(prompt: Any, path: str) -> Any:
     return prompt
 
 
-def as_layers(layers: Any, path: str = "layers") -> Any:
-    """Layers as users write them: None for all, a whole number, a range, its text, or a list of these."""
-    if layers is None:
-        return None
+def as_layers(layers: Any, path: str) -> Any:
+    """Layers as users write them: a whole number, a range, its text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
