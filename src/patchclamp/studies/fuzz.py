@@ -152,7 +152,7 @@ def _pattern(pattern: Any, path: str) -> str:
 
 
 def _divergence(divergence: Any, path: str) -> str | int:
-    """Where the first token's distribution is read: in full, at its likeliest tokens, or not at all."""
+    """The part of the first token's distribution that is read: full, none, or a number of its likeliest tokens."""
     if is_token_id(divergence):
         return inputs.check_whole(divergence, path, 1, MAX_SCORES)
     if not isinstance(divergence, str) or divergence not in ("full", "none"):
