@@ -29,13 +29,14 @@ from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Op
 from patchclamp.lm import LM
+from patchclamp.plots.heatmap import Side
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs, sources
 from patchclamp.studies.inputs import Alignment, Column, Match, Row, Words
 from patchclamp.studies.metric import Graded, Metric, Recorded, answer_tokens, grade, single_token, spread, text_of
 from patchclamp.studies.study import Study, json_of, keeping, progress, provenance
-from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
+from patchclamp.studies.sweep_result import Block, Cell, Pair, Sweep
 
 MAX_SOURCE_BYTES = 1 << 28  # captured from the source prompts at a time
 

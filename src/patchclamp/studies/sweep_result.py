@@ -15,7 +15,7 @@ import numpy as np
 from patchclamp.language.site import SITES
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
-from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
+from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY, Side
 from patchclamp.plots.style import number, quoted, visible
 from patchclamp.studies.inputs import Column, Row, check_whole, layers_in, matched_label, panels_of
 from patchclamp.studies.metric import METRICS
@@ -23,9 +23,6 @@ from patchclamp.studies.study import StudyResult
 
 if TYPE_CHECKING:
     import pandas
-
-
-Side = Literal["clean", "corrupt"]
 
 
 class Cell(PublicStruct, frozen=True):
