@@ -123,12 +123,7 @@ TALES = {
         prompts=[CLEAN, CORRUPT, "A dog is in the"], strengths=[0, 0.5, 1.5], seeds=[0, 1], max_tokens=3, batch=2
     ),
     "fuzz_sweep likeliest": dict(
-        prompts=[CLEAN, CORRUPT],
-        strengths=[0.5, 1.5],
-        seeds=[0, 1],
-        max_tokens=3,
-        batch=2,
-        divergence=5,
+        prompts=[CLEAN, CORRUPT], strengths=[0.5, 1.5], seeds=[0, 1], max_tokens=3, batch=2, divergence=5
     ),
     "steering_vectors": dict(
         positive=["good day", "good film", "good dog", "good cat"],
@@ -316,10 +311,7 @@ def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypa
     heard: list[tuple[int, int]] = []
     cells = Cells(lm, 9, None, lambda done: None)
     (values,) = cells.run(
-        [graded],
-        [20],
-        lambda: [SimpleNamespace(job=job)],
-        lambda n, which, of: heard.extend((n, i) for i in which),
+        [graded], [20], lambda: [SimpleNamespace(job=job)], lambda n, which, of: heard.extend((n, i) for i in which)
     )
     assert graded.runs == 4
     assert sizes[0] == 4

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import patchclamp as pc
-from patchclamp.errors import (
-    CapacityError,
-    MissingSource,
-    NameTaken,
-    ProgramError,
-    TokensError,
-    UnknownName,
-)
+from patchclamp.errors import CapacityError, MissingSource, NameTaken, ProgramError, TokensError, UnknownName
 from patchclamp.lm import LM
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import to_bfloat16, to_float32
@@ -513,7 +506,7 @@ def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
     ({"checkpoint_bytes": -5}, ProgramError, "checkpoint_bytes: expected a whole number from 0 on, got -5"),
     ({"checkpoint_bytes": "1"}, ProgramError, "checkpoint_bytes: expected a whole number from 0 on, got '1'"),
     ({"context": 999}, ProgramError, "context: a prompt may have 1 to 127 tokens here, not 999"),
-    ({"overlong": "drop"}, ProgramError, "overlong: expected one of refuse, cut, split"),
+    ({"overlong": "drop"}, ProgramError, "overlong: no overlong 'drop'; there are: refuse, cut, split"),
     ({"sums": True, "overlong": "split"}, ProgramError, "overlong: the sum over a document"),
     ({"project": np.ones((3, 4))}, pc.ShapeError, "project: resid_post[1] is 16 wide; its matrix is [3, 4]"),
     ({"project": {"resid_post[0]": np.ones((3, 16))}}, ProgramError, "project: no matrix for resid_post[1]"),

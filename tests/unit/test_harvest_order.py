@@ -115,10 +115,7 @@ def test_the_order_is_the_same_on_every_machine_and_in_every_version():
 def test_too_many_rows_are_refused_with_what_to_do():
     with pytest.raises(ProgramError, match="interleave=False"):
         ReadingOrder([10**9, 1], [0, 1], 0).stored()
-    assert ReadingOrder([10**9, 1], [0, 0], 0).place(10**9, ReadingOrder([10**9, 1], [0, 0], 0).block) == (
-        1,
-        0,
-    )
+    assert ReadingOrder([10**9, 1], [0, 0], 0).place(10**9, ReadingOrder([10**9, 1], [0, 0], 0).block) == (1, 0)
 
 
 def test_all_readers_have_one_order(data, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 
 import msgspec
 import numpy as np
@@ -251,14 +250,3 @@ class TestCommand:
         status, output, error = run(*arguments)
         assert (status, output) == (2, "")
         assert error.splitlines()[-1].startswith(text)
-
-    def test_help_loads_nothing_heavy(self):
-        import subprocess
-
-        code = (
-            "import sys; from typer.testing import CliRunner; from patchclamp.cli.study_commands import app; "
-            "assert CliRunner().invoke(app, ['parity', '--help']).exit_code == 0; "
-            "print({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout == "set()\n", done.stderr

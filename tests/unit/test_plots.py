@@ -27,13 +27,7 @@ from patchclamp.plots import check_targets, save_page, save_picture, style
 from patchclamp.plots.style import DIVERGING
 from patchclamp.studies.inputs import Column, Row
 from patchclamp.studies.study import Provenance
-from patchclamp.studies.sweep_result import (
-    AblationSweepResult,
-    Block,
-    Pair,
-    PatchSweepResult,
-    metric_words,
-)
+from patchclamp.studies.sweep_result import AblationSweepResult, Block, Pair, PatchSweepResult, metric_words
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")

@@ -80,8 +80,6 @@ def test_what_has_no_direction_is_an_error():
     for method in ("mean", "pca", "probe"):
         with pytest.raises(pc.ProgramError, match="the same activations"):
             direction(method, same, same)
-    with pytest.raises(pc.UnknownName, match=r"no method 'men' \(did you mean 'mean'"):
-        direction("men", same, same)
     with pytest.raises(pc.ProgramError, match="PCA is of pairs: 3 positive and 2 negative"):
         direction("pca", same, same[:2])
 
@@ -332,7 +330,7 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (dict(method="men"), "method: no method 'men'"),
+        (dict(method="men"), "method: no method 'men' (did you mean 'mean'?)"),
         (dict(positive=[]), "positive: expected at least one"),
         (dict(negative=["a", None]), "negative[1]: expected a prompt"),
         (dict(negative=NEGATIVE[:3], method="pca"), "method: PCA is of pairs"),
@@ -343,7 +341,7 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: expected a share from 0 to below 1"),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),
-        (dict(foil=" not"), "foil: a foil is beside an answer"),
+        (dict(foil=" not"), "foil: a behaviour is scored by"),
         (dict(answer=" the", held_out=0), "answer: it is scored on held-out prompts"),
         (dict(answer=""), "answer: a continuation is a text or token ids"),
         (dict(tokens="prompt[40]"), "prompt 0.capture[0]"),

@@ -71,8 +71,7 @@ def the_copy_of_a_copy(h, v):
 
 @pytest.mark.parametrize("key", [slice(None), slice(1, 4), slice(-3, None), [4, 1, 2], slice(None, None, 2)], ids=str)
 @pytest.mark.parametrize(
-    "change",
-    [one_row, several_rows, all_rows, a_buffer, a_row_of_a_row, a_copy_of_a_copy, the_copy_of_a_copy],
+    "change", [one_row, several_rows, all_rows, a_buffer, a_row_of_a_row, a_copy_of_a_copy, the_copy_of_a_copy]
 )
 def test_a_clone_is_changed_as_a_tensor_is(lm, v, key, change):
     with lm.trace(EIFFEL) as t:

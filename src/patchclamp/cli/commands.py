@@ -36,8 +36,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or smollm2, the small model of the demo extra.")
 ]
 Engine = Annotated[
-    str | None,
-    typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed."),
+    str | None, typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="By default the checkpoint's, or float32 on a CPU below 2 B parameters.")
@@ -92,14 +91,11 @@ def check_engine(name: str | None, option: str = "--engine") -> None:
 
 def check_file(path: Path | None, option: str) -> None:
     """Raise `ProgramError` for a file that cannot be written, and create its folder."""
+    from patchclamp.plots.style import check_target
+
     if path is None:
         return
-    if path.is_dir():
-        raise ProgramError(f"expected a file, got the folder {path}", option)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProgramError(f"cannot create the folder of {path}: {error.strerror}", option) from None
+    check_target(path, option)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ProgramError(f"{path} cannot be written", option)
 
@@ -400,7 +396,11 @@ def doctor(
 
     with quietly(), ERR.status("examining …"):
         report = examine(model, engine, **read_options(option, dtype))
-    (show.findings_json if as_json else show.findings)(OUT, report)
+    if as_json:
+        answer = {"ok": not report.problems, "findings": msgspec.to_builtins(report.findings)}
+        OUT.print_json(data=answer, highlight=False)
+    else:
+        show.findings(OUT, report)
     raise typer.Exit(1 if report.problems else 0)
 
 
@@ -608,7 +608,10 @@ def parity(
             model, dtype=dtype, prompts=prompt or PROMPTS, tolerance=tolerance, max_tokens=max_tokens,
             engines=(against, engine), tell=status.update, **options,
         )  # fmt: skip
-    (show.parity_json if as_json else show.parity)(OUT, result)
+    if as_json:
+        OUT.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)  # NaN becomes null
+    else:
+        show.parity(OUT, result)
     raise typer.Exit(0 if result.holds else 1)
 
 

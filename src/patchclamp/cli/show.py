@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from patchclamp.language import SITES
-from patchclamp.plots import Curve, Curves, Heatmap, Picture, style
+from patchclamp.plots import Curve, Curves, Heatmap, Picture, TokenGrid, style
 from patchclamp.plots.style import tick
 
 if TYPE_CHECKING:
@@ -33,7 +32,15 @@ def show(console: Console, result: Any, top: int) -> None:
     """Print the result of a study: title, provenance, and its most important numbers."""
     from patchclamp import studies
 
-    if isinstance(result, studies.LogitLensResult):
+    if isinstance(result, studies.SteeringVectors) and result.best is None:
+        return  # no prompts were held out, so there is nothing to show
+    picture = result.picture()
+    _head(console, picture, *(picture.notes if isinstance(picture, Curves) else
+                              [picture.explained] if isinstance(picture, TokenGrid) else []))  # fmt: skip
+    if isinstance(picture, Heatmap):
+        show_prompts(console, picture)
+        show_best(console, picture, top)
+    elif isinstance(result, studies.LogitLensResult):
         show_lens(console, result)
     elif isinstance(result, studies.DirectAttributionResult):
         show_attribution(console, result, top)
@@ -41,15 +48,10 @@ def show(console: Console, result: Any, top: int) -> None:
         show_patchscope(console, result)
     elif isinstance(result, (studies.AttributionPatchingResult, studies.EdgeAttributionResult)):
         show_patching(console, result, top)
-    elif isinstance(result, studies.SteeringVectors) and result.best is None:
-        pass  # no prompts were held out, so there is nothing to show
-    elif isinstance(picture := result.picture(), Curves):
+    elif isinstance(picture, Curves):
         show_curves(console, picture)
         if isinstance(result, studies.FuzzSweepResult):
             show_answers(console, result)
-    else:
-        show_question(console, picture)
-        show_best(console, picture, top)
 
 
 def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
@@ -63,9 +65,9 @@ def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
 
 PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
 FOLDED = frozenset({
-    "likeliest tokens", "continuation", "token", "best edges", "read by", "heads", "neurons", "module", "detail",
+    "likeliest tokens", "continuation", "token", "sender", "receiver", "heads", "neurons", "module", "detail",
 })  # fmt: skip
-LEFT = FOLDED | {"layer parts", "best cells", "positions", "site", "shape", "layout", "mark", "finding"}
+LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "shape", "layout", "mark", "finding"}
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
@@ -90,9 +92,8 @@ def _head(console: Console, picture: Picture, *texts: str) -> None:
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
-def show_question(console: Console, heatmap: Heatmap) -> None:
-    """Print title, provenance, and the prompts with the tokens in which they differ."""
-    _head(console, heatmap)
+def show_prompts(console: Console, heatmap: Heatmap) -> None:
+    """Print the prompts with the tokens in which they differ."""
     for strip in heatmap.strips:
         line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
         for token, mark in zip(strip.tokens, strip.marks, strict=True):
@@ -130,8 +131,7 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
 
 
 def show_curves(console: Console, curves: Curves) -> None:
-    """Print title, provenance, and the middle of every line at every number of the shared axis."""
-    _head(console, curves, *curves.notes)
+    """Print the middle of every line at every number of the shared axis."""
     lines = [line for chart in curves.charts if not chart.x_label for line in chart.lines]
     table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
@@ -158,7 +158,6 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
     """Print one row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
-    _head(console, picture := lens.picture(), picture.explained)
     column = len(lens.positions) - 1
     at = lens.positions[column]
     console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
@@ -174,7 +173,6 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
     """Print the parts that contribute most: layers, heads and neurons."""
-    _head(console, picture := result.picture(), picture.explained)
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layer parts"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
@@ -190,7 +188,6 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
     """Print one row per cell: source and target layer of the activation, and the continuation."""
-    _head(console, picture := result.picture(), picture.explained)
     table = _table("from layer", "in layer", "KL from unpatched", "continuation")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
@@ -203,14 +200,10 @@ def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
     """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
-    _head(console, picture := result.picture(), picture.explained)
-    edges = hasattr(result, "senders")
-    table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
-    cell: Any
+    table = _table(*result.heads, "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
-        ends = (cell.sender, cell.receiver) if edges else (str(cell.row), cell.column.label)
         exact = "–" if cell.exact is None else style.signed(cell.exact)
-        table.add_row(*(Text(style.visible(end)) for end in ends), style.signed(cell.estimate), exact)
+        table.add_row(*(Text(style.visible(end)) for end in cell.ends), style.signed(cell.estimate), exact)
     console.print(table)
     if np.isfinite(result.exact).any():
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
@@ -310,11 +303,6 @@ def parity(console: Console, result: Parity) -> None:
         console.print(Text(f"all {len(result.sites)} sites are equal: {bounded}", style="green"), soft_wrap=True)
 
 
-def parity_json(console: Console, result: Parity) -> None:
-    """Print a JSON object: the verdict, the problems, and every site with its layers. NaN becomes null."""
-    console.print_json(msgspec.json.encode(result.to_dict()).decode(), highlight=False)
-
-
 def _layer(place: str) -> str:
     """The layer of a place, `5` of "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
@@ -343,9 +331,3 @@ def findings(console: Console, report: Report) -> None:
     problems, notes = len(report.problems), sum(finding.status == "note" for finding in report.findings)
     summary = f"{problems} problem{'s' if problems != 1 else ''}, {notes} note{'s' if notes != 1 else ''}"
     console.print(Text(summary, style=MARKS["problem" if problems else "ok"][1]))
-
-
-def findings_json(console: Console, report: Report) -> None:
-    """Print a JSON object: the verdict, and every finding in order."""
-    answer = {"ok": not report.problems, "findings": msgspec.to_builtins(report.findings)}
-    console.print_json(data=answer, highlight=False)

@@ -62,10 +62,10 @@ SOURCE: Parameters = {
 PAIRS: Parameters = {
     "pairs": _given(
         FILE, "Instead of the prompts: a file, per line an object of clean, corrupt, answer, foil, positions."
-    ),
+    )
 }
 CONTRASTS: Parameters = {
-    "pairs": _given(FILE, "Instead of the two files: one file, per line an object of positive and negative."),
+    "pairs": _given(FILE, "Instead of the two files: one file, per line an object of positive and negative.")
 }
 STEER: Parameters = {
     "prompts": _given(FILE, "A file of prompts to steer: score --answer on them, and show texts, at several scales."),

@@ -131,13 +131,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     def place(self, x: float) -> float:
         """The coordinate of a number on the horizontal axis."""
-        if not self.x_log:
-            return x
-        return math.log10(x) if x > 0 else self._zero
-
-    @property
-    def _zero(self) -> float:
-        positive = [math.log10(x) for x in self.numbers if x > 0]
+        if not self.x_log or x > 0:
+            return math.log10(x) if self.x_log else x
+        positive = [math.log10(number) for number in self.numbers if number > 0]
         if not positive:
             return 0.0
         step = (positive[-1] - positive[0]) / (len(positive) - 1) if len(positive) > 1 else 0.5

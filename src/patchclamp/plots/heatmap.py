@@ -260,18 +260,15 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         """The place of a cell and its label."""
         return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
 
-    def describe(self, spot: HeatmapCell, limit: int = 60) -> str:
-        """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, with a label of at most `limit` characters."""
-        row, label = self.cell_name(spot)
-        part, goal = self.share(spot.value), self.goal
-        effect = signed(self.effect(spot.value)) if part is None or goal is None else (
-            f"{percent(part)} of the way to {goal.name}")  # fmt: skip
-        return f"{row} @ {shorten(visible(label), limit)}, {number(spot.value)} ({effect})"
-
     def _notes(self, numbers: bool) -> list[str]:
         """The sentences below the picture. `numbers`: True if cells have room for their values."""
-        best = self.ranked(1)
-        notes = [f"Best (outlined): {self.describe(best[0], LONGEST_LABEL)}."] if best else []
+        notes = []
+        for best in self.ranked(1):
+            (row, label), part = self.cell_name(best), self.share(best.value)
+            effect = signed(self.effect(best.value)) if part is None or self.goal is None else (
+                f"{percent(part)} of the way to {self.goal.name}")  # fmt: skip
+            place = f"{row} @ {shorten(visible(label), LONGEST_LABEL)}"
+            notes.append(f"Best (outlined): {place}, {number(best.value)} ({effect}).")
         missing = any(np.isnan(panel.values).any() and panel.coarse is None for panel in self.panels)
         if any(panel.coarse is not None for panel in self.panels):
             notes.append("Paler cells were patched together with their block.")

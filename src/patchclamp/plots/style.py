@@ -128,7 +128,7 @@ def picture_file(path: str | Path) -> tuple[Path, str]:
     ending = path.suffix.removeprefix(".").lower()
     if ending not in (formats := need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()):
         raise unknown("picture format", ending, sorted(formats), str(path))
-    return _file(path), ending
+    return check_target(path), ending
 
 
 def page_file(path: str | Path) -> Path:
@@ -137,7 +137,7 @@ def page_file(path: str | Path) -> Path:
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
     need("plotly")
-    return _file(path)
+    return check_target(path)
 
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
@@ -147,13 +147,14 @@ def check_targets(png: str | Path | None = None, html: str | Path | None = None)
             check(path)
 
 
-def _file(path: Path) -> Path:
+def check_target(path: Path, option: str | None = None) -> Path:
+    """The path of a file to write, whose folder is created. Raises `ProgramError` for a folder."""
     if path.is_dir():
-        raise ProgramError("expected a file, got a folder", str(path))
+        raise ProgramError("expected a file, got a folder", option or str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProgramError(f"cannot create its folder: {error.strerror}", str(path)) from None
+        raise ProgramError(f"cannot create the folder of {path}: {error.strerror}", option or str(path)) from None
     return path
 
 

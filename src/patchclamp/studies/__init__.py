@@ -8,11 +8,7 @@ import importlib
 import pkgutil
 
 from patchclamp.studies.ablation_sweep import AblationSweep, ablation_sweep
-from patchclamp.studies.attribution_patching import (
-    AttributionPatching,
-    AttributionPatchingResult,
-    attribution_patching,
-)
+from patchclamp.studies.attribution_patching import AttributionPatching, AttributionPatchingResult, attribution_patching
 from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution

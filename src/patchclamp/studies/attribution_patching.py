@@ -13,8 +13,8 @@ R rows (a site of a layer, or a head of it) · P columns (aligned positions)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -24,15 +24,13 @@ from patchclamp.language import From, Replace, Site, every
 from patchclamp.language.site import SITES, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, style
+from patchclamp.plots import GridPanel, style
 from patchclamp.run import Run
 from patchclamp.studies.between import Candidates, GradientStudy, Proposal
 from patchclamp.studies.inputs import Column, Layers, Sites, layers_of
 
 if TYPE_CHECKING:
     import pandas
-
-BEST = 20  # verified cells in the picture's table
 
 
 class AttributedRow(msgspec.Struct, frozen=True):
@@ -55,22 +53,23 @@ class Estimate(PublicStruct, frozen=True):
     estimate: float
     exact: float | None
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Its place and its token."""
+        return str(self.row), self.column.label
 
-class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
+
+class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_only=True):
     """Results of attribution patching. Arrays are [R, P]: a cell is a row at an aligned position."""
 
     rows: tuple[AttributedRow, ...]
     columns: tuple[Column, ...]
 
-    def proposals(self, count: int = 10) -> list[Estimate]:
-        """The cells with the largest absolute estimates, largest first."""
-        return [self._cell(number) for number in self.largest(count)]
+    kind: ClassVar[str] = "Attribution patching"
+    heads: ClassVar[tuple[str, str]] = ("place", "token")
+    effect: ClassVar[str] = "the cell had its value of"
 
-    def best(self, count: int = 5) -> list[Estimate]:
-        """The verified cells that moved the metric furthest from corrupt towards clean, best first."""
-        return [self._cell(number) for number in self.foremost(count)]
-
-    def _cell(self, number: int) -> Estimate:
+    def at(self, number: int) -> Estimate:
         r, p = divmod(number, len(self.columns))
         exact = float(self.exact[r, p])
         return Estimate(self.rows[r], self.columns[p], float(self.estimates[r, p]), None if np.isnan(exact) else exact)
@@ -79,7 +78,7 @@ class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
         """One row per cell: site, layer, head, token, positions, estimate and exact effect."""
         import pandas
 
-        cells = (self._cell(number) for number in range(self.estimates.size))
+        cells = (self.at(number) for number in range(self.estimates.size))
         return pandas.DataFrame([
             {"site": cell.row.site, "layer": cell.row.layer, "head": cell.row.head, "token": cell.column.label,
              "clean_positions": cell.column.clean, "corrupt_positions": cell.column.corrupt,
@@ -87,37 +86,20 @@ class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
             for cell in cells
         ])  # fmt: skip
 
-    def picture(self) -> TokenGrid:
-        """Plot data: one panel per site, verified cells outlined, and a table of the verified cells."""
-        sites = list(dict.fromkeys(row.site for row in self.rows))
-        table = (
-            ("place", "token", "estimate", "exact patch"),
-            *((str(cell.row), style.visible(cell.column.label), style.signed(cell.estimate),
-               style.signed(cell.exact or 0.0)) for cell in self.best(BEST)),
-        )  # fmt: skip
-        return TokenGrid(
-            title=f"Attribution patching: {self._quantity()}",
-            explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
-                       f"{style.number(self.corrupt)} would move if the cell had its value of the "
-                       f"clean run ({style.number(self.clean)}). "
-                       f"{self._verified()}"),
-            provenance=self._made_on(), panels=tuple(map(self._panel, sites)), table=table if len(table) > 1 else (),
-        )  # fmt: skip
+    def panels(self) -> Iterator[GridPanel]:
+        """One panel per site."""
+        return map(self._panel, dict.fromkeys(row.site for row in self.rows))
 
     def _panel(self, site: str) -> GridPanel:
         """The cells of a site; for heads, summed over all positions, with layers up and heads across."""
         numbers = [r for r, row in enumerate(self.rows) if row.site == site]
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
-        outlined = np.argwhere(np.isfinite(self.exact[numbers]))
-        exact = self.exact[numbers]
         return GridPanel(
             name=site, row_name="layer" if SITES[site].layered else "", column_name="token of the corrupt prompt",
             rows=tuple("" if self.rows[r].layer is None else str(self.rows[r].layer) for r in numbers),
             columns=tuple(style.visible(column.label) for column in self.columns), values=self.estimates[numbers],
-            centre=0.0, outlined=tuple((int(r), int(p)) for r, p in outlined),
-            notes=tuple(tuple("" if np.isnan(value) else f"exact patch: {style.signed(float(value))}" for value in row)
-                        for row in exact),
+            centre=0.0, **self.marks(self.exact[numbers]),
         )  # fmt: skip
 
     def _heads(self, site: str, numbers: list[int]) -> GridPanel:

@@ -7,7 +7,7 @@ T tokens of the corrupt prompt · D model width
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -16,25 +16,23 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Replace, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
-from patchclamp.plots import style
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies import inputs
 from patchclamp.studies.grid import graded_of
 from patchclamp.studies.inputs import Column
 from patchclamp.studies.metric import ALONE, METRICS, single_token
-from patchclamp.studies.study import (
-    Provenance,
-    Study,
-    StudyResult,
-    progress,
-    provenance,
-)
+from patchclamp.studies.study import Provenance, Study, StudyResult, progress, provenance
 
 Verified = Literal["all", "best", "sampled"]
 STEP = 1e-3  # nats, of the differences that are a metric's derivative
+BEST = 20  # verified cells in the picture's table
 
 
-class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
+Proposed = TypeVar("Proposed", bound=Any)  # a cell with `ends`, `estimate`, and `exact`, None if it was not verified
+
+
+class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=True):
     """Base of results that estimate effects and verify some of them. All three arrays have one shape.
 
     estimates: change of the corrupt run's metric if a cell had its clean value, to first order
@@ -44,6 +42,10 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
     gradient of the corrupt run alone · verified_on: what ran the exact patches · noise_floor: difference of two
     unpatched runs there
     """
+
+    kind: ClassVar[str]  # of study, in titles
+    heads: ClassVar[tuple[str, str]]  # names of the ends of a cell
+    effect: ClassVar[str]  # of the clean run on a cell
 
     metric: str
     clean_tokens: tuple[str, ...]
@@ -73,16 +75,46 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         chosen = verified & (self.sampled if which == "sampled" else ~self.sampled if which == "best" else True)
         return self.estimates[chosen], self.exact[chosen]
 
-    def largest(self, count: int) -> list[int]:
-        """The numbers of the cells with the largest absolute estimates, largest first."""
+    def proposals(self, count: int = 10) -> list[Proposed]:
+        """The cells with the largest absolute estimates, largest first."""
         order = np.argsort(-np.abs(self.estimates), axis=None, kind="stable")
-        return order[: min(count, int(np.isfinite(self.estimates).sum()))].tolist()
+        return [self.at(number) for number in order[: min(count, int(np.isfinite(self.estimates).sum()))].tolist()]
 
-    def foremost(self, count: int) -> list[int]:
-        """The numbers of the verified cells that moved the metric furthest from corrupt towards clean, best first."""
+    def best(self, count: int = 5) -> list[Proposed]:
+        """The verified cells that moved the metric furthest from corrupt towards clean, best first."""
         towards = 1.0 if self.clean >= self.corrupt else -1.0
         verified = np.flatnonzero(np.isfinite(self.exact)).tolist()
-        return sorted(verified, key=lambda number: -towards * self.exact.flat[number])[:count]
+        return [self.at(n) for n in sorted(verified, key=lambda n: -towards * self.exact.flat[n])[:count]]
+
+    def at(self, number: int) -> Proposed:
+        """The cell of a number."""
+        raise NotImplementedError
+
+    def panels(self) -> Iterator[GridPanel]:
+        """The panels of its picture."""
+        raise NotImplementedError
+
+    def marks(self, exact: np.ndarray) -> dict[str, Any]:
+        """The outlines and notes of a panel's verified cells."""
+        notes = [["" if np.isnan(value) else f"exact patch: {style.signed(float(value))}" for value in row]
+                 for row in exact]  # fmt: skip
+        return {"notes": tuple(map(tuple, notes)),
+                "outlined": tuple((int(r), int(c)) for r, c in np.argwhere(np.isfinite(exact)))}  # fmt: skip
+
+    def picture(self) -> TokenGrid:
+        """Plot data: the estimates, with verified cells outlined, and a table of the verified cells."""
+        rows = [(*map(style.visible, cell.ends), style.signed(cell.estimate), style.signed(cell.exact or 0.0))
+                for cell in self.best(BEST)]  # fmt: skip
+        way = f"gradients at {self.steps} steps between the two runs" if self.steps else (
+            "one gradient of the corrupt run")  # fmt: skip
+        ours, theirs = self.provenance.where, self.verified_on.where
+        return TokenGrid(
+            title=f"{self.kind}: {self._quantity()}",
+            explained=(f"Each cell estimates, from {way}, how far the corrupt run's {style.number(self.corrupt)} would "
+                       f"move if {self.effect} the clean run ({style.number(self.clean)}). {self._verified()}"),
+            provenance=ours if ours == theirs else f"{ours}; verified on {theirs}", panels=tuple(self.panels()),
+            table=((*self.heads, "estimate", "exact patch"), *rows) if rows else (),
+        )  # fmt: skip
 
     def _quantity(self) -> str:
         if self.metric not in METRICS:
@@ -106,17 +138,6 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
                              f"over the {number} {name}")  # fmt: skip
         return (
             f"{count} outlined cells were patched exactly. Estimates and exact effects correlate: {'; '.join(parts)}."
-        )
-
-    def _made_on(self) -> str:
-        if self.provenance.where == self.verified_on.where:
-            return self.provenance.where
-        return f"{self.provenance.where}; verified on {self.verified_on.where}"
-
-    def _way(self) -> str:
-        """The gradients behind the estimates, in words."""
-        return (
-            f"gradients at {self.steps} steps between the two runs" if self.steps else "one gradient of the corrupt run"
         )
 
 

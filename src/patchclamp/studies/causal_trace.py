@@ -11,7 +11,7 @@ of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import TextSpan, every, parse_tokens
-from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.studies import inputs
 from patchclamp.studies.grid import Cells, GridCase, GridListener, GridPlan, PromptGrid
@@ -72,7 +71,8 @@ class CausalTrace(PromptGrid):
         rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
             raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
-        seeds = _seeds(self.seeds)
+        seeds = (tuple(range(inputs.check_whole(self.seeds, "seeds", 1, MAX_SEEDS))) if is_token_id(self.seeds)
+                 else inputs.as_seeds(self.seeds, "seeds"))  # fmt: skip
         settings = {"subjects": subjects, "std": self.std, "seeds": seeds}
         return _TracePlan(lm, self, CausalTraceResult, cases, rows, verb="tracing", seeds=seeds, repeats=len(seeds),
                           settings=settings)  # fmt: skip
@@ -114,12 +114,3 @@ def _selection(subject: Any, path: str) -> Any:
         return TextSpan(subject)
     except PatchclampError as error:
         raise error.under(path) from None
-
-
-def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    if is_token_id(seeds):
-        return tuple(range(inputs.check_whole(seeds, "seeds", 1, MAX_SEEDS)))
-    numbers = tuple(inputs.check_whole(seed, "seeds") for seed in as_items(seeds, "seeds"))
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ProgramError(f"expected at least one seed, and none twice, got {seeds!r}", "seeds")
-    return numbers

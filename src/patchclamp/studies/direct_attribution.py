@@ -17,23 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from patchclamp.errors import ModelError, ProgramError, unknown
+from patchclamp.errors import ModelError, unknown
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
-from patchclamp.studies.inputs import Answers, Parts, Progress, Prompts, as_prompt, listed
+from patchclamp.studies.inputs import Answers, Parts, Progress, Prompts, as_prompt, each_prompt, one_each
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import (
-    LAST,
-    LOGITS,
-    WRITES,
-    Word,
-    proved_projection,
-    proved_unembedding,
-    tolerance,
-)
+from patchclamp.studies.readout import LAST, LOGITS, WRITES, Word, proved_projection, proved_unembedding, tolerance
 from patchclamp.studies.study import Study, StudyResult, progress, provenance
 
 if TYPE_CHECKING:
@@ -106,10 +98,15 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
         best = [share for share in self.ranked() if share.part.partition("[")[0] not in ("attn_out", "mlp_out")]
+        count = len(self.prompts)
+        averaged = "" if count == 1 else f", averaged over {count} prompts"
+        others = [f"{part} {style.signed(float(value))}"
+                  for part, value in zip(self.parts, self.shares.mean(0), strict=True)
+                  if "[" not in part and value]  # fmt: skip
         return TokenGrid(
             title=f"What adds to the {what}: {style.number(mean)}",
             explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it "
-                       f"scaled that run{self._averaged()}. " + self._others()),
+                       f"scaled that run{averaged}. In no layer: {', '.join(others)}."),
             provenance=self.provenance.where, panels=(*panels, self._layers()),
             table=(("part", f"adds to the {what}"), *((s.part, style.signed(s.value)) for s in best[:BEST])),
         )  # fmt: skip
@@ -122,18 +119,6 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
             return f"logit of {style.quoted(self.answers[0])}"
         foil = style.quoted(self.foils[0]) if len(foils) == 1 else "the foil"
         return f"logit difference {style.quoted(self.answers[0])} − {foil}"
-
-    def _averaged(self) -> str:
-        return "" if len(self.prompts) == 1 else f", averaged over {len(self.prompts)} prompts"
-
-    def _others(self) -> str:
-        """A sentence on the parts outside the layers."""
-        single = [
-            (part, value)
-            for part, value in zip(self.parts, self.shares.mean(0), strict=True)
-            if "[" not in part and value
-        ]
-        return "In no layer: " + ", ".join(f"{part} {style.signed(float(value))}" for part, value in single) + "."
 
     def _heads(self) -> GridPanel:
         return GridPanel(
@@ -195,12 +180,7 @@ class DirectAttribution(Study):
         for i, one in enumerate(self.by):
             if one not in BY:
                 raise unknown("part", str(one), BY, f"by[{i}]")
-        prompts: list[str | list[int]] = (
-            [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(self.prompt)]
-            if listed(self.prompt) else [as_prompt(self.prompt, "prompt")]
-        )  # fmt: skip
-        if not prompts:
-            raise ProgramError("expected at least one prompt, got none", "prompt")
+        prompts: list[str | list[int]] = [as_prompt(*one) for one in each_prompt(self.prompt, "prompt")]
         answers = _each(lm, self.answer, len(prompts), "answer")
         foils = [] if self.foil is None else _each(lm, self.foil, len(prompts), "foil")
         inner: list[Word] = [word for one, word in WITHIN.items() if one in self.by and word in lm.sites.names]
@@ -292,8 +272,5 @@ def _within(
 
 def _each(lm: LM, tokens: Any, count: int, path: str) -> list[int]:
     """The token ids for all prompts, from one token or from one per prompt."""
-    if not isinstance(tokens, (list, tuple)):
-        return [single_token(lm, tokens, path)] * count
-    if len(tokens) != count:
-        raise ProgramError(f"{len(tokens)} tokens for {count} prompts: give one, or one a prompt", path)
-    return [single_token(lm, token, f"{path}[{i}]") for i, token in enumerate(tokens)]
+    paths = [f"{path}[{i}]" if isinstance(tokens, (list, tuple)) else path for i in range(count)]
+    return [single_token(lm, *one) for one in zip(one_each(tokens, count, path), paths, strict=True)]

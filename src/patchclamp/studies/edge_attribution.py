@@ -13,8 +13,8 @@ T positions · D model width · R receivers · S senders
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from patchclamp.errors import UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, style
+from patchclamp.plots import GridPanel
 from patchclamp.run import Run
 from patchclamp.studies.between import Candidates, GradientStudy, Proposal
 from patchclamp.studies.readout import Norm, proved_norm
@@ -31,8 +31,6 @@ from patchclamp.studies.readout import Norm, proved_norm
 if TYPE_CHECKING:
     import pandas
     import torch
-
-BEST = 20  # verified edges in the picture's table
 
 
 class Edge(PublicStruct, frozen=True):
@@ -43,8 +41,13 @@ class Edge(PublicStruct, frozen=True):
     estimate: float
     exact: float | None
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Its sender and its receiver."""
+        return self.sender, self.receiver
 
-class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
+
+class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True):
     """Arrays are [R, S], summed over positions; NaN if the sender does not come before the receiver.
 
     senders: "resid_pre[0]" (the embedding), "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]", "mlp_in[0]", …,
@@ -54,15 +57,11 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
 
-    def proposals(self, count: int = 10) -> list[Edge]:
-        """The edges with the largest absolute estimates, largest first."""
-        return [self._edge(number) for number in self.largest(count)]
+    kind: ClassVar[str] = "Edge attribution patching"
+    heads: ClassVar[tuple[str, str]] = ("sender", "receiver")
+    effect: ClassVar[str] = "the receiver read what the sender wrote in"
 
-    def best(self, count: int = 5) -> list[Edge]:
-        """The verified edges that moved the metric furthest from corrupt towards clean, best first."""
-        return [self._edge(number) for number in self.foremost(count)]
-
-    def _edge(self, number: int) -> Edge:
+    def at(self, number: int) -> Edge:
         r, s = divmod(number, len(self.senders))
         exact = float(self.exact[r, s])
         return Edge(
@@ -74,26 +73,13 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
         import pandas
 
         numbers = np.flatnonzero(np.isfinite(self.estimates)).tolist()
-        return pandas.DataFrame([msgspec.structs.asdict(self._edge(number)) for number in numbers])
+        return pandas.DataFrame([msgspec.structs.asdict(self.at(number)) for number in numbers])
 
-    def picture(self) -> TokenGrid:
-        """Plot data: senders across, receivers up, verified edges outlined, and a table of the verified edges."""
-        exact = [[None if np.isnan(value) else style.signed(float(value)) for value in row] for row in self.exact]
-        rows = [(edge.sender, edge.receiver, style.signed(edge.estimate), style.signed(edge.exact or 0.0))
-                for edge in self.best(BEST)]  # fmt: skip
-        return TokenGrid(
-            title=f"Edge attribution patching: {self._quantity()}",
-            explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
-                       f"{style.number(self.corrupt)} would move if the receiver read what the sender wrote "
-                       f"in the clean run ({style.number(self.clean)}). {self._verified()}"),
-            provenance=self._made_on(),
-            table=(("sender", "receiver", "estimate", "exact patch"), *rows) if rows else (),
-            panels=(GridPanel(
-                name="effect of the edge", row_name="receiver", column_name="sender", rows=self.receivers,
-                columns=self.senders, values=self.estimates, centre=0.0,
-                outlined=tuple((int(r), int(s)) for r, s in np.argwhere(np.isfinite(self.exact))),
-                notes=tuple(tuple("" if value is None else f"exact patch: {value}" for value in row) for row in exact),
-            ),),
+    def panels(self) -> Iterator[GridPanel]:
+        """Senders across, receivers up."""
+        yield GridPanel(
+            name="effect of the edge", row_name="receiver", column_name="sender", rows=self.receivers,
+            columns=self.senders, values=self.estimates, centre=0.0, **self.marks(self.exact),
         )  # fmt: skip
 
     def __repr__(self) -> str:

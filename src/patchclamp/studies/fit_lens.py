@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from patchclamp.engines.tokenizer import prompt_of
-from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.errors import ProgramError, TokensError
 from patchclamp.language import Capture, Site
 from patchclamp.language.ops import Translator
 from patchclamp.language.tokens import prompt, read_tokens
@@ -32,6 +32,7 @@ from patchclamp.studies import inputs
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.readout import LAST, MAX_FLOATS, FromWeights, Unembedding
 from patchclamp.studies.study import Arg, Study, StudyResult, progress, provenance
+from patchclamp.studies.teacher_forcing import parts
 
 if TYPE_CHECKING:
     import pandas
@@ -96,12 +97,6 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<FitLensResult {self.kind}, {len(self.layers)} layers of {self.site}: {self._summary}>"
 
 
-def _kind(kind: Any, path: str) -> Any:
-    if inputs.as_text(kind, path) not in get_args(Kind):
-        raise unknown("kind of lens", kind, get_args(Kind), path)
-    return kind
-
-
 def _steps(steps: Any, path: str) -> int:
     return inputs.check_whole(steps, path, 1, 1 << 20)
 
@@ -129,7 +124,7 @@ class FitLens(Study):
 
     dataset: inputs.PromptFile
     """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
-    kind: Annotated[Any, Arg(_kind)] = "tuned"
+    kind: Kind = "tuned"
     """tuned (trained by KL divergence) or jacobian (averaged Jacobians)."""
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
@@ -233,7 +228,7 @@ class _Fit:
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
         with torch.no_grad():
-            for part in _parts(test, self._study.step_prompts):
+            for part in parts(test, self._study.step_prompts):
                 for logprobs_NV, rows_LND, _ in self._read(part):
                     count += len(logprobs_NV)
                     for i, rows_ND in enumerate(rows_LND):
@@ -269,7 +264,7 @@ class _Fit:
     def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
         """The prompts of each step: all of them in a random order, again and again."""
         while True:
-            yield from _parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
+            yield from parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
 
     def _points(self, sites: Sequence[Site]) -> list[int]:
         return [self._lm.sites.resolve(site)[0].point for site in sites]
@@ -281,10 +276,6 @@ MEASURED = ("kl", "plain_kl", "agreement", "plain_agreement")
 def kl(model_NV: torch.Tensor, lens_NV: torch.Tensor) -> torch.Tensor:
     """The KL divergence [N] of a lens from the model, from log-probabilities, in nats."""
     return (model_NV.exp() * (model_NV - lens_NV)).sum(-1)
-
-
-def _parts(prompts: list[inputs.EncodedPrompt], size: int) -> Iterator[list[inputs.EncodedPrompt]]:
-    return (prompts[begin : begin + size] for begin in range(0, len(prompts), size))
 
 
 def _moved(of: Any, device: Any) -> Any:
@@ -302,7 +293,7 @@ class LensFile(NamedTuple):
 
 
 @inputs.checked
-def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") -> LensFile:
+def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_pre"] = "resid_post") -> LensFile:
     """Read translators for `pc.Lens` and `logit_lens` from a file of another package, or from its folder: `params.pt`
     of tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no reading: give their path.
 
@@ -316,8 +307,6 @@ def read_lens(path: str | os.PathLike[str], site: inputs.Text = "resid_post") ->
     file = Path(as_file(path, "path"))
     if file.is_dir():
         file = file / ("params.pt" if (file / "params.pt").exists() else "lens.pt")
-    if site not in ("resid_post", "resid_pre"):
-        raise unknown("site of a lens", site, ("resid_post", "resid_pre"), "site")
     try:
         data = torch.load(file, map_location="cpu", weights_only=True)
         if "J" in data:

@@ -12,9 +12,9 @@ N rows · T rows of a document · D their width · L layers · K folds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from patchclamp.run import Run
 from patchclamp.studies import inputs
 from patchclamp.studies.harvest import Filters, Harvested, HarvestResult
 from patchclamp.studies.harvest.shards import INDEX_COLUMNS
-from patchclamp.studies.linear_fit import METHODS, auroc, fit_rows, sigmoid, split_folds
+from patchclamp.studies.linear_fit import auroc, fit_rows, sigmoid, split_folds
 from patchclamp.studies.study import (
     Arg,
     Provenance,
@@ -289,7 +289,7 @@ class FitProbe(Study):
     """Row of a document: the mean of its tokens' rows, or the last one; none for a row per token."""
     chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
-    method: inputs.Text = "logistic"
+    method: Literal["logistic", "mean_difference"] = "logistic"
     """logistic (regression) or mean_difference (of the classes, with the threshold at the midpoint)."""
     l2: Annotated[float, Arg(inputs.as_positive)] = 1.0
     """L2 penalty of the logistic regression on standardised rows, 1/C of scikit-learn."""
@@ -305,8 +305,6 @@ class FitProbe(Study):
         """Raise errors that can be found without a model."""
         if (self.prompts is None) == (self.harvest is None):
             raise ProgramError("expected either prompts or a harvest", "prompts")
-        if self.method not in METHODS:
-            raise unknown("method", self.method, METHODS, "method")
         inputs.check_whole(self.folds, "folds", 2)
         if self.harvest is None and isinstance(self.labels, str):
             raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")
@@ -372,9 +370,8 @@ class FitProbe(Study):
         captures = [Capture(Site(site, layer), tokens, pool=self.pool) for layer in layers]
         sites = [str(capture.at) for capture in captures]
 
-        def calls(batches: Iterable[Sequence[inputs.EncodedPrompt]]) -> Iterator[dict[str, Any]]:
-            for part in batches:
-                yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures}
+        def call(part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
+            return {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures}
 
         def record(runs: Sequence[Run], part: Sequence[inputs.EncodedPrompt]) -> list[StoredArray]:
             return [StoredArray.of(np.stack([rows_TD(tensors[name]) for name in sites]))
@@ -389,7 +386,7 @@ class FitProbe(Study):
                     "pool": self.pool}  # fmt: skip
         with keeping(lm, question, resume) as journal, progress("reading", len(asked), show, "prompts") as advance:
             read_LTD = [one.array() for one in
-                        recorded_runs(lm, journal, asked, calls, record, StoredArray, advance, batch)]  # fmt: skip
+                        recorded_runs(lm, journal, asked, call, record, StoredArray, advance, batch)]  # fmt: skip
         counts = [rows.shape[1] for rows in read_LTD]
         if 0 in counts:
             raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")

@@ -13,9 +13,10 @@ P prompts · L strengths · S seeds
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,37 +24,18 @@ import numpy as np
 from patchclamp.engines.grading import kl, log_softmax
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op, Program
-from patchclamp.language.ops import MODES, as_capture, fuzz
+from patchclamp.language.ops import as_capture, fuzz
 from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import prompt
-from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies.inputs import (
-    Divergence,
-    EncodedPrompt,
-    Flag,
-    NoisedSites,
-    Positive,
-    Progress,
-    PromptFile,
-    Regex,
-    ResumeFile,
-    Sampled,
-    SeedList,
-    Strengths,
-    Text,
-    as_floats,
-    as_sites,
-    as_text,
-    ask,
-    check_whole,
-)
+from patchclamp.studies import inputs
 from patchclamp.studies.metric import js, with_rest
 from patchclamp.studies.study import (
+    Arg,
     Show,
     StoredArray,
     Study,
@@ -115,18 +97,13 @@ class Fuzz(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, mode: str, at: Any, relative: bool) -> Fuzz:
-        if mode not in MODES:
-            raise unknown("way to fuzz", str(mode), MODES, "mode")
         if at is None:
             if not relative:
                 raise ProgramError("noise at the embedding is relative; for another, give at=['embed']", "relative")
             return cls(mode, None, True)
         if mode != "noise":
             raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
-        sites = as_sites(at, "at")
-        if not sites:
-            raise ProgramError("expected at least one site, got none", "at")
-        return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
+        return cls(mode, tuple(_place(site, i) for i, site in enumerate(inputs.as_sites(at, "at"))), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
         """The edits that add the noise; empty at strength 0."""
@@ -157,96 +134,34 @@ def _place(site: Any, number: int) -> At:
     return place.at @ place.tokens
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """vLLM's sampling parameters, with one seed per run if tokens are sampled."""
-
-    parameters: dict[str, Any]
-
-    @classmethod
-    def of(cls, sampling: Mapping[str, Any] | None) -> Sampling:
-        if sampling is not None and not isinstance(sampling, Mapping):
-            raise ProgramError(f"expected names and values, got {type(sampling).__name__}", "sampling")
-        parameters = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in (sampling or {}).items()}
-        for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
-            if name in parameters:
-                raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"sampling.{name}")
-        return cls(parameters)
-
-    @property
-    def drawn(self) -> bool:
-        """True if tokens are sampled, not decoded greedily."""
-        return bool(self.parameters.get("temperature"))
-
-    def seeded(self, seed: int) -> dict[str, Any]:
-        return {**self.parameters, "seed": seed} if self.drawn else self.parameters
+def _sampling(sampling: Any, path: str) -> dict[str, Any]:
+    """Sampling parameters by vLLM's names, without those that each cell has of its own."""
+    if not isinstance(sampling, Mapping):
+        raise ProgramError(f"expected names and values, got {type(sampling).__name__}", path)
+    for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
+        if name in sampling:
+            raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"{path}.{name}")
+    return {name: getattr(value, "tolist", lambda v=value: v)() for name, value in sampling.items()}
 
 
-class FirstToken:
-    """The distribution of the first token: read in full, for its likeliest tokens only, or not at all.
-
-    words: description for the result
-    capture: captures of every run
-    """
-
-    def __init__(self, divergence: str | int) -> None:
-        self.likeliest: int = 0
-        if is_token_id(divergence):
-            self.likeliest = int(divergence)
-            if not 1 <= self.likeliest <= MAX_SCORES:
-                raise ProgramError(f"from 1 to {MAX_SCORES} tokens, not {divergence}", "divergence")
-        elif not isinstance(divergence, str) or divergence not in ("full", "none"):
-            raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), "divergence")
-        self.full: bool = divergence == "full"
-        self.words: str = f"top {self.likeliest} and the rest" if self.likeliest else str(divergence)
-        self.capture: list[Any] = [Capture("logits", prompt[-1])] if self.full else []
-        self.scores: list[list[int]] = []
-
-    def likeliest_calls(self, batches: Iterable[Sequence[EncodedPrompt]]) -> Iterator[dict[str, Any]]:
-        """The calls that find the likeliest tokens of batches of prompts."""
-        for part in batches:
-            yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
-
-    def likeliest_of(self, runs: Sequence[Run], _: Any) -> list[list[int]]:
-        """The tokens that are likeliest without noise, for each prompt."""
-        return [sorted(run.top_logprobs[0]) for run in runs]
-
-    def score(self, number: int) -> list[int]:
-        """The token ids that runs of a prompt score."""
-        return self.scores[number] if self.scores else []
-
-    def read(self, run: Run) -> np.ndarray:
-        """Log-probabilities of the first token: [V], [k + 1], or [0]."""
-        if self.full:
-            return log_softmax(np.asarray(run["logits"])[0])
-        return with_rest(list(run.scores.values())) if self.likeliest else np.zeros(0)
-
-
-def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
-    """Check strengths: ascending and distinct."""
-    if strengths is None:
-        return default
-    numbers = as_floats(strengths, "strengths")
-    if not numbers or list(numbers) != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
-        raise ProgramError(f"expected ascending, distinct numbers from 0 on, got {numbers}", "strengths")
-    return numbers
-
-
-def seeds_of(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Check seeds: all distinct."""
-    numbers = tuple(check_whole(seed, f"seeds[{i}]") for i, seed in enumerate(as_items(seeds, "seeds")))
-    if not 0 < len(set(numbers)) == len(numbers):
-        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", "seeds")
-    return numbers
-
-
-def pattern_of(refusal: str | None) -> re.Pattern[str] | None:
-    """Compile a regular expression."""
+def _pattern(pattern: Any, path: str) -> str:
     try:
-        return None if refusal is None else re.compile(as_text(refusal, "refusal"))
+        return re.compile(inputs.as_text(pattern, path)).pattern
     except re.error as error:
-        raise ProgramError(f"{refusal!r} is not a regular expression: {error}", "refusal") from None
+        raise ProgramError(f"{pattern!r} is not a regular expression: {error}", path) from None
 
 
+def _divergence(divergence: Any, path: str) -> str | int:
+    """The part of the first token's distribution that is read: full, none, or a number of its likeliest tokens."""
+    if is_token_id(divergence):
+        return inputs.check_whole(divergence, path, 1, MAX_SCORES)
+    if not isinstance(divergence, str) or divergence not in ("full", "none"):
+        raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), path)
+    return divergence
+
+
+QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
+SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
 MEASURES = ("exact", "prefix", "kl", "js", "perplexity", "refused")
 
 
@@ -317,8 +232,45 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: the measures against the strength."""
-        return curves(self)
+        """Plot data: a chart each for agreement, divergence, perplexity and refusals, if they were requested."""
+        charts = [Chart(
+            "Agreement with the unfuzzed answer", "share", (self._share("same answer", self.exact),
+                                                            self._quartiles("share before it differs", self.prefix)),
+            y_range=(-0.02, 1.02), note="Same answer: share, with its 95 % interval over prompts. Share before it "
+                                        "differs: median and middle half.",
+        )]  # fmt: skip
+        if not np.isnan(self.kl).any():
+            of = "" if self.divergence == "full" else f" Of the {self.divergence}."
+            lines = (self._quartiles("KL from unfuzzed", self.kl), self._quartiles("JS", self.js))
+            charts.append(Chart("First token", "divergence (nats)", lines, note=QUARTILES + of))
+        if not np.isnan(self.perplexity).any():
+            charts.append(Chart(
+                "Fluency", "perplexity, unedited model", (self._quartiles("fuzzed answer", self.perplexity),),
+                y_log=True, note=QUARTILES, level=float(np.median(self.unfuzzed_perplexity)),
+                level_label="unfuzzed answers",
+            ))  # fmt: skip
+        if not np.isnan(self.refused).any():
+            lines = (self._share("refused", self.refused),)
+            charts.append(Chart("Refusals", "share of answers", lines, y_range=(-0.02, 1.02), note=SHARES))
+        (prompts, _, seeds), temperature = self.exact.shape, self.sampling.get("temperature")
+        sampled = f"sampled at temperature {temperature:g}" if temperature else "greedy"
+        return Curves(
+            title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
+            provenance=self.provenance.where,
+            notes=(f"{prompts} prompts{' as chats' if self.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
+                   f"{self.max_tokens} tokens, {sampled}; {self.noise}.",),
+        )  # fmt: skip
+
+    def _quartiles(self, label: str, values: np.ndarray) -> Curve:
+        """Median, with the middle half as a band."""
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
+        return Curve(label, np.array(self.strengths), middle, low, high)
+
+    def _share(self, label: str, values: np.ndarray) -> Curve:
+        """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
+        prompt counts with its share."""
+        low, high = wilson(values.mean(2).sum(0), values.shape[0])
+        return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
 
     def __repr__(self) -> str:
         size = " × ".join(map(str, self.exact.shape))
@@ -339,74 +291,73 @@ class FuzzSweep(Study):
     command = "fuzz"
     positional = 2
 
-    prompts: PromptFile = None
+    prompts: inputs.PromptFile = None
     """Texts or token ids, or with `chat` texts or lists of messages; 23 instructions by default."""
-    strengths: Strengths = None
+    strengths: inputs.Ascending = None
     """Strengths of the noise, ascending; 0 repeats the unedited run. By default 0 and ten from 0.01 to 1.8."""
-    seeds: SeedList = (0,)
+    seeds: Annotated[Any, Arg(inputs.as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
-    at: NoisedSites = None
+    at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
-    mode: Text = "noise"
+    mode: Literal["noise", "scale"] = "noise"
     """noise, or scale: embeddings times 1 − strength."""
-    relative: Flag = True
+    relative: inputs.Flag = True
     """Multiply the noise by the row's root mean square."""
-    chat: Flag = False
+    chat: inputs.Flag = False
     """Ask each prompt as the user's turn of a chat."""
     max_tokens: int = 32
     """Tokens of an answer."""
-    sampling: Sampled = None
+    sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
     """Sampling parameters, by vLLM's names; greedy by default."""
-    divergence: Divergence = "full"
+    divergence: Annotated[Any, Arg(_divergence, inputs.as_position)] = "full"
     """full: over all logits of the first token; a number k: over the k tokens that are likeliest without noise and the
     rest combined, which is a lower bound; none."""
-    perplexity: Flag = True
+    perplexity: inputs.Flag = True
     """Compute the perplexity of answers under the unedited model."""
-    refusal: Regex = REFUSAL
+    refusal: Annotated[str | None, Arg(_pattern, served=False)] = REFUSAL  # matching can take exponential time
     """Regular expression that detects a refusal; None skips this measure."""
-    quick: Flag = False
+    quick: inputs.Flag = False
     """5 prompts and 7 strengths, unless given."""
 
     def check(self) -> None:
-        """Raise errors that can be found without a model: sites, strengths, seeds, the regular expression."""
+        """Raise errors that can be found without a model."""
         Fuzz.of(self.mode, self.at, self.relative)
-        strengths_of(self.strengths, STRENGTHS)
-        seeds_of(self.seeds)
-        pattern_of(self.refusal)
+        if self.strengths is not None and self.strengths[0] < 0:
+            raise ProgramError(f"expected numbers from 0 on, got {self.strengths}", "strengths")
 
     def _run(
-        self, lm: LM, *, batch: Positive = 64, show_progress: Progress = None, resume: ResumeFile = None
+        self,
+        lm: LM,
+        *,
+        batch: inputs.Positive = 64,
+        show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
     ) -> FuzzSweepResult:
+        self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
             raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-        prompts = (QUICK_PROMPTS if self.quick else PROMPTS) if self.prompts is None else self.prompts
-        plan = _FuzzPlan(
-            lm=lm, prompts=ask(lm, prompts, self.chat), seeds=seeds_of(self.seeds), max_tokens=self.max_tokens,
-            strengths=strengths_of(self.strengths, QUICK_STRENGTHS if self.quick else STRENGTHS), batch=batch,
-            fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=Sampling.of(self.sampling),
-            first=FirstToken(self.divergence),
-        )  # fmt: skip
-        if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
+        plan = _FuzzPlan(lm, self, batch)
+        if self.mode == "scale" and len(self.seeds) > 1 and not plan.drawn:
             raise ProgramError(
-                f"expected one seed, got {len(plan.seeds)}: scaling with greedy decoding is deterministic, so all "
+                f"expected one seed, got {len(self.seeds)}: scaling with greedy decoding is deterministic, so all "
                 "answers would be the same. To use several, give a temperature in sampling=", "seeds"
             )  # fmt: skip
-        pattern, (P, L, S) = pattern_of(self.refusal), plan.shape
+        pattern, (P, L, S) = None if self.refusal is None else re.compile(self.refusal), plan.shape
         with keeping(lm, plan.question, resume) as journal:
             unfuzzed, fuzzed = plan.run(journal, show_progress)
             perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
 
         def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
             """A measure of each cell: of the number of its prompt, its run, and the unfuzzed answer."""
-            own = [unfuzzed[p][s if plan.sampling.drawn else 0] for p, _, s in plan.cells]
+            own = [unfuzzed[p][s if plan.drawn else 0] for p, _, s in plan.cells]
             values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
             return np.array(values, np.float64).reshape(P, L, S)
 
         answers = [tuple(of.answer for of in fuzzed[i : i + S]) for i in range(0, len(fuzzed), S)]
         return FuzzSweepResult(
-            provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.prompts),
+            provenance=provenance(lm, self.seeds), prompts=tuple(one.shown for one in plan.prompts),
             strengths=plan.strengths, noise=plan.fuzz.words, chat=self.chat, max_tokens=self.max_tokens,
-            sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=self.refusal,
+            sampling=plan.sampling, divergence=plan.divergence, refusal=self.refusal,
             answers=tuple(tuple(answers[i : i + L]) for i in range(0, P * L, L)), unfuzzed=tuple(map(tuple, unfuzzed)),
             exact=grid(lambda p, of, own: of.answer.token_ids == own.token_ids),
             prefix=grid(lambda p, of, own: prefix_share(of.answer.token_ids, own.token_ids)),
@@ -442,22 +393,22 @@ class _Fuzzed(msgspec.Struct, frozen=True):
     js: float
 
 
-class _FuzzPlan(msgspec.Struct, frozen=True):
-    """The checked arguments of a fuzz sweep."""
+class _FuzzPlan:
+    """The runs of a fuzz sweep on a model."""
 
-    lm: LM
-    prompts: list[EncodedPrompt]
-    strengths: tuple[float, ...]
-    seeds: tuple[int, ...]
-    fuzz: Fuzz
-    sampling: Sampling
-    first: FirstToken
-    max_tokens: int
-    batch: int
-
-    @property
-    def shape(self) -> CellIndex:
-        return len(self.prompts), len(self.strengths), len(self.seeds)
+    def __init__(self, lm: LM, study: FuzzSweep, batch: int) -> None:
+        prompts, strengths = (QUICK_PROMPTS, QUICK_STRENGTHS) if study.quick else (PROMPTS, STRENGTHS)
+        self.prompts: list[inputs.EncodedPrompt] = inputs.ask(
+            lm, prompts if study.prompts is None else study.prompts, study.chat
+        )
+        self.strengths: tuple[float, ...] = strengths if study.strengths is None else study.strengths
+        self.fuzz: Fuzz = Fuzz.of(study.mode, study.at, study.relative)
+        self.sampling: dict[str, Any] = study.sampling or {}
+        self.drawn: bool = bool(self.sampling.get("temperature"))  # with a seed per run; otherwise decoding is greedy
+        likeliest = study.divergence if is_token_id(study.divergence) else 0
+        self.divergence: str = f"top {likeliest} and the rest" if likeliest else study.divergence
+        self.shape: CellIndex = len(self.prompts), len(self.strengths), len(study.seeds)
+        self._lm, self._study, self._batch, self._likeliest = lm, study, batch, likeliest
 
     @property
     def cells(self) -> list[CellIndex]:
@@ -465,62 +416,66 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
         return list(itertools.product(prompts, strengths, seeds))
 
     @property
-    def unfuzzed_seeds(self) -> range:
-        """Numbers of the seeds of a prompt's unedited runs; a single one if decoding is greedy."""
-        return range(len(self.seeds) if self.sampling.drawn else 1)
-
-    @property
-    def edits(self) -> list[list[list[Op]]]:
-        """The edits of each strength and seed."""
-        return [[self.fuzz.edits(strength, seed) for seed in self.seeds] for strength in self.strengths]
-
-    @property
     def question(self) -> dict[str, Any]:
         """Everything that decides the answers, as plain data."""
         return {
-            "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self.seeds,
-            "edits": [[Program.of(edits).fingerprint for edits in of] for of in self.edits],
-            "sampling": self.sampling.parameters, "divergence": self.first.words, "max_tokens": self.max_tokens,
+            "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self._study.seeds,
+            "edits": [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self._study.seeds]
+                      for strength in self.strengths],
+            "sampling": self.sampling, "divergence": self.divergence, "max_tokens": self._study.max_tokens,
         }  # fmt: skip
-
-    def calls(self, batches: Iterable[Sequence[tuple[int, int | None, int]]]) -> Iterator[dict[str, Any]]:
-        """The calls that run batches of cells; strength None means no edit."""
-        edits = self.edits
-        for part in batches:
-            yield {
-                "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
-                "edits": [[] if l is None else edits[l][s] for _, l, s in part],  # noqa: E741
-                "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
-                "sampling": [self.sampling.seeded(self.seeds[s]) for _, _, s in part],
-            }  # fmt: skip
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
         """Run every prompt without noise, then every cell, skipping what the journal has: the answers without noise by
         prompt and seed, and the runs of `cells`."""
-        own = [(p, None, s) for p in range(len(self.prompts)) for s in self.unfuzzed_seeds]
-        if self.first.likeliest:
-            self.first.scores = recorded_runs(
-                self.lm, journal, self.prompts, self.first.likeliest_calls, self.first.likeliest_of, list[int],
-                lambda done: None, self.batch,
+        seeds, max_tokens = self._study.seeds, self._study.max_tokens
+        each = len(seeds) if self.drawn else 1  # unedited runs of a prompt
+        own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]
+        scored: list[list[int]] = [[]] * len(self.prompts)
+        capture = [Capture("logits", prompt[-1])] if self._study.divergence == "full" else []
+
+        def likeliest(part: Sequence[inputs.EncodedPrompt]) -> dict[str, Any]:
+            return {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self._likeliest}
+
+        if self._likeliest:
+            scored = recorded_runs(
+                self._lm, journal, self.prompts, likeliest,
+                lambda runs, _: [sorted(run.top_logprobs[0]) for run in runs],
+                list[int], lambda done: None, self._batch,
             )  # fmt: skip
+
+        def call(part: Sequence[tuple[int, int | None, int]]) -> dict[str, Any]:
+            return {
+                "prompt": [self.prompts[p].prompt for p, _, _ in part], "max_tokens": max_tokens,
+                "edits": [[] if l is None else self.fuzz.edits(self.strengths[l], seeds[s])
+                          for _, l, s in part],  # noqa: E741
+                "capture": capture, "score": [scored[p] for p, _, _ in part],
+                "sampling": [self.sampling | ({"seed": seeds[s]} if self.drawn else {}) for _, _, s in part],
+            }  # fmt: skip
+
         with progress("fuzzing", len(own) + len(self.cells), show) as advance:
 
             def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
-                return [_Own(_answer(run), StoredArray.of(self.first.read(run))) for run in runs]
+                return [_Own(_answer(run), StoredArray.of(self._first(run))) for run in runs]
 
             def read(runs: Sequence[Run], cells: Sequence[CellIndex]) -> list[_Fuzzed]:
-                distributions = [before[p, s if self.sampling.drawn else 0] for p, _, s in cells]
+                distributions = [before[p, s if self.drawn else 0] for p, _, s in cells]
                 return [self._fuzzed(run, one) for run, one in zip(runs, distributions, strict=True)]
 
-            owns = recorded_runs(self.lm, journal, own, self.calls, read_own, _Own, advance, self.batch)
+            owns = recorded_runs(self._lm, journal, own, call, read_own, _Own, advance, self._batch)
             before = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
-            fuzzed = recorded_runs(self.lm, journal, self.cells, self.calls, read, _Fuzzed, advance, self.batch)
-        each = len(self.unfuzzed_seeds)
+            fuzzed = recorded_runs(self._lm, journal, self.cells, call, read, _Fuzzed, advance, self._batch)
         return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
+
+    def _first(self, run: Run) -> np.ndarray:
+        """Log-probabilities of the first token: [V], [k + 1], or [0]."""
+        if self._study.divergence == "full":
+            return log_softmax(np.asarray(run["logits"])[0])
+        return with_rest(list(run.scores.values())) if self._likeliest else np.zeros(0)
 
     def _fuzzed(self, run: Run, before: np.ndarray) -> _Fuzzed:
         """The record of a run with noise; `before` is the distribution of the first token without noise."""
-        after = self.first.read(run)
+        after = self._first(run)
         return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
 
     def perplexities(
@@ -532,66 +487,12 @@ class _FuzzPlan(msgspec.Struct, frozen=True):
         different = list(dict.fromkeys(keys))
         items = [Forced(self.prompts[p].ids, ids) for p, ids in different]
         with progress("grading", len(items), show) as advance:
-            logprobs = forced_logprobs(self.lm, items, max(self.batch, 256), advance, journal)
+            logprobs = forced_logprobs(self._lm, items, max(self._batch, 256), advance, journal)
         return {key: float(np.exp(-row.mean())) for key, row in zip(different, logprobs, strict=True)}
 
 
 def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
-
-
-QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
-SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
-
-
-def curves(sweep: FuzzSweepResult) -> Curves:
-    """A chart each for agreement, divergence, perplexity and refusals, if they were requested."""
-    charts = [_agreement(sweep)]
-    if not np.isnan(sweep.kl).any():
-        charts.append(Chart(
-            "First token", "divergence (nats)", (_quartiles(sweep, "KL from unfuzzed", sweep.kl),
-                                                 _quartiles(sweep, "JS", sweep.js)), note=_divergence(sweep),
-        ))  # fmt: skip
-    if not np.isnan(sweep.perplexity).any():
-        level = float(np.median(sweep.unfuzzed_perplexity))
-        charts.append(Chart(
-            "Fluency", "perplexity, unedited model", (_quartiles(sweep, "fuzzed answer", sweep.perplexity),),
-            y_log=True, note=QUARTILES, level=level, level_label="unfuzzed answers",
-        ))  # fmt: skip
-    if not np.isnan(sweep.refused).any():
-        lines = (_share(sweep, "refused", sweep.refused),)
-        charts.append(Chart("Refusals", "share of answers", lines, y_range=(-0.02, 1.02), note=SHARES))
-    prompts, _, seeds = sweep.exact.shape
-    return Curves(
-        title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
-        provenance=sweep.provenance.where,
-        notes=(f"{prompts} prompts{' as chats' if sweep.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
-               f"{sweep.max_tokens} tokens, {_sampling(sweep)}; {sweep.noise}.",),
-    )  # fmt: skip
-
-
-def _agreement(sweep: FuzzSweepResult) -> Chart:
-    lines = (_share(sweep, "same answer", sweep.exact), _quartiles(sweep, "share before it differs", sweep.prefix))
-    note = "Same answer: share, with its 95 % interval over prompts. Share before it differs: median and middle half."
-    return Chart("Agreement with the unfuzzed answer", "share", lines, y_range=(-0.02, 1.02), note=note)
-
-
-def _divergence(sweep: FuzzSweepResult) -> str:
-    of = "" if sweep.divergence == "full" else f" Of the {sweep.divergence}."
-    return QUARTILES + of
-
-
-def _quartiles(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
-    """Median, with the middle half as a band."""
-    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
-    return Curve(label, np.array(sweep.strengths), middle, low, high)
-
-
-def _share(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
-    """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
-    prompt counts with its share."""
-    low, high = wilson(values.mean(2).sum(0), values.shape[0])
-    return Curve(label, np.array(sweep.strengths), values.mean((0, 2)), low, high)
 
 
 def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:
@@ -603,8 +504,3 @@ def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarra
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return np.clip(middle - half, 0, share), np.clip(middle + half, share, 1)
-
-
-def _sampling(sweep: FuzzSweepResult) -> str:
-    temperature = sweep.sampling.get("temperature")
-    return f"sampled at temperature {temperature:g}" if temperature else "greedy"

@@ -26,41 +26,18 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import GradeJob, Grades
-from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Op
 from patchclamp.lm import LM
+from patchclamp.plots.heatmap import Side
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
-from patchclamp.studies import inputs
+from patchclamp.studies import inputs, sources
 from patchclamp.studies.inputs import Alignment, Column, Match, Row, Words
-from patchclamp.studies.metric import (
-    Graded,
-    Metric,
-    Recorded,
-    answer_tokens,
-    grade,
-    single_token,
-    spread,
-    text_of,
-)
-from patchclamp.studies.sources import (
-    CellWriter,
-    FromRun,
-    MeanOf,
-    Mixing,
-    Resampled,
-    Sides,
-    Source,
-    captured_runs,
-    cells_of_grid,
-    in_words,
-    opened,
-    question_of_source,
-)
+from patchclamp.studies.metric import Graded, Metric, Recorded, answer_tokens, grade, single_token, spread, text_of
 from patchclamp.studies.study import Study, json_of, keeping, progress, provenance
-from patchclamp.studies.sweep_result import Block, Cell, Pair, Side, Sweep
+from patchclamp.studies.sweep_result import Block, Cell, Pair, Sweep
 
-DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # captured from the source prompts at a time
 
 
@@ -117,7 +94,7 @@ class PairGrid(Grid):
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     metric: inputs.MetricField = "logit_diff"
     """logit_diff, recovered, logprob or prob; in Python also a function or `Metric`."""
-    direction: inputs.Text = "denoising"
+    direction: Literal["denoising", "noising"] = "denoising"
     """denoising, or noising: cells of the corrupt run into the clean one."""
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
@@ -126,36 +103,26 @@ class PairGrid(Grid):
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
-        if self.direction not in DIRECTIONS:
-            raise unknown("direction", self.direction, DIRECTIONS, "direction")
-        cleans, corrupts = (list(of) if inputs.listed(of) else [of] for of in (self.clean, self.corrupt))
-        count = len(cleans)
-        if count != len(corrupts) or not count:
+        cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
+        if (count := len(cleans)) != len(corrupts):
             raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
         graded = graded_of(lm, self.answer, self.foil, self.metric, count)
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
-            where = f"[{i}]" if count > 1 else ""
-            clean, corrupt = inputs.words_of(lm, one, f"clean{where}"), inputs.words_of(lm, other, f"corrupt{where}")
+            clean, corrupt = inputs.words_of(lm, *one), inputs.words_of(lm, *other)
             try:
                 alignment = inputs.align(clean.ids, corrupt.ids, positions is not None)
                 columns = _pair_columns(lm, clean, corrupt, alignment, positions, (i, count), self.direction)
                 pairs = (pair for of in columns for pair in zip(of.clean, of.corrupt, strict=True))
                 alignment = inputs.with_pairs(alignment, pairs)
             except PatchclampError as error:
-                raise error.under(f"pair {i}") if where else error from None
+                raise error.under(f"pair {i}") if count > 1 else error from None
             cases.append(GridCase(clean, corrupt, graded[i], alignment, columns))
         return cases
 
 
 def _pair_columns(
-    lm: LM,
-    clean: Words,
-    corrupt: Words,
-    alignment: Alignment,
-    positions: Any,
-    of: tuple[int, int],
-    direction: str,
+    lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
 ) -> tuple[Column, ...]:
     """The columns of a pair, number `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
     denoising = direction == "denoising"
@@ -201,13 +168,9 @@ class PromptGrid(Grid):
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """The prompts with their graded tokens."""
-        prompts = list(self.prompt) if inputs.listed(self.prompt) else [self.prompt]
-        if not prompts:
-            raise ProgramError("expected at least one prompt, got none", "prompt")
+        prompts = inputs.each_prompt(self.prompt, "prompt")
         graded = graded_of(lm, self.answer, self.foil, metric, len(prompts))
-        paths = [f"prompt[{i}]" if len(prompts) > 1 else "prompt" for i in range(len(prompts))]
-        words = [inputs.words_of(lm, *one) for one in zip(prompts, paths, strict=True)]
-        return list(zip(words, graded, strict=True))
+        return list(zip([inputs.words_of(lm, *one) for one in prompts], graded, strict=True))
 
 
 def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) -> list[Graded]:
@@ -246,8 +209,9 @@ class GridCase(NamedTuple):
         )  # fmt: skip
         return Pair(
             clean_prompt=self.clean.text, corrupt_prompt=self.corrupt.text, clean_tokens=self.clean.tokens,
-            corrupt_tokens=self.corrupt.tokens, answer=text_of(lm, self.graded.answer) or "",
-            foil=text_of(lm, self.graded.foil), clean=clean, corrupt=corrupt, columns=self.columns,
+            corrupt_tokens=self.corrupt.tokens, answer=text_of(lm, self.graded.answer),
+            foil=None if self.graded.foil is None else text_of(lm, self.graded.foil), clean=clean, corrupt=corrupt,
+            columns=self.columns,
             alignment=self.alignment.pairs, answer_ids=self.graded.answer, foil_ids=self.graded.foil,
             skipped=tuple((side, p, self.side(side).tokens[p]) for side, alone in sides for p in alone),
         )  # fmt: skip
@@ -281,7 +245,7 @@ class Unit(NamedTuple):
     number: int
 
 
-OpenWriter = Callable[[Sequence[GridPlace]], CellWriter]
+OpenWriter = Callable[[Sequence[GridPlace]], sources.CellWriter]
 
 
 @dataclass(eq=False)
@@ -302,8 +266,8 @@ class GridPlan:
     cases: list[GridCase]
     rows: list[Row]
     direction: str = "denoising"
-    source: Source | None = None
-    mixing: Mixing = field(default_factory=Mixing)
+    source: sources.Source | None = None
+    mixing: sources.Mixing = field(default_factory=sources.Mixing)
     seed: int = 0
     seeds: tuple[int, ...] = ()
     repeats: int = 1
@@ -319,7 +283,7 @@ class GridPlan:
         self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
         self.draws: int = 1
         self.seeds = self.seeds or (self.seed,)
-        if isinstance(self.source, Resampled):
+        if isinstance(self.source, sources.Resampled):
             self.draws, self.seeds = self.source.draws, (*self.seeds, self.source.seed)
 
     # -- size
@@ -337,7 +301,7 @@ class GridPlan:
     @property
     def most(self) -> int:
         """An upper bound on the places patched in each unit."""
-        return len(self.places) if self.zooming is None else self.zooming.most
+        return self.blocks.most
 
     @property
     def runs(self) -> int:
@@ -349,11 +313,11 @@ class GridPlan:
         """Bytes captured from the source prompts at a time, in fp32."""
         if self.source is None:
             return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
-        prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
+        prompts = self.source.prompts if isinstance(self.source, (sources.MeanOf, sources.Resampled)) else ()
         lengths = [
             len(inputs.words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)
         ]
-        return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
+        return self._row_bytes * (sum if isinstance(self.source, sources.Resampled) else max)([0, *lengths])
 
     @functools.cached_property
     def reruns(self) -> int:
@@ -373,20 +337,12 @@ class GridPlan:
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """The cells, by row and column. Raises `ProgramError` if there are none."""
-        places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
-        if not places:
+    def blocks(self) -> Zoom:
+        """The blocks that are patched first: single cells without a zoom. Raises `ProgramError` if there are none."""
+        blocks = Zoom(self.possible, self.rows, len(self.columns), self.zoom)
+        if not blocks.first:
             raise ProgramError("no cell to patch: no site has a value at any of the positions")
-        return places
-
-    @functools.cached_property
-    def zooming(self) -> Zoom | None:
-        """The blocks that are patched before single cells; None without a zoom."""
-        if self.zoom is None:
-            return None
-        assert self.places
-        return Zoom(self.possible, self.rows, len(self.columns), self.zoom)
+        return blocks
 
     def _possible(self, row: Row, p: int) -> bool:
         """True if the cell exists: logits exist only at a prompt's last position."""
@@ -406,7 +362,7 @@ class GridPlan:
             row = msgspec.structs.replace(row, layers=tuple(sorted(layers)))
         return GridPlace(row, tuple(p), (r[0], p[0]))
 
-    def sides(self, place: GridPlace, number: int) -> Sides:
+    def sides(self, place: GridPlace, number: int) -> sources.Sides:
         """The positions to read and to write of a case."""
         column = _joined([self.cases[number].columns[i] for i in place.columns])
         return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
@@ -421,7 +377,7 @@ class GridPlan:
         pairs = [(case.clean.ids, case.corrupt.ids, case.graded.key, case.columns) for case in self.cases]
         return {
             "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
-            "direction": self.direction, "source": question_of_source(self.lm, self.source),
+            "direction": self.direction, "source": sources.question_of_source(self.lm, self.source),
             **self.mixing.question(self.lm), "zoom": self.zoom, **self.settings,
         }  # fmt: skip
 
@@ -458,11 +414,13 @@ class GridPlan:
         return ()
 
     @functools.cached_property
-    def shared(self) -> CellWriter:
+    def shared(self) -> sources.CellWriter:
         """The writer of all cases, if the values do not come from the other prompt."""
         assert self.source is not None
         lengths = {len(case.side(self.written).ids) for case in self.cases}
-        writer = opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
+        writer = sources.opened(
+            self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing
+        )
         self.open.callback(writer.close)
         return writer
 
@@ -473,12 +431,12 @@ class GridPlan:
 
         @functools.cache
         def runs() -> list[Run]:
-            found = captured_runs(self.lm, [self.cases[i].side(self.read).ids for i in group], self.sites)
+            found = sources.captured_runs(self.lm, [self.cases[i].side(self.read).ids for i in group], self.sites)
             for run in found:
                 until.callback(run.close)
             return found
 
-        return [lambda places, n=n: FromRun(runs()[n], self.mixing) for n in range(len(group))]
+        return [lambda places, n=n: sources.FromRun(runs()[n], self.mixing) for n in range(len(group))]
 
     # -- running
 
@@ -493,9 +451,9 @@ class GridPlan:
         bases = [value for of in scaled for value in self._patched(of)]
         begun = self._begun(scaled)
         if listener is not None:
-            listener.start(begun, self.zooming.most_single if self.zooming else len(self.places))
+            listener.start(begun, self.blocks.most_single)
 
-        def patch(blocks: Sequence[tuple[Sequence[int], Sequence[int]]], tell: bool) -> Filled:
+        def patch(blocks: Sequence[_Span], tell: bool) -> Filled:
             places = [self.place(*block) for block in blocks]
 
             def told(which: list[int], values: np.ndarray) -> None:
@@ -507,11 +465,7 @@ class GridPlan:
             told_of = told if tell and listener is not None else None
             return self._filled(cells, places, both, scales, Finished(len(places), self.units * self.draws, told_of))
 
-        if self.zooming is None:
-            singles, blocks = self.places, []
-            filled = patch([([r], [p]) for r, p in singles], True)
-        else:
-            singles, filled, blocks = zoom_in(self.zooming, patch, begun.baseline)
+        singles, filled, blocks = zoom_in(self.blocks, patch, begun.baseline)
         each = begun.each.copy()
         for column, (r, p) in enumerate(singles):
             each[:, r, p] = filled.values[:, column]
@@ -552,7 +506,7 @@ class GridPlan:
                  for case, of in zip(self.cases, scaled, strict=True)]  # fmt: skip
         corrupt = [value for of in scaled for value in of[1:]]
         empty = np.full((self.units, len(self.rows), len(self.columns)), np.nan)
-        source = f"{self.read} activations" if self.source is None else in_words(self.source)
+        source = f"{self.read} activations" if self.source is None else sources.in_words(self.source)
         return self.result(
             provenance=provenance(self.lm, self.seeds), metric=self.cases[0].graded.metric, pairs=tuple(pairs),
             rows=tuple(self.rows), columns=self.columns, values=empty[0], each=empty,
@@ -631,7 +585,7 @@ class Round:
     sides: of each place, its positions to read and to write
     """
 
-    def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[Sides]) -> None:
+    def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[sources.Sides]) -> None:
         self._unit, self._places, self._sides = unit, places, sides
         self._writer = unit.writer(places)
 
@@ -650,7 +604,7 @@ class Round:
             programs = [unit.before if i is None else self._edits[i] for i in some]
             return job_of(lm, unit.prompt, programs, unit.graded)
 
-        records = cells_of_grid(lm, self._writer, [place.row for place in self._places], self._sides)
+        records = sources.cells_of_grid(lm, self._writer, [place.row for place in self._places], self._sides)
         if records is None:
             return as_programs(which)
         job, run = as_programs([None]), self._writer.run
@@ -829,16 +783,19 @@ LEVELS = 3  # times that blocks are halved
 
 
 class Zoom:
-    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
+    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split.
+    Without `keep` all blocks are single cells."""
 
-    def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
+    def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int | None) -> None:
         self.possible: np.ndarray = possible
-        self.keep: int = min(keep, possible.size)
+        self.keep: int = min(keep or 0, possible.size)
+        if keep is None:
+            self.first: list[_Span] = [_Span((r,), (p,)) for r, p in np.argwhere(possible).tolist()]
+            return
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in inputs.panels_of(rows)]
-        across = list(range(columns))
-        self.first: list[_Span] = self._whole(
-            _Span(tuple(some), tuple(part)) for panel in panels for some in _cut(panel, COARSEST)
-            for part in _cut(across, COARSEST)
+        self.first = self._whole(
+            _Span(some, part) for panel in panels for some in _cut(panel, -(-len(panel) // COARSEST))
+            for part in _cut(range(columns), -(-columns // COARSEST))
         )  # fmt: skip
 
     def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
@@ -854,7 +811,7 @@ class Zoom:
 
     def parts(self, span: _Span) -> list[_Span]:
         """A block cut in half in both directions."""
-        return [_Span(tuple(rows), tuple(columns)) for rows in _halves(span.rows) for columns in _halves(span.columns)]
+        return [_Span(rows, columns) for rows in _cut(span.rows, 2) for columns in _cut(span.columns, 2)]
 
     @property
     def most_single(self) -> int:
@@ -908,13 +865,6 @@ def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, 
     return singles, Filled(np.concatenate(values, axis=1), floor), blocks
 
 
-def _cut(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Even parts of at most `size` items."""
-    count = -(-len(items) // size)
-    ends = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in itertools.pairwise(ends)]
-
-
-def _halves(items: Sequence[int]) -> list[Sequence[int]]:
-    middle = (len(items) + 1) // 2
-    return [part for part in (items[:middle], items[middle:]) if len(part)]
+def _cut(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Even parts, at most `count` of them, without empty ones."""
+    return [tuple(part.tolist()) for part in np.array_split(items, count) if len(part)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,6 +118,15 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
 def listed(prompts: Any) -> bool:
     """True for several prompts: a list of texts, or of lists of token ids."""
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
+
+
+def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
+    """Every prompt with its path. Raises `ProgramError` if there is none."""
+    if not listed(prompts):
+        return [(prompts, path)]
+    if not prompts:
+        raise ProgramError("expected at least one prompt, got none", path)
+    return [(one, path if len(prompts) == 1 else f"{path}[{i}]") for i, one in enumerate(prompts)]
 
 
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
@@ -251,13 +259,10 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
                 "positions",
             )
     return tuple(
-        column if all(other[p].label == column.label for other in columns) else _numbered(column)
+        column if all(other[p].label == column.label for other in columns)
+        else msgspec.structs.replace(column, label=f"token {', '.join(map(str, column.corrupt))}")
         for p, column in enumerate(first)
-    )
-
-
-def _numbered(column: Column) -> Column:
-    return Column(f"token {', '.join(map(str, column.corrupt))}", column.clean, column.corrupt)
+    )  # fmt: skip
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -401,9 +406,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
             "tokens belong together with pc.studies.Match(clean=…, corrupt=…)", "positions"
         )  # fmt: skip
     return Alignment(
-        tuple(pairs),
-        tuple(range(prefix, len(clean) - suffix)),
-        tuple(range(prefix, len(corrupt) - suffix)),
+        tuple(pairs), tuple(range(prefix, len(clean) - suffix)), tuple(range(prefix, len(corrupt) - suffix))
     )
 
 
@@ -513,9 +516,20 @@ def as_float(value: Any, path: str) -> float:
         raise error.under(path) from None
 
 
-def as_floats(values: Any, path: str) -> tuple[float, ...]:
-    """Numbers, such as strengths. An error's path names the wrong one."""
-    return tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+def as_ascending(values: Any, path: str) -> tuple[float, ...]:
+    """Ascending, distinct numbers, such as strengths. An error's path names a wrong one."""
+    numbers = tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+    if not numbers or list(numbers) != sorted(set(numbers)):
+        raise ProgramError(f"expected ascending, distinct numbers, got {numbers}", path)
+    return numbers
+
+
+def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
+    """Distinct seeds, at least one."""
+    numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
+    if not 0 < len(set(numbers)) == len(numbers):
+        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", path)
+    return numbers
 
 
 def as_positive(value: Any, path: str) -> float:
@@ -539,10 +553,8 @@ def as_prompt(prompt: Any, path: str) -> Any:
     return prompt
 
 
-def as_layers(layers: Any, path: str = "layers") -> Any:
-    """Layers as users write them: None for all, a whole number, a range, its text, or a list of these."""
-    if layers is None:
-        return None
+def as_layers(layers: Any, path: str) -> Any:
+    """Layers as users write them: a whole number, a range, its text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
@@ -651,7 +663,6 @@ Answers = Annotated[Any, Arg(many=True)]
 Subject = Annotated[Any, Arg()]
 Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
 SiteField = Annotated[Any, Arg()]
-NoisedSites = Annotated[Any, Arg(many=True, option="site")]
 Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
 Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
 Frozen = Annotated[Any, Arg(_frozen, many=True)]
@@ -663,16 +674,12 @@ Matched = Annotated[Any, Arg(as_match, as_position)]
 ChosenTokens = Annotated[Any, Arg(as_items, many=True, option="token")]
 Labels = Annotated[Any, Arg(as_texts, None)]
 Parts = Annotated[Any, Arg(as_texts, many=True)]
-Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]
-SeedList = Annotated[Any, Arg(parse=int, many=True, option="seed")]
+Ascending = Annotated[Any, Arg(as_ascending, float, many=True, option="strength")]
 Seeds = Annotated[Any, Arg(parse=int)]
 Std = Annotated[float | None, Arg(as_positive, float)]
-Divergence = Annotated[Any, Arg(parse=as_position)]
-Sampled = Annotated[Any, Arg(parse=json.loads)]
 SourceField = Annotated[Any, Arg(option="source")]
 MaskField = Annotated[Any, Arg(option="mask")]
 OptionalText = Annotated[str | None, Arg(as_text)]
-Regex = Annotated[str | None, Arg(as_text, served=False)]  # matching one can take exponential time
 PythonOnly = Annotated[Any, Arg(parse=None, served=False)]
 Progress = Annotated[bool | Reporter | None, Arg(as_progress)]
 ResumeFile = Annotated[Resumable | None, Arg(as_path)]

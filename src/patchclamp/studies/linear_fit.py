@@ -9,7 +9,6 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 
-METHODS = ("logistic", "mean_difference")
 STEPS, CONVERGED = 100, 1e-12  # Newton steps; their predicted gain, as a share of the loss
 CONSTANT = 1e-9  # standard deviation of a constant column, as a share of its mean
 LEAST_VARIANCE = 1e-4  # within classes, as a share of the squared distance of their means

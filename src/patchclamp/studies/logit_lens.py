@@ -31,7 +31,7 @@ from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, readout_of
+from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, Way, readout_of
 from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class LogitLens(Study):
     """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
     labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
-    readout: inputs.OptionalText = None
+    readout: Way | None = None
     """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
     default the weights if they reproduce its logits."""
 
@@ -233,7 +233,7 @@ class LogitLens(Study):
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
             "positions": columns, "tokens": chosen, "top": self.top, "readout": through.way,
             "maps": [(of.matrix.content, None if of.bias is None else of.bias.content) for of in maps.values()],
-            "unembedding": _digest(own_VD),
+            "unembedding": None if own_VD is None else hashlib.sha256(own_VD.numpy().tobytes()).hexdigest(),
         }  # fmt: skip
         cells = rows_PLD.shape[0] * rows_PLD.shape[1]
         with keeping(lm, question, resume) as journal, progress("reading", cells, show_progress) as advance:
@@ -242,13 +242,15 @@ class LogitLens(Study):
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
         strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
+        lens = "logit lens" if self.translators is None else "translated lens"
         return LogitLensResult(
             provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
             prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name,
             layers=tuple(chosen_layers),
             positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen),
             texts=texts,
-            lens=_named(self.translators, own_VD), readout=through.way, about=through.about,
+            lens=lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows",
+            readout=through.way, about=through.about,
             **measured,
         )  # fmt: skip
 
@@ -272,7 +274,9 @@ def _measure(
     for rows in rows_PLD.split(together):
 
         def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
-            measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, top, chosen)
+            rows_ND = rows.flatten(0, 1)
+            logits = through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
+            measured = _measure_some(logits, rows.shape[1] - 1, top, chosen)
             return [[StoredArray.of(array) for array in measured]]
 
         [arrays] = recorded(journal, 1, list[StoredArray], compute)
@@ -304,11 +308,6 @@ def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen:
     return measured
 
 
-def _logits(through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor) -> Iterator[torch.Tensor]:
-    rows_ND = rows_PLD.flatten(0, 1)
-    return through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
-
-
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
     """The layers to read, by default those with a translator, and their translators, if there are any."""
     if translators is None:
@@ -318,11 +317,6 @@ def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple
     lens.check_width(lm.model.d_model)
     maps = {one.layer: one for one in lens.translators or ()}
     return inputs.layers_of(lm, at.name, [*maps], "translators"), maps
-
-
-def _digest(of: torch.Tensor | None) -> str | None:
-    """The hash of a matrix, as plain data that identifies its values."""
-    return None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:
@@ -378,8 +372,3 @@ def _rows(run: Run, site: Site, positions: list[int]) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(run[site]).float()[positions]
-
-
-def _named(translators: Any, own_VD: torch.Tensor | None) -> str:
-    lens = "logit lens" if translators is None else "translated lens"
-    return lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows"

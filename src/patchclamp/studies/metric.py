@@ -256,9 +256,9 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
     return ids[0]
 
 
-def text_of(lm: LM, tokens: Sequence[int] | None) -> str | None:
+def text_of(lm: LM, tokens: Sequence[int]) -> str:
     """An answer as text."""
-    return None if tokens is None else "".join(lm.tokenizer.token_strings(list(tokens)))
+    return "".join(lm.tokenizer.token_strings(list(tokens)))
 
 
 LEVEL = 0.95
@@ -313,7 +313,10 @@ def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.nda
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order
-    signs_FN, drawn = _signs(len(effects_NC), draw)
+    pairs = len(effects_NC)
+    drawn = int(pairs > EXACT)  # otherwise all combinations of signs are tried
+    signs_FN = (draw.choice((-1.0, 1.0), (FLIPS, pairs)) if drawn
+                else 1.0 - 2.0 * ((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1))  # fmt: skip
     more, more_family = np.zeros(len(observed)), np.zeros(len(observed))
     step = max(_AT_ONCE // max(len(observed), 1), 1)
     for begin in range(0, len(signs_FN), step):
@@ -323,14 +326,6 @@ def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.nda
         more_family += len(largest) - np.searchsorted(largest, observed)
     total = len(signs_FN) + drawn
     return (more + drawn) / total, (more_family + drawn) / total
-
-
-def _signs(pairs: int, draw: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Signs [F, N], all combinations for few pairs, and the number of observed statistics to count with them."""
-    if pairs <= EXACT:
-        bits = (np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1
-        return 1.0 - 2.0 * bits, 0
-    return draw.choice((-1.0, 1.0), (FLIPS, pairs)), 1
 
 
 def js(log_p: np.ndarray, log_q: np.ndarray) -> float:

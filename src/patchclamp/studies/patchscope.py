@@ -8,7 +8,7 @@ S source layers · G target layers · n positions · D model width · K likelies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -177,19 +177,18 @@ class Patchscope(Study):
         vectors = [_vector(from_run, into_run, at.name, cell, out, into, self.normed) for cell in cells]
         plain_V, ids = _logprobs(into_run), into_run.prompt_token_ids
 
-        def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
-            for part in batches:
-                edits = [[Replace(Vector.of(vectors[i][0]), at=Site(at.name, cells[i][1]), tokens=every[tuple(into)])]
-                         for i in part]  # fmt: skip
-                yield {"prompt": [ids] * len(part), "max_tokens": self.max_tokens, "edits": edits,
-                       "capture": [LOGITS @ whole_prompt[-1]]}  # fmt: skip
+        def call(part: Sequence[int]) -> dict[str, Any]:
+            edits = [[Replace(Vector.of(vectors[i][0]), at=Site(at.name, cells[i][1]), tokens=every[tuple(into)])]
+                     for i in part]  # fmt: skip
+            return {"prompt": [ids] * len(part), "max_tokens": self.max_tokens, "edits": edits,
+                    "capture": [LOGITS @ whole_prompt[-1]]}  # fmt: skip
 
         def read_all(runs: Sequence[Run], part: Sequence[int]) -> list[_Continued]:
             lm.fetch(list(runs), copy=False)
             return [_Continued.of(run, plain_V, self.top, chosen) for run in runs]
 
         with progress("placing", len(cells), show_progress) as advance:
-            found = recorded_runs(lm, None, range(len(cells)), calls, read_all, _Continued, advance, batch)
+            found = recorded_runs(lm, None, range(len(cells)), call, read_all, _Continued, advance, batch)
         shape = (len(taken), len(placed) or 1)
         top_ids = np.array([one.top_ids for one in found], np.int32)
         known = sorted({*chosen, *np.unique(top_ids).tolist()})

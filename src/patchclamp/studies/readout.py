@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Engine
-from patchclamp.errors import ModelError, PatchclampError, UnsupportedSite, unknown
+from patchclamp.errors import ModelError, PatchclampError, UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, prompt
 from patchclamp.lm import LM
 from patchclamp.sites.map import EPSILONS
@@ -124,7 +124,6 @@ def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tenso
 
 
 Way = Literal["weights", "engine"]
-WAYS: tuple[Way, ...] = ("weights", "engine")
 LAST, FINAL_NORM, LOGITS = Site("resid_post", -1), Site("final_norm"), Site("logits")
 PROOF_TOKENS = 8  # most tokens of the prompt that verifies a readout
 MAX_FLOATS = 1 << 25  # logits computed at a time
@@ -244,13 +243,11 @@ class FromEngine:
 Readout = FromWeights | FromEngine
 
 
-def readout_of(lm: LM, way: str | None, ids: list[int]) -> Readout:
+def readout_of(lm: LM, way: Way | None, ids: list[int]) -> Readout:
     """The requested readout; None picks the weights if they reproduce the model's logits, otherwise the engine.
 
-    Raises: `UnknownName` for another way, `ModelError` or `EngineError` if the requested weights cannot be used.
+    Raises: `ModelError` or `EngineError` if the requested weights cannot be used.
     """
-    if way not in (*WAYS, None):
-        raise unknown("readout", str(way), WAYS, "readout")
     if way == "engine":
         return FromEngine(lm, ids[-1], "")
     try:

@@ -307,8 +307,7 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
               else chosen_positions(lm, words, source.tokens, "source.tokens") for words in prompts]  # fmt: skip
     means = _means(lm, [words.ids for words in prompts], sites, chosen, by_position)
     return CellWriter(
-        mixing,
-        lambda at, read, write: Vector.of(means[str(at)][list(write)] if by_position else means[str(at)]),
+        mixing, lambda at, read, write: Vector.of(means[str(at)][list(write)] if by_position else means[str(at)])
     )
 
 

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
 from patchclamp.language import Add, Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens, prompt, read_tokens
 from patchclamp.language.values import as_array, as_file
@@ -50,7 +50,7 @@ from patchclamp.store.journal import Journal
 from patchclamp.studies import inputs
 from patchclamp.studies.inputs import EncodedPrompt
 from patchclamp.studies.linear_fit import fit_logistic
-from patchclamp.studies.metric import bare_ids
+from patchclamp.studies.metric import bare_ids, text_of
 from patchclamp.studies.study import (
     Provenance,
     Show,
@@ -68,13 +68,12 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     import pandas
 
+Method = Literal["mean", "pca", "probe"]
 RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
-    """Raise `UnknownName` for an unknown method, `ProgramError` for PCA of prompts that do not form pairs."""
-    if method not in METHODS:
-        raise unknown("method", str(method), METHODS, "method")
+    """Raise `ProgramError` for PCA of prompts that do not form pairs."""
     if method == "pca" and positive != negative:
         raise ProgramError(f"PCA is of pairs: {positive} positive and {negative} negative prompts are none", "method")
 
@@ -430,24 +429,6 @@ class Behaviour(msgspec.Struct, frozen=True):
         return {"answers": self.answers, "foils": self.foils, "edits": programs}
 
 
-def check_behaviour(lm: LM, answer: Any, foil: Any, held_out: float) -> None:
-    """Check the behaviour by which the best layer is chosen."""
-    if answer is None:
-        if foil is not None:
-            raise ProgramError("a foil is beside an answer: give answer=", "foil")
-        return
-    if not held_out:
-        raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
-    for given, path in ((answer, "answer"), (foil, "foil")):
-        if given is not None:
-            _ids(lm, given, path)
-
-
-def texts_of(lm: LM, ids: list[tuple[int, ...]]) -> tuple[str, ...]:
-    """Continuations as text."""
-    return tuple("".join(lm.tokenizer.token_strings(list(one))) for one in ids)
-
-
 def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[int, ...]]:
     """The token ids of each prompt's continuation."""
     listed = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(one, str) for one in given)
@@ -489,7 +470,7 @@ class Steering(Study):
     """Prompts that show the behaviour: texts or token ids, or with `chat` texts or lists of messages."""
     negative: inputs.PromptFile
     """Prompts that do not show it; they form pairs with the positive ones if there are equally many."""
-    method: inputs.Text = "mean"
+    method: Method = "mean"
     """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, where prompts are read and the vector is added."""
@@ -512,7 +493,10 @@ class Steering(Study):
         """Raise errors that can be found without a model. `curve`: True if prompts are scored under the vectors."""
         check_method(self.method, len(self.positive), len(self.negative))
         if self.answer is None and (self.foil is not None or curve):
-            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
+            path = "answer" if self.foil is None else "foil"
+            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", path)
+        if self.answer is not None and not self.held_out and not curve:
+            raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -521,13 +505,14 @@ class Steering(Study):
         positive = inputs.ask(lm, self.positive, self.chat, "positive")
         negative = inputs.ask(lm, self.negative, self.chat, "negative")
         sides = positive, negative
-        check_method(self.method, len(positive), len(negative))
-        check_behaviour(lm, self.answer, self.foil, self.held_out)
+        self.check()
         named = _site(lm, self.site)
         numbers = inputs.layers_of(lm, named.name, self.layers)
         tests = _held_out(len(positive), len(negative), self.held_out, self.seed)
         captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
-        behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
+        answer, foil = (None if given is None else [_ids(lm, given, path)] * len(tests[1])
+                        for given, path in ((self.answer, "answer"), (self.foil, "foil")))  # fmt: skip
+        behaviour = None if answer is None else Behaviour(answer, foil)
         question = {
             "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides],
             "method": self.method,
@@ -593,16 +578,15 @@ def _fluency(
     """The mean log-probability per token, without edits, of texts generated with each edit, minus that of the first."""
     items = [(one, edit) for edit in edits for one in asked]
 
-    def calls(batches: Iterable[Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]]) -> Iterator[dict[str, Any]]:
-        for part in batches:
-            yield {"prompt": [one.prompt for one, _ in part], "edits": [list(edit) for _, edit in part],
-                   "max_tokens": FLUENT_TOKENS}  # fmt: skip
+    def call(part: Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]) -> dict[str, Any]:
+        return {"prompt": [one.prompt for one, _ in part], "edits": [list(edit) for _, edit in part],
+                "max_tokens": FLUENT_TOKENS}  # fmt: skip
 
     def record(runs: Sequence[Run], part: Sequence[Any]) -> list[_Continuation]:
         return [_Continuation(tuple(run.token_ids)) for run in runs]
 
     with progress("writing texts", len(items), show, "texts") as advance:
-        texts = recorded_runs(lm, journal, items, calls, record, _Continuation, advance, batch)
+        texts = recorded_runs(lm, journal, items, call, record, _Continuation, advance, batch)
     forced = [Forced(one.ids, text.token_ids, (), one.text) for (one, _), text in zip(items, texts, strict=True)]
     with progress("scoring texts", len(forced), show, "texts") as advance:
         means = [float(row.mean()) for row in forced_logprobs(lm, forced, batch, advance, journal)]
@@ -661,19 +645,13 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 def _read(
-    lm: LM,
-    journal: Journal | None,
-    asked: list[EncodedPrompt],
-    captures: list[Capture],
-    batch: int,
-    advance: Any,
+    lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
 
-    def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
-        for part in batches:
-            yield {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
+    def call(part: Sequence[int]) -> dict[str, Any]:
+        return {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
 
     def record(runs: Sequence[Run], numbers: Sequence[int]) -> list[_Read]:
         fetched = lm.fetch(runs, sites)
@@ -687,7 +665,7 @@ def _read(
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(StoredArray.of(np.stack([rows.mean(0) for rows in rows_LTD])), StoredArray.of(np.array(lengths)))
 
-    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
+    read = recorded_runs(lm, journal, range(len(asked)), call, record, _Read, advance, batch)
     return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
 
 
@@ -740,7 +718,9 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         low, high = np.quantile(self.scores, (0.25, 0.75), axis=0)
         scales = np.array(self.scales)
         lines = [Curve("mean over prompts", scales, self.scores.mean(0), low, high)]
-        charts = [Chart(self._score(), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
+        answer = _shown(self.answers)
+        score = f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
+        charts = [Chart(score, "nats", tuple(lines), note="The band has the middle half of the prompts.")]
         if self.foils is not None:
             both = (Curve("answer", scales, self.logprobs.mean(0)), Curve("foil", scales, self.foil_logprobs.mean(0)))
             charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
@@ -753,10 +733,6 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
             provenance=self.provenance.where,
             notes=(f"{self.vectors}, {where}; {prompts}; {signed(self.slope)} nats by a scale of 1.",),
         )  # fmt: skip
-
-    def _score(self) -> str:
-        answer = _shown(self.answers)
-        return f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
 
     def __repr__(self) -> str:
         return f"<StrengthCurveResult {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
@@ -781,7 +757,7 @@ class StrengthCurve(Study):
     one per prompt."""
     foil: inputs.Answers = None
     """Continuation that does not show it."""
-    scales: inputs.Strengths = SCALES
+    scales: inputs.Ascending = SCALES
     """Factors of the vectors, ascending; 0 is the unedited model."""
     layers: inputs.Layers = None
     """Layers to add the vectors at, as in `vectors.edits`."""
@@ -800,10 +776,8 @@ class StrengthCurve(Study):
             )
         asked = inputs.ask(lm, self.prompts, self.chat)
         behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
-        steps = inputs.as_floats(self.scales, "scales")
-        if not steps or list(steps) != sorted(set(steps)):
-            raise ProgramError(f"expected ascending, distinct numbers, got {steps}", "scales")
-        edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else () for scale in steps]
+        edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else ()
+                 for scale in self.scales]  # fmt: skip
         question = {
             "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
         }  # fmt: skip
@@ -811,8 +785,8 @@ class StrengthCurve(Study):
             logprobs, foil_logprobs = behaviour.score(lm, asked, edits, batch, show_progress, journal)
         return StrengthCurveResult(
             provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
-            answers=texts_of(lm, behaviour.answers), scales=steps,
-            foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
+            answers=tuple(text_of(lm, one) for one in behaviour.answers), scales=self.scales,
+            foils=None if behaviour.foils is None else tuple(text_of(lm, one) for one in behaviour.foils),
             vectors=f"{self.vectors.method} vectors of {self.vectors.site}",
             layers=tuple(self.vectors.chosen_layers(self.layers)),
             tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=logprobs,

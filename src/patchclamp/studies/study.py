@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
+    Literal,
     NamedTuple,
     NoReturn,
     Self,
@@ -37,7 +39,7 @@ import numpy as np
 
 from patchclamp.engines import base
 from patchclamp.engines.grading import LOOK_EVERY_S
-from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Site
 from patchclamp.language.structs import PublicStruct
@@ -327,6 +329,11 @@ class StudyField(NamedTuple):
     def arg(self) -> Arg:
         return next((one for one in getattr(self.type, "__metadata__", ()) if isinstance(one, Arg)), Arg())
 
+    @property
+    def kind(self) -> Any:
+        """The type without its metadata."""
+        return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
+
     def value(self, given: Any) -> Any:
         """A value as the study uses it. Raises `ProgramError` with the field as its path."""
         if hasattr(given, "detach"):
@@ -335,10 +342,13 @@ class StudyField(NamedTuple):
             given = as_plain(given, self.name)
         if isinstance(given, (list, Iterator)):
             given = list(given)  # neither used up by the first run, nor changed by its owner
-        optional = type(None) in get_args(getattr(self.type, "__origin__", self.type))
-        if self.arg.read is None or (given is None and (self.default is None or optional)):
-            return given
-        return self.arg.read(given, self.name)
+        if given is None and (self.default is None or type(None) in get_args(self.kind)):
+            return None
+        kinds = self.kind, *get_args(self.kind)
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        if choices and (not isinstance(given, str) or given not in choices):
+            raise unknown(self.name, given, choices, self.name)
+        return given if self.arg.read is None else self.arg.read(given, self.name)
 
 
 REQUIRED = object()
@@ -452,11 +462,7 @@ class Study:
         for field in (*cls.fields().values(), *cls.options().values()):
             kind = by_position if field.name in ordered else keyword
             default = inspect.Parameter.empty if field.default is REQUIRED else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name, kind, default=default, annotation=getattr(field.type, "__origin__", field.type)
-                )
-            )
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=field.kind))
         call.__name__ = call.__qualname__ = name
         cls.short = name
         call.study = cls  # pyright: ignore[reportFunctionMemberAccess]
@@ -584,8 +590,25 @@ def run_batches(
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 loop.call_soon_threadsafe(task.cancel)
 
+        async def read_one() -> None:
+            read(await tasks.popleft())
+            if pace is not None:
+                pace.done()
+
         stopped.add_done_callback(cancel)
-        await _run_batches(lm, calls, read, under_way, pace)
+        tasks: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
+        try:
+            for call in calls:
+                tasks.append(asyncio.create_task(lm.arun(**call)))
+                await asyncio.sleep(0)  # the task submits its runs
+                if len(tasks) == under_way:
+                    await read_one()
+            while tasks:
+                await read_one()
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # a thread, because a notebook already has an event loop on this one
     with base.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
@@ -600,30 +623,6 @@ def run_batches(
             stopped.set_result(None)
             raise
         ended.result()
-
-
-async def _run_batches(
-    lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None], most: int, pace: Pace | None
-) -> None:
-    under_way: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
-
-    async def read_one() -> None:
-        read(await under_way.popleft())
-        if pace is not None:
-            pace.done()
-
-    try:
-        for call in calls:
-            under_way.append(asyncio.create_task(lm.arun(**call)))
-            await asyncio.sleep(0)  # the task submits its runs
-            if len(under_way) == most:
-                await read_one()
-        while under_way:
-            await read_one()
-    finally:
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 @contextmanager
@@ -653,7 +652,7 @@ def recorded_runs(
     lm: LM,
     journal: Journal | None,
     items: Sequence[Item],
-    calls: Callable[[Iterable[Sequence[Item]]], Iterable[Mapping[str, Any]]],
+    call: Callable[[Sequence[Item]], Mapping[str, Any]],
     record: Callable[[Sequence[Run], Sequence[Item]], Sequence[Record]],
     kind: type[Record],
     advance: Callable[[int], None],
@@ -661,7 +660,7 @@ def recorded_runs(
 ) -> list[Record]:
     """A record of the run of every item, in order. Items in the journal are not run again.
 
-    calls: the calls that run batches of items, one run each, as `run_batches` takes them
+    call: makes the arguments of the `lm.arun` of some items, one run each
     record: makes the records of some runs, which are then closed
     advance: called with the number of items that are done
     batch: largest number of runs in a batch
@@ -681,7 +680,7 @@ def recorded_runs(
 
     if len(records) < len(items):
         pace = Pace(batch)
-        run_batches(lm, calls(pace.parts(items[len(records) :])), read, UNDER_WAY, pace)
+        run_batches(lm, map(call, pace.parts(items[len(records) :])), read, UNDER_WAY, pace)
     return records
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from patchclamp.language.site import SITES
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
-from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY
+from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY, Side
 from patchclamp.plots.style import number, quoted, visible
 from patchclamp.studies.inputs import Column, Row, check_whole, layers_in, matched_label, panels_of
 from patchclamp.studies.metric import METRICS
@@ -23,9 +23,6 @@ from patchclamp.studies.study import StudyResult
 
 if TYPE_CHECKING:
     import pandas
-
-
-Side = Literal["clean", "corrupt"]
 
 
 class Cell(PublicStruct, frozen=True):
@@ -269,8 +266,24 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     # -- pictures
 
     def picture(self) -> Heatmap:
-        """Plot data: the grid as a heatmap."""
-        return heatmap(self)
+        """Plot data: one panel per site, sites without layers last. With few columns, heads, neurons and experts go
+        across."""
+        # parts go across if every row is a part of a site, and there are few columns, not more than parts
+        parts_across = all(row.index for row in self.rows) and len(self.columns) <= min(ACROSS, len(self.sites))
+        panels, columns, axis = _by_part(self) if parts_across else _by_site(self)
+        base, goal, words = self.patched, self.goal, metric_words(self)
+        other = "clean" if base == "corrupt" else "corrupt"
+        title = f"{self.in_words(self.done)}: {words.quantity}"
+        largest = np.nanmax(np.abs(self.values - self.baseline), initial=0.0)
+        if goal is not None and largest < WEAK * abs(goal - self.baseline):
+            title += f" (all effects below {WEAK * 100:.0f} % of the way to {other})"
+        return Heatmap(
+            title=title, metric=self.metric, formula=words.formula,
+            explained=words.explained, provenance=self.provenance.where, panels=panels, columns=columns,
+            baseline=Anchor(self.in_words(self.unpatched), base, self.baseline),
+            goal=None if goal is None else Anchor(other, other, goal), noise_floor=self.noise_floor,
+            strips=_strips(self), cell=self.in_words(self.cell), axis=axis, note=_note(self),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         best = self.best(1)
@@ -337,26 +350,6 @@ ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go acro
 EFFECT = ((EFFECT_FROM, "effect_low"), (EFFECT_TO, "effect_high"))
 DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), (P_FAMILY, "p_family"))
 OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # for one prompt: no p-values
-
-
-def heatmap(sweep: Sweep) -> Heatmap:
-    """One panel per site, sites without layers last. With few columns, heads, neurons and experts go across."""
-    # parts go across if every row is a part of a site, and there are few columns, not more than parts
-    parts_across = all(row.index for row in sweep.rows) and len(sweep.columns) <= min(ACROSS, len(sweep.sites))
-    panels, columns, axis = _by_part(sweep) if parts_across else _by_site(sweep)
-    base, goal, words = sweep.patched, sweep.goal, metric_words(sweep)
-    other = "clean" if base == "corrupt" else "corrupt"
-    title = f"{sweep.in_words(sweep.done)}: {words.quantity}"
-    largest = np.nanmax(np.abs(sweep.values - sweep.baseline), initial=0.0)
-    if goal is not None and largest < WEAK * abs(goal - sweep.baseline):
-        title += f" (all effects below {WEAK * 100:.0f} % of the way to {other})"
-    return Heatmap(
-        title=title, metric=sweep.metric, formula=words.formula,
-        explained=words.explained, provenance=sweep.provenance.where, panels=panels, columns=columns,
-        baseline=Anchor(sweep.in_words(sweep.unpatched), base, sweep.baseline),
-        goal=None if goal is None else Anchor(other, other, goal), noise_floor=sweep.noise_floor, strips=_strips(sweep),
-        cell=sweep.in_words(sweep.cell), axis=axis, note=_note(sweep),
-    )  # fmt: skip
 
 
 # -- the grid

@@ -137,20 +137,16 @@ def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarra
 
 
 def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
-    """The call that makes long runs."""
+    """The call that makes long runs, and captures the rows that predict all tokens but the last."""
+    begins = [len(long.item.prompt) - 1 for long in longs]
     return {
         "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
         "max_tokens": 1,
         "edits": [list(fixed(lm, long.item)) for long in longs],
-        "capture": [_predicting(long) for long in longs],
+        "capture": [[Capture(FINAL_NORM, every[begin : begin + long.count])] if long.count else []
+                    for begin, long in zip(begins, longs, strict=True)],
         "score": [long.lasts for long in longs],
-    }
-
-
-def _predicting(long: _Long) -> list[Capture]:
-    """The capture of the rows that predict all tokens but the last."""
-    first = len(long.item.prompt) - 1
-    return [Capture(FINAL_NORM, every[first : first + long.count])] if long.count else []
+    }  # fmt: skip
 
 
 def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ import graphlib
 import linecache
 import os.path
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -545,7 +545,10 @@ class Schedule:
 
     def batches(self) -> list[list[Planned]]:
         """The runs by level; each level has one batch per `max_tokens`, the shorter first."""
-        runs = [*self._early_runs(), *map(self._last_run, self.recordings)]
+        runs = list(self._early_runs())
+        for of in self.recordings:
+            entries = tuple(entry for entry in of.entries if not entry.is_read or entry.wanted)
+            runs.append(Planned(of, self._last[of], entries, of.max_tokens, True))
         keys = sorted({(run.level, run.max_tokens) for run in runs})
         return [[run for run in runs if (run.level, run.max_tokens) == key] for key in keys]
 
@@ -555,7 +558,7 @@ class Schedule:
         from_last = self._levels[write] > self._last[read.recording]
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
-    def _early_runs(self) -> list[Planned]:
+    def _early_runs(self) -> Iterator[Planned]:
         """Extra runs that capture sources of writes for prompts whose own run comes too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
@@ -563,20 +566,13 @@ class Schedule:
             assert read is not None
             if self._levels[write] <= self._last[read.recording]:
                 early.setdefault((read.recording, self._levels[read]), []).append(read)
-        return [self._early_run(recording, level, reads) for (recording, level), reads in early.items()]
-
-    def _early_run(self, recording: Recording, level: int, reads: list[Entry]) -> Planned:
-        writes = {write for read in reads for write in read.before()}
-        in_prompt = {write for write in writes if (recording.positions(write) < recording.length).any()}
-        alone = not self._has_edits and all(map(_fits_the_prompt, in_prompt))
-        max_tokens = 1 if alone else recording.max_tokens
-        chosen = (in_prompt if max_tokens == 1 else writes) | set(reads)
-        return Planned(recording, level, tuple(e for e in recording.entries if e in chosen), max_tokens, False)
-
-    def _last_run(self, recording: Recording) -> Planned:
-        level = self._last[recording]
-        entries = [e for e in recording.entries if not e.is_read or e.wanted]
-        return Planned(recording, level, tuple(entries), recording.max_tokens, True)
+        for (recording, level), reads in early.items():
+            writes = {write for read in reads for write in read.before()}
+            in_prompt = {write for write in writes if (recording.positions(write) < recording.length).any()}
+            alone = not self._has_edits and all(map(_fits_the_prompt, in_prompt))
+            max_tokens = 1 if alone else recording.max_tokens
+            chosen = (in_prompt if max_tokens == 1 else writes) | set(reads)
+            yield Planned(recording, level, tuple(e for e in recording.entries if e in chosen), max_tokens, False)
 
 
 def _fits_the_prompt(write: Entry) -> bool:

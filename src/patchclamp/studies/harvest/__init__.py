@@ -8,13 +8,14 @@ rounded to the stored dtype.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from patchclamp.grade import Pace
 from patchclamp.language import Capture, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Range, Tokens, every
-from patchclamp.language.values import as_array, as_dtype, as_file, as_flag, as_seed
+from patchclamp.language.values import as_array, as_dtype, as_file, as_flag
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -54,7 +55,7 @@ from patchclamp.studies.harvest.shards import (
     allow_files,
     open_folder,
 )
-from patchclamp.studies.inputs import Flag, OptionalText, Progress, Sites, Text, as_texts, check_whole
+from patchclamp.studies.inputs import Flag, OptionalText, Progress, PythonOnly, Sites, Whole, as_texts, check_whole
 from patchclamp.studies.sources import width_of
 from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
 
@@ -177,13 +178,6 @@ def _project(project: Any, path: str) -> Project:
     return project if isinstance(project, Project) else Project(project)
 
 
-def _seed(seed: Any, path: str) -> int:
-    try:
-        return as_seed(seed)
-    except PatchclampError as error:
-        raise error.under(path) from None
-
-
 def _shard(shard: Any, path: str) -> tuple[int, int]:
     whole = isinstance(shard, tuple) and len(shard) == 2 and all(map(is_token_id, shard))
     if not (whole and 0 <= shard[0] < shard[1]):
@@ -198,11 +192,7 @@ def _kept_columns(keep: Any, path: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _from_one(value: Any, path: str) -> int:
-    return check_whole(value, path, 1)
-
-
-PythonArg = Arg(parse=None, served=False)
+_from_one = functools.partial(check_whole, least=1)
 Count = Annotated[int, Arg(_from_one, int)]
 OptionalCount = Annotated[int | None, Arg(_from_one, int)]
 
@@ -217,7 +207,7 @@ class Harvest(Study):
     positional = 2
     not_served = "it writes files; run it with pc.LM of the server's URL"
 
-    documents: Annotated[Any, PythonArg]
+    documents: PythonOnly
     """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
     folder: Annotated[Any, Arg(as_file, served=False)]
     """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on."""
@@ -237,9 +227,9 @@ class Harvest(Study):
     """Store the sum over each document's rows."""
     context: OptionalCount = None
     """Maximum prompt length in tokens; the model's limit by default."""
-    overlong: Text = "refuse"
+    overlong: Literal["refuse", "cut", "split"] = "refuse"
     """Treatment of longer documents: refuse, cut or split."""
-    seed: Annotated[int, Arg(_seed, int)] = 0
+    seed: Whole = 0
     """Seed of the shuffle."""
     parts: OptionalCount = None
     """Number of parts. Documents are assigned to parts at random; each part is shuffled separately, and written after

@@ -498,7 +498,6 @@ def part_of(name: str) -> int:
     return int(name.split("-")[1])
 
 
-OVERLONG = ("refuse", "cut", "split")
 PARTS = 8  # default number of parts of a data set, unless that makes them smaller or larger than:
 LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 28, 1 << 31
 
@@ -543,8 +542,6 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     longest = lm.model.max_model_len - 1  # one token is generated
     if context is not None and check_whole(context, "context", 1) > longest:
         raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
-    if overlong not in OVERLONG:
-        raise ProgramError(f"expected one of {', '.join(OVERLONG)}, got {overlong!r}", "overlong")
     longest = context or longest
     parts, starts, prompts, total, cut = [], [0], [0], 0, 0
     for number, document in enumerate(documents):
