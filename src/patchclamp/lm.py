@@ -229,9 +229,9 @@ class LM:
         watch = ProbeWatch(request, condition, look_at, names) if names else None
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
-    def _look_at(self, request: Request, program: Program) -> Callable[[Answer], Run]:
-        """Returns a function that makes a run of an answer so far."""
-        return lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True)
+    def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
+        """Returns a function that makes a run of an answer so far, whose rows are read from a position on."""
+        return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:
         """Watch the runs of a call, if conditions may end some."""
@@ -672,7 +672,7 @@ class LM:
 
     def _fetch(self, chunk: Sequence[tuple[Run, tuple[int, int | None]]]) -> None:
         """Fetches the captures of (run, (point, op)) pairs and stores them in their runs."""
-        captured = self.engine.fetch_many([(run.key, *key) for run, key in chunk]) if chunk else []
+        captured = self.engine.fetch_many([base.Wanted(run.key, *key) for run, key in chunk]) if chunk else []
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})
 

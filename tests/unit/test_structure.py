@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_680, 9), "sites": (1_926, 4), "plan": (3_692, 10), "kernels": (1_381, 10), "store": (1_726, 7),
-    "runtime": (2_278, 7), "engines": (4_017, 12), "engines/vllm": (7_328, 22), "trace": (2_426, 5),
-    "studies": (11_335, 30), "plots": (1_380, 5), "serve": (3_802, 13), "cli": (1_301, 4), "": (4_414, 12),
+    "language": (2_680, 9), "sites": (1_926, 4), "plan": (3_692, 10), "kernels": (1_381, 10), "store": (1_724, 7),
+    "runtime": (2_278, 7), "engines": (4_030, 12), "engines/vllm": (7_330, 22), "trace": (2_426, 5),
+    "studies": (11_335, 30), "plots": (1_380, 5), "serve": (3_811, 13), "cli": (1_301, 4), "": (4_424, 12),
 }  # fmt: skip
 
 

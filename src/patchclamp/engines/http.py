@@ -108,8 +108,8 @@ class HttpEngine(Engine):
             self._loop.call_soon_threadsafe(self._post, batch)
         return futures
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        return self.fetch_many([(run, point, op)])[0]
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
+        return self.fetch_many([Wanted(run, point, op, first)])[0]
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         async def take(response: Any) -> list[Captured]:

@@ -123,7 +123,7 @@ async def fetch(request: Request) -> Response:
     """Returns captured rows as safetensors."""
     front, owner = caller(request)
     wanted = (await _read(request, wire.Fetch)).wanted
-    for name, point, _ in wanted:
+    for name, point, *_ in wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
             raise ProgramError(f"there is no point {point}", "wanted")
@@ -141,7 +141,7 @@ async def lens(request: Request) -> Response:
         raise ProgramError(
             f"expected a number of tokens from 1 to {min(MAX_TOP, sites.d_vocab)}, got {asked.top}", "top"
         )
-    for name, point, _ in asked.wanted:
+    for name, point, *_ in asked.wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
             raise ProgramError(f"there is no point {point} that a lens reads", "wanted")

@@ -555,8 +555,9 @@ class ProgramRun:
                 self._params.output_kind = type(params.output_kind).CUMULATIVE
         call.began += 1
 
-    def _look_at(self, answer: Answer) -> Run:
-        return Run(self._front.lm, self._request, self._call.program, answer, is_kept_elsewhere=True)
+    def _look_at(self, answer: Answer, first: int) -> Run:
+        lm, request, program = self._front.lm, self._request, self._call.program
+        return Run(lm, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs. The run is added to the call before the last one is yielded."""
@@ -618,7 +619,8 @@ class ProgramRun:
         """An output of a stream, with the scores of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
-        vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
+        if self.has_scores:
+            vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
         return output
 
     @contextlib.contextmanager

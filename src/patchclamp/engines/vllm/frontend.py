@@ -30,6 +30,7 @@ from patchclamp.engines.base import (
     Request,
     Tokenizer,
     TopTokens,
+    Wanted,
     carry,
     receipt_of,
 )
@@ -111,8 +112,8 @@ class VllmFrontEnd(Engine):
     def has_views(self) -> bool:
         return self._receiver.has_views or not self.remote
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        return self.fetch_many([(run, point, op)])[0]
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
+        return self.fetch_many([Wanted(run, point, op, first)])[0]
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         check_sampling(sampling)
