@@ -12,7 +12,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import msgspec
@@ -209,8 +209,11 @@ class LM:
             try:
                 if watching is None:
                     answers = await _all_answers(futures)
-                else:
-                    answers = await asyncio.to_thread(watching.answers, futures)
+                else:  # on a thread of its own: those of asyncio's pool are few
+                    pool = ThreadPoolExecutor(1, "patchclamp watch")
+                    answered = asyncio.get_running_loop().run_in_executor(pool, watching.answers, futures)
+                    pool.shutdown(wait=False)
+                    answers = await answered
             except BaseException:
                 self.engine.abort(call.keys)
                 raise
