@@ -91,9 +91,10 @@ class ProbeWatch:
             return answer
         count, reason = self.end
         return msgspec.structs.replace(
-            answer, token_ids=answer.token_ids[:count], top_logprobs=answer.top_logprobs[:count], finish_reason="stop",
-            logprobs=None if answer.logprobs is None else answer.logprobs[:count], stop_reason=reason,
-            text=functools.partial(engine.text_of, self.request, answer.token_ids[:count]),
+            answer, token_ids=(ids := answer.token_ids[:count]), top_logprobs=answer.top_logprobs[:count],
+            finish_reason="stop", stop_reason=reason,
+            logprobs=None if answer.logprobs is None else answer.logprobs[:count],
+            text=functools.partial(engine.text_of, self.request.prompt_token_ids, self.request.sampling, ids),
         )  # fmt: skip
 
 

@@ -523,7 +523,7 @@ class Engine(Protocol):
         for request in requests:
             request.ended = True
 
-    def text_of(self, request: Request, token_ids: list[int]) -> str:
+    def text_of(self, prompt: list[int], sampling: dict[str, Any], token_ids: list[int]) -> str:
         """Return the text of a request that ended after these tokens."""
         return complete_text(self.tokenizer.decode, token_ids)
 

@@ -169,6 +169,9 @@ class HttpEngine(Engine):
             with contextlib.suppress(PatchclampError):  # if the server is gone, so are the runs
                 self._wait(self._ask("POST", "free", wire.Free(self._session, end=runs), again=True))
 
+    def text_of(self, *args: Any) -> str:
+        return self.ask_tokenizer("text_of", *args)
+
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         """Have the server check sampling parameters, once per distinct set."""
         key = json.dumps(sampling, sort_keys=True, default=str)

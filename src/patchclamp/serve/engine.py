@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "spell": tuple[list[int], str | None],
     "chat": tuple[Messages, dict[str, Any]],
     "turns": tuple[list[int], Messages, dict[str, Any]],
+    "text_of": tuple[list[int], dict[str, Any], list[int]],  # of the engine
 }
 Body = TypeVar("Body")
 MAX_NUMBERS = 1 << 24  # scored and likeliest tokens of a grading
@@ -206,9 +207,13 @@ async def tokenizer(request: Request) -> Response:
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
         raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
-    method: Callable[..., Any] = getattr(front.engine.tokenizer, asked.method)
+    owner = front.engine if asked.method == "text_of" else front.engine.tokenizer
+    method: Callable[..., Any] = getattr(owner, asked.method)
     try:
-        result = await asyncio.to_thread(method, *msgspec.convert(asked.args, ARGUMENTS[asked.method]))
+        args = msgspec.convert(asked.args, ARGUMENTS[asked.method])
+        if owner is front.engine:
+            front.engine.check_sampling(args[1])
+        result = await asyncio.to_thread(method, *args)
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")

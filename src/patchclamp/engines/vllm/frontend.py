@@ -280,10 +280,10 @@ class VllmFrontEnd(Engine):
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
 
-    def text_of(self, request: Request, token_ids: list[int]) -> str:
+    def text_of(self, prompt: list[int], sampling: dict[str, Any], token_ids: list[int]) -> str:
         from vllm import SamplingParams
 
-        return self.decoded(request.prompt_token_ids, SamplingParams(**request.sampling), token_ids)
+        return self.decoded(prompt, SamplingParams(**sampling), token_ids)
 
     def decoded(self, prompt: list[int], params: SamplingParams, token_ids: list[int]) -> str:
         """Decode the tokens of a request that ended after them, with vLLM's detokenizer."""
