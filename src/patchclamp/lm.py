@@ -12,7 +12,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import msgspec
@@ -211,8 +211,11 @@ class LM:
             try:
                 if watching is None:
                     answers = await _all_answers(futures)
-                else:
-                    answers = await asyncio.to_thread(watching.answers, futures)
+                else:  # on a thread of its own: those of asyncio's pool are few
+                    pool = ThreadPoolExecutor(1, "patchclamp watch")
+                    answered = asyncio.get_running_loop().run_in_executor(pool, watching.answers, futures)
+                    pool.shutdown(wait=False)
+                    answers = await answered
             except BaseException:
                 self.engine.abort(call.keys)
                 raise
@@ -231,9 +234,9 @@ class LM:
         watch = ProbeWatch(request, condition, look_at, names) if names else None
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
-    def _look_at(self, request: Request, program: Program) -> Callable[[Answer], Run]:
-        """Returns a function that makes a run of an answer so far."""
-        return lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True)
+    def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
+        """Returns a function that makes a run of an answer so far, whose rows are read from a position on."""
+        return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:
         """Watch the runs of a call, if conditions may end some."""
@@ -687,7 +690,7 @@ class LM:
 
     def _fetch(self, chunk: Sequence[tuple[Run, tuple[int, int | None]]]) -> None:
         """Fetches the captures of (run, (point, op)) pairs and stores them in their runs."""
-        captured = self.engine.fetch_many([(run.key, *key) for run, key in chunk]) if chunk else []
+        captured = self.engine.fetch_many([base.Wanted(run.key, *key) for run, key in chunk]) if chunk else []
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})
 

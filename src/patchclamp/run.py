@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Monitor, PartScores, Request, TopTokens
+from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Monitor, PartScores, Request, TopTokens, Wanted
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp, Vector
@@ -118,14 +118,16 @@ class Run:
 
     def __init__(
         self, owner: Owner, request: Request, program: Program, answer: Answer | PatchclampError,
-        is_kept_elsewhere: bool = False,
+        is_kept_elsewhere: bool = False, first: int = 0,
     ) -> None:  # fmt: skip
+        """`first`: the first position whose rows are read."""
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed, self.images = False, request.images
         self.lora: str | None = None if request.adapter is None else request.adapter.folder
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
+        self._first = first
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions if it generates max_tokens
         conditions = {op.condition.ids for op in self._ops if op.condition}
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
@@ -241,7 +243,7 @@ class Run:
         if not is_stacked(at):
             return self.rows_of(str(site), at, refs[0], ordinal, copy=copy)
         if ordinal is None and (unread := self.unread({ref.point for ref in refs})):
-            captured = self._owner.engine.fetch_many([(self.key, *key) for key in unread])
+            captured = self._owner.engine.fetch_many([Wanted(self.key, *key, self._first) for key in unread])
             self.take_fetched(dict(zip(unread, captured, strict=True)))
         self._shared_positions(site, refs, ordinal)
         return stacked([self.rows_of(str(site), at, ref, ordinal, copy=False) for ref in refs])
@@ -370,7 +372,7 @@ class Run:
         if self.closed and not self._fetched.keys() >= set(keys):
             raise MissingSource(f"run {self.key} was closed before {op} was read")
         if unread := [key for key in keys if key not in self._fetched and key not in self._prefetched]:
-            captured = self._owner.engine.fetch_many([(self.key, *key) for key in unread])
+            captured = self._owner.engine.fetch_many([Wanted(self.key, *key, self._first) for key in unread])
             self.take_fetched(dict(zip(unread, captured, strict=True)))
         for key in keys:
             if key not in self._fetched:
@@ -620,8 +622,9 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """The computed positions among ascending ones."""
-        return positions[: np.searchsorted(positions, self.positions_computed)]
+        """The computed positions to read among ascending ones."""
+        begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
+        return positions[begin:end]
 
     def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
         """The site (or that of the `Capture` at a path), its refs, and the index of that `Capture` (None for a site).
@@ -750,8 +753,9 @@ class Run:
             may_be_views = self._owner.engine.has_views and len(self.token_ids) <= 1
             may_be_views = may_be_views and self.captured_bytes <= MAX_VIEWED_BYTES
             points = [point for point in points if may_be_views and self.bytes_at(point) >= VIEWED_BYTES]
-        keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
-        captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
+        keys: list[tuple[int, int | None]] = [(point, ordinal)]
+        keys += (key for key in self.unread(points) if key != (point, ordinal))
+        captured = self._owner.engine.fetch_many([Wanted(self.key, *key, self._first) for key in keys])
         self.take_fetched(dict(zip(keys, captured, strict=True)))
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
@@ -987,7 +991,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
-            found = engine.lens_many([(run.key, *key) for run, key, _ in some], top, translator)
+            found = engine.lens_many([Wanted(run.key, *key) for run, key, _ in some], top, translator)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
 
@@ -995,7 +999,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
 def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> None:
     """Fetch some probes of each run, by name, in one call of the engine."""
     wanted = [(run, key) for run, names in runs for key in run.probe_keys(names)]
-    captured = engine.fetch_many([(run.key, *key) for run, key in wanted]) if wanted else []
+    captured = engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in wanted]) if wanted else []
     for (run, key), rows in zip(wanted, captured, strict=True):
         run.take_fetched({key: rows})
 

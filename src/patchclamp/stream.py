@@ -28,7 +28,7 @@ class ProbeWatch:
     A token has scores once it was an input, one step after it was sampled; the last one of a run was not.
 
     ids: the generated tokens so far
-    names: the probes to read: those of the condition, and perhaps others that are not pooled
+    names: the probes to read: those of the condition, and in a stream the others that are not pooled
     read_to: the first position whose scores were not read yet
     end: the number of tokens to keep and the reason to stop, once the condition has held at a token
     report: called after each part, if the watch is the request's listener
@@ -37,8 +37,8 @@ class ProbeWatch:
     closed = False
 
     def __init__(
-        self, request: Request, condition: ProbeCondition | None, look_at: Callable[[Answer], Run],
-        others: Sequence[str] = (),
+        self, request: Request, condition: ProbeCondition | None, look_at: Callable[..., Run],
+        streamed: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.request: Request = request
         self.ids: list[int] = []
@@ -46,10 +46,10 @@ class ProbeWatch:
         self.end: tuple[int, str] | None = None
         self._condition, self._look_at = condition, look_at
         self._run: Run | None = None  # of the last look
-        self._given = 0  # the first position whose scores were not returned yet
+        self._first, self._is_streamed = 0, bool(streamed)  # the first position to read: in a stream, to return
         self.report: Callable[[], None] = lambda: None
         compared = [] if condition is None else comparisons(condition)
-        self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *others]))
+        self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *streamed]))
         actions = () if request.bound is None else request.bound.ops
         keeps = {op.action.probe: op for op in actions if isinstance(op.action, Keep) and op.action.probe}
         for each in compared:
@@ -68,20 +68,22 @@ class ProbeWatch:
         self.report()
 
     def run(self, answer: Answer | None = None) -> Run:
-        """The run so far, or with its answer."""
-        return self._look_at(answer or Answer(list(self.ids), "", None, {}, None))
+        """The run so far, or with its answer, from the first position to read on."""
+        return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
         """Take the scores of `run`, whose probes were fetched."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
+        if not self._is_streamed:
+            self._first = self.read_to
 
     def scores(self, tokens: int) -> dict[str, PartScores]:
         """The scores up to that of generated token number `tokens`, since the last call."""
         assert self._run is not None
-        first, self._given = self._given, len(self.request.prompt_token_ids) + tokens
-        return self._run.scores_between(self.names, first, self._given)
+        first, self._first = self._first, len(self.request.prompt_token_ids) + tokens
+        return self._run.scores_between(self.names, first, self._first)
 
     def cut(self, answer: Answer, engine: Engine) -> Answer:
         """The answer up to the token at which the condition held."""
@@ -89,9 +91,10 @@ class ProbeWatch:
             return answer
         count, reason = self.end
         return msgspec.structs.replace(
-            answer, token_ids=answer.token_ids[:count], top_logprobs=answer.top_logprobs[:count], finish_reason="stop",
-            logprobs=None if answer.logprobs is None else answer.logprobs[:count], stop_reason=reason,
-            text=functools.partial(engine.text_of, self.request, answer.token_ids[:count]),
+            answer, token_ids=(ids := answer.token_ids[:count]), top_logprobs=answer.top_logprobs[:count],
+            finish_reason="stop", stop_reason=reason,
+            logprobs=None if answer.logprobs is None else answer.logprobs[:count],
+            text=functools.partial(engine.text_of, self.request.prompt_token_ids, self.request.sampling, ids),
         )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ class FakeEngine(Engine):
             settle(future, answer)
         return futures
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return ascending positions and fp32 rows. If two ops captured a position, the later one wins."""
         self._check_open()
         captured = self._captured.get(run)
@@ -195,7 +195,7 @@ class FakeEngine(Engine):
         )  # fmt: skip
         for chunk in sorted(at_point, key=lambda chunk: chunk.op):
             row_of.update(zip(chunk.positions.tolist(), chunk.rows, strict=True))
-        positions = sorted(row_of)
+        positions = sorted(position for position in row_of if position >= first)
         width = len(row_of[positions[0]]) if positions else self.sites.points[point].width
         rows = np.array([row_of[p] for p in positions], np.float32)
         return np.array(positions, np.int64), rows.reshape(-1, width)

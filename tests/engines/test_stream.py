@@ -8,6 +8,7 @@ import gc
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -569,6 +570,41 @@ def test_the_engine_stops_computing(shallow, engine):
         next(stream)
     del run, patched, stream
     assert counts(lm) == before
+
+
+@BOTH
+def test_each_look_reads_the_scores_since_the_last_one(shallow, engine, monkeypatch):
+    lm, rows = shallow.get(engine, "float32"), []
+    fetch = lm.engine.fetch_many
+
+    def fetch_many(wanted):
+        captured = fetch(wanted)
+        rows.append(sum(len(positions) for positions, _ in captured))
+        return captured
+
+    monkeypatch.setattr(lm.engine, "fetch_many", fetch_many)
+    for call in (lm.run, lambda *args, **options: list(lm.stream(*args, **options))):
+        rows.clear()
+        call(PROMPTS[0], stop_when=probe() > 1e9, **{**FREE, "max_tokens": 64})
+        assert sum(rows) <= len(lm.tokens(PROMPTS[0])) + 3 * 64  # a step may compute a token that was not read yet
+
+
+def test_a_run_that_never_fires_keeps_no_other_one_waiting(shallow):
+    """Where asyncio's own pool has one thread."""
+    lm = shallow.get("vllm", "float32")
+
+    async def first() -> pc.Run:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        slow = asyncio.ensure_future(lm.arun(PROMPTS[0], stop_when=probe() > 1e9, **LONG))
+        await asyncio.sleep(0)
+        run = await lm.arun(PROMPTS[1], stop_when=probe() > -1e9, **LONG)
+        parts = [part async for part in lm.stream(PROMPTS[0], stop_when=probe() > -1e9, **LONG)]
+        assert len(parts) == 1
+        assert not slow.done()
+        slow.cancel()
+        return run
+
+    assert len(asyncio.run(first()).token_ids) == 1
 
 
 @BOTH

@@ -446,6 +446,16 @@ def test_a_server_checks_the_translator_of_a_lens(lm):
     assert run.lens[pc.resid_post[2]].ids.shape == (len(run.prompt_token_ids), 5)
 
 
+def test_the_text_of_a_run_that_ended_at_a_probe_is_made_with_its_sampling_parameters(lm, local):
+    """Special tokens are part of the text here and there, streamed and not."""
+    probe = pc.Probe(np.ones((1, 576), np.float32), at=pc.resid_post[3], name="p")
+    special = {"ignore_eos": True, "skip_special_tokens": False, "allowed_token_ids": [0, 1, 2]}
+    call = {"max_tokens": 8, "stop_when": probe > -1e9, "sampling": special}
+    here, run, stream = local.run("Hello", **call), lm.run("Hello", **call), lm.stream("Hello", **call)
+    assert (here.stop_reason, here.text[:2]) == ("probe:p", "<|")
+    assert run.text == "".join(part.text for part in stream) == stream.run.text == here.text
+
+
 @pytest.mark.parametrize("by_rank", [0, -1])
 def test_runs_end_where_a_probe_fires(lm, local, by_rank):
     """And the server stops computing: captures, scores and text are those of the engine here."""

@@ -11,9 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import patchclamp as pc
+from patchclamp.language.program import condition_to_dict
 
 from .conftest import KEYS, Server, becomes
-from .test_openai import PROMPT, STEERED, complete, program
+from .test_openai import PROMPT, SCORED, STEERED, complete, program
 
 SECRET = "Zanzibar quagga"
 # what the engine cores hold: they are asked now and then, whenever that falls, so that it is no part of a change
@@ -73,6 +74,18 @@ def test_programs_ops_rows_and_bytes_are_counted(server):
         "fingerprint": response.model_extra["patchclamp"]["fingerprint"],
         "captured_bytes": 4 * 576 * (positions + 2 * prompt),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_of_a_request_that_ended_at_a_probe_are_counted(server, stream):
+    """Those of its generated tokens, too."""
+    before = counted(server)
+    answers = complete(server, {**program([STEERED], stop_when=condition_to_dict(SCORED > -1e9))}, max_tokens=64,
+                       stream=stream)  # fmt: skip
+    *_, last = answers if stream else [answers]
+    [run] = last.model_extra["patchclamp"]["runs"]
+    positions = len(run["probes"]["p"]["positions"])
+    assert positions <= change(server, before)["patchclamp:rows_edited_total"] < positions + 32
 
 
 def test_the_log_says_what_was_proved_at_the_start(server):

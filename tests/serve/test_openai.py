@@ -446,6 +446,44 @@ def test_a_request_ends_at_the_first_token_where_the_score_fires(server, local, 
     assert (never.choices[0].finish_reason, never.choices[0].text) == ("length", whole.text)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_rank", [0, -1])
+def test_a_chat_ends_at_the_first_token_where_the_score_fires(server, local, stream, by_rank):
+    """Text, token ids, log-probabilities and usage end at one token, also beside tools."""
+    messages = [{"role": "user", "content": PROMPT}]
+    whole = local.run(messages=messages, max_tokens=16, capture=[SCORED], logprobs=1, sampling={"ignore_eos": True})
+    token, threshold = firing(whole, by_rank)
+    asked = {**stopped(SCORED[0] > threshold), "return_token_ids": True, "return_tokens_as_token_ids": True}
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    def choices_of(**options):
+        response = server.openai().chat.completions.create(
+            model=server.model, messages=messages, max_tokens=16, temperature=0, stream=stream, logprobs=True,
+            top_logprobs=2, extra_body=asked, **usage, **options,
+        )  # fmt: skip
+        answers = list(response) if stream else [response]
+        [run] = next(each.model_extra["patchclamp"]["runs"] for each in answers if "patchclamp" in each.model_extra)
+        tokens = next(each.usage.completion_tokens for each in answers if each.usage)
+        return [each.choices[0] for each in answers if each.choices], run["probes"]["p"]["positions"], tokens
+
+    choices, positions, tokens = choices_of()
+    text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+    logprobs = [each.logprob for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert text == local.tokenizer.decode(whole.token_ids[: token + 1])
+    assert [at for choice in choices for at in choice.model_extra.get("token_ids") or ()] == whole.token_ids[
+        : token + 1
+    ]
+    assert logprobs == pytest.approx(whole.logprobs[: token + 1], abs=1e-4)
+    assert positions == list(range(len(whole.prompt_token_ids) + token + 1))
+    assert tokens == token + 1
+    assert (choices[-1].finish_reason, choices[-1].model_extra["stop_reason"]) == ("stop", "probe:p")
+    choices, positions, tokens = choices_of(tools=[tool], tool_choice="none")
+    assert len([each for choice in choices if choice.logprobs for each in choice.logprobs.content]) == tokens
+    is_stopped = choices[-1].model_extra["stop_reason"] == "probe:p"
+    assert choices[-1].finish_reason == ("stop" if is_stopped else "length")
+
+
 def test_samples_and_prompts_end_by_themselves(server, local):
     """Several prompts with two samples each, streamed and not: each equals the request alone."""
     prompts = [PROMPT, "x", "One two three four five"]
@@ -503,7 +541,10 @@ def test_a_client_that_disconnects_leaves_nothing_behind(server):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_malformed_conditions_are_refused(server, condition, path, stream):
+@pytest.mark.parametrize("edits", [0, 40])
+def test_malformed_conditions_are_refused(server, condition, path, stream, edits):
+    """Also where the program is long, and bound on another thread."""
+    same = [{"type": "scale", "factor": 1, "at": "attn_out[0]"}] * edits
     with pytest.raises(openai.BadRequestError) as raised:
-        complete(server, {"patchclamp": {"stop_when": condition}}, stream=stream)
+        complete(server, {"patchclamp": {"stop_when": condition, "edits": same}}, "word " * 200, stream=stream)
     assert raised.value.param == f"patchclamp.{path}"

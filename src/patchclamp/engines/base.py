@@ -442,8 +442,7 @@ VLLM_SAMPLING = (  # parameters of vLLM that other engines may not support
     "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "top_p",
 )  # fmt: skip
 MAX_SCORES = 128  # graded token ids per run, and top tokens per position: the limit of vLLM's sampler
-Wanted = tuple[str, int, int | None]  # a run, a point, and an op's index in the bound program, or None for all ops
-Window = tuple[str, int, int | None, int, int]  # a `Wanted`, and the rows begin … end−1
+Window = tuple[str, int, int | None, int, int, int]  # a `Wanted`, and begin … end−1 of its rows
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
 TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, top] int32, log-probabilities fp32
 
@@ -452,6 +451,19 @@ def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.nd
     """Split the likeliest tokens of all rows by the captures that these are of."""
     ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
+
+
+class Wanted(NamedTuple):
+    """Captured rows to read: those of one op, by its index in the bound program, or of all (None), at positions from
+    `first` on."""
+
+    run: str
+    point: int
+    op: int | None = None
+    first: int = 0
+
+    def window(self, begin: int, end: int) -> Window:
+        return self.run, self.point, self.op, self.first, begin, end
 
 
 class PackedTokens(msgspec.Struct, array_like=True):
@@ -512,21 +524,19 @@ class Engine(Protocol):
         """Start requests, as one batch if the engine has batches. Each future gets its own answer or error."""
         ...
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return ascending positions [T] and rows [T, W] that a finished run captured at a point.
-
-        `op`: the index of one op in the bound program, or None for all. If two captured a position, the later one wins.
-        """
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
+        """Return ascending positions [T] and rows [T, W] that a run has captured at a point, as in `Wanted`. If two ops
+        captured a position, the later one wins."""
         ...
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        """Call `fetch` for each (run, point, op), in one round trip. Meant for many small captures."""
-        return [self.fetch(run, point, op) for run, point, op in wanted]
+        """Call `fetch` for each, in one round trip. Meant for many small captures."""
+        return [self.fetch(*each) for each in wanted]
 
     def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
         """The rows of a point in many runs, of one op or of all, as one array: the index of each row's run, its
         position, and the rows [R, W], ascending by run and position. They may be the captured memory itself."""
-        captured = self.fetch_many([(run, point, op) for run in runs])
+        captured = self.fetch_many([Wanted(run, point, op) for run in runs])
         run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
         parts = [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
         rows = np.concatenate([part for part in parts if len(part)] or parts[:1])
@@ -552,7 +562,7 @@ class Engine(Protocol):
         for request in requests:
             request.ended = True
 
-    def text_of(self, request: Request, token_ids: list[int]) -> str:
+    def text_of(self, prompt: list[int], sampling: dict[str, Any], token_ids: list[int]) -> str:
         """Return the text of a request that ended after these tokens."""
         return complete_text(self.tokenizer.decode, token_ids)
 

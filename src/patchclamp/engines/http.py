@@ -108,8 +108,8 @@ class HttpEngine(Engine):
             self._loop.call_soon_threadsafe(self._post, batch)
         return futures
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        return self.fetch_many([(run, point, op)])[0]
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
+        return self.fetch_many([Wanted(run, point, op, first)])[0]
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         async def take(response: Any) -> list[Captured]:
@@ -168,6 +168,9 @@ class HttpEngine(Engine):
         if runs := [request.run for request in requests]:
             with contextlib.suppress(PatchclampError):  # if the server is gone, so are the runs
                 self._wait(self._ask("POST", "free", wire.Free(self._session, end=runs), again=True))
+
+    def text_of(self, *args: Any) -> str:
+        return self.ask_tokenizer("text_of", *args)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         """Have the server check sampling parameters, once per distinct set."""

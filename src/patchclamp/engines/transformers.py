@@ -283,7 +283,7 @@ class TransformersEngine(Engine):
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
-        self._fetches: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
+        self._fetches: collections.deque[tuple[Future[Any], Wanted]] = collections.deque()
         self._queued: set[int] = set()  # numbers of the jobs that wait for the engine's thread
         self._numbers = itertools.count()
         self._unfinished: Generation | None = None
@@ -307,9 +307,9 @@ class TransformersEngine(Engine):
     def whole_because(self) -> str:
         return self._recompute.whole_because or FEW
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
         fetched: Future[tuple[np.ndarray, torch.Tensor]] = Future()
-        self._fetches.append((fetched, (run, point, op)))
+        self._fetches.append((fetched, Wanted(run, point, op, first)))
         self._call(self._fetch_pending).add_done_callback(functools.partial(settle_if_failed, [fetched]))
         positions, rows = fetched.result()
         return positions, rows.cpu()

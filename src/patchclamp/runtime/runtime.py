@@ -422,13 +422,13 @@ class Runtime:
             self._code_errors[run] = pack(error)
             return None
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
         """The positions and rows of a run, as in `CaptureStore.fetch`."""
-        return self.store.fetch(run, point, op)
+        return self.store.fetch(run, point, op, first)
 
     def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
         """The captured rows of each (run, point)."""
-        return [rows for _, rows in tensors_of(self.store.find((run, point, None) for run, point in wanted))]
+        return [rows for _, rows in tensors_of(self.store.find((run, point, None, 0) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
         """Free the captures of runs."""

@@ -222,7 +222,7 @@ def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
     for begin, end in [(0, len(positions))] if layout.pool and positions else cut(len(positions), row_bytes):
         first, stop = positions[begin], positions[end - 1] + 1
-        wanted = [(run.key, layout.ref.point, each.op, *each.between(first, stop)) for each in layout.stored]
+        wanted = [(run.key, layout.ref.point, each.op, 0, *each.between(first, stop)) for each in layout.stored]
         yield FileWindow(
             wanted, row_bytes * (end - begin),
             lambda captured, first=first, stop=stop: run.rows_between(layout, first, stop, captured),
@@ -236,15 +236,15 @@ def _probe_window(run: Run, name: str, keys: list[tuple[int, int]], shape: tuple
         run.take_fetched(dict(zip(keys, captured, strict=True)))
         return run.probed(name)
 
-    return FileWindow([(run.key, *key, 0, run.positions_computed) for key in keys], bytes_in("float32", shape), rows)
+    return FileWindow([(run.key, *key, 0, 0, run.positions_computed) for key in keys], bytes_in("float32", shape), rows)
 
 
 async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:
     """A file of the positions and rows of captures, named by their index in `wanted` (`engines.wire`). Small ones are
     read together with their sizes."""
-    rows = PART_BYTES // max(1, sum(4 * engine.sites.points[point].width for _, point, _ in wanted))
+    rows = PART_BYTES // max(1, sum(4 * engine.sites.points[point].width for _, point, *_ in wanted))
     measured, first = await asyncio.gather(
-        engine.measure(wanted), engine.fetch_windows([(*each, 0, rows) for each in wanted] if rows else [])
+        engine.measure(wanted), engine.fetch_windows([each.window(0, rows) for each in wanted] if rows else [])
     )
     tensors: list[FileTensor] = []
     for i, stored in enumerate(measured):
@@ -257,7 +257,7 @@ async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:
 
 def _numbered(wanted: Wanted, count: int, row_bytes: int) -> Iterator[FileWindow]:
     for begin, end in cut(count, row_bytes):
-        yield FileWindow([(*wanted, begin, end)], row_bytes * (end - begin), lambda captured: captured[0][1])
+        yield FileWindow([wanted.window(begin, end)], row_bytes * (end - begin), lambda captured: captured[0][1])
 
 
 def _names(run: Run) -> Iterator[tuple[str, str]]:

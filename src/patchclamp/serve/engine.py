@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "spell": tuple[list[int], str | None],
     "chat": tuple[Messages, dict[str, Any]],
     "turns": tuple[list[int], Messages, dict[str, Any]],
+    "text_of": tuple[list[int], dict[str, Any], list[int]],  # of the engine
 }
 Body = TypeVar("Body")
 MAX_NUMBERS = 1 << 24  # scored and likeliest tokens of a grading
@@ -123,7 +124,7 @@ async def fetch(request: Request) -> Response:
     """Returns captured rows as safetensors."""
     front, owner = caller(request)
     wanted = (await _read(request, wire.Fetch)).wanted
-    for name, point, _ in wanted:
+    for name, point, *_ in wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
             raise ProgramError(f"there is no point {point}", "wanted")
@@ -141,7 +142,7 @@ async def lens(request: Request) -> Response:
         raise ProgramError(
             f"expected a number of tokens from 1 to {min(MAX_TOP, sites.d_vocab)}, got {asked.top}", "top"
         )
-    for name, point, _ in asked.wanted:
+    for name, point, *_ in asked.wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
             raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
@@ -206,9 +207,13 @@ async def tokenizer(request: Request) -> Response:
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
         raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
-    method: Callable[..., Any] = getattr(front.engine.tokenizer, asked.method)
+    owner = front.engine if asked.method == "text_of" else front.engine.tokenizer
+    method: Callable[..., Any] = getattr(owner, asked.method)
     try:
-        result = await asyncio.to_thread(method, *msgspec.convert(asked.args, ARGUMENTS[asked.method]))
+        args = msgspec.convert(asked.args, ARGUMENTS[asked.method])
+        if owner is front.engine:
+            front.engine.check_sampling(args[1])
+        result = await asyncio.to_thread(method, *args)
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")

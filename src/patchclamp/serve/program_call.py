@@ -209,6 +209,15 @@ class ProgramCall:
         self._work += len(ops) * WORK_OF_OP + (len(ops) + reads * WORK_OF_TEXT) * tokens
         return not self.is_long and self._work <= QUICK_WORK
 
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Record an error raised inside the context as the one that ended the call."""
+        try:
+            yield
+        except PatchclampError as error:
+            self.error = error
+            raise
+
     def bind_later(self, job: Callable[[], Binding]) -> int:
         """Queues a job for `bound` and returns its index there."""
         assert self._binding is None
@@ -406,12 +415,8 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
             call = _stock_call(front, params, request_id)
         return _on_stock_route(front, stock, prompt, params, request_id, call, others)
     number = call.next_prompt()
-    try:
-        with _resending_images(client, prompt):
-            return _bound(front, stock, prompt, params, request_id, call, number, others)
-    except PatchclampError as error:
-        call.error = error
-        raise
+    with call.noting_errors(), _resending_images(client, prompt):
+        return _bound(front, stock, prompt, params, request_id, call, number, others)
 
 
 @contextlib.contextmanager
@@ -497,7 +502,9 @@ def _bound(
 
     async def when_bound() -> AsyncIterator[Any]:
         bindings = await call.bound()
-        async with contextlib.aclosing(runs(bindings[place])) as outputs:
+        with call.noting_errors():
+            started = runs(bindings[place])
+        async with contextlib.aclosing(started) as outputs:
             async for output in outputs:
                 yield output
 
@@ -553,8 +560,9 @@ class ProgramRun:
                 self._params.output_kind = type(params.output_kind).CUMULATIVE
         call.began += 1
 
-    def _look_at(self, answer: Answer) -> Run:
-        return Run(self._front.lm, self._request, self._call.program, answer, is_kept_elsewhere=True)
+    def _look_at(self, answer: Answer, first: int) -> Run:
+        lm, request, program = self._front.lm, self._request, self._call.program
+        return Run(lm, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs. The run is added to the call before the last one is yielded."""
@@ -575,32 +583,30 @@ class ProgramRun:
         condition held. Of a request that is not streamed, the last one."""
         in_parts, held, sent = self.has_scores, list[Any](), [0, ""]  # the tokens and the text that were yielded
         try:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    if watch.end is not None:
-                        continue  # beyond the end; the program is still to be confirmed
-                    held = [*held, output] if in_parts else [output]
-                    ids = output.outputs[0].token_ids
-                    watch.ids = [*watch.ids, *ids] if in_parts else list(ids)
-                    if len(watch.ids) > 1 or output.finished:
-                        await self._front.scores.look(watch)
-                    self._request.ended = watch.end is not None
-                    if output.finished and watch.end is None:
-                        self._take(output, watch.ids)
-                    while watch.end is None and len(held) > (in_parts and not output.finished):
-                        one = held.pop(0)
-                        if in_parts or output.finished:
-                            yield self._scored(one, sent, watch)
-            if watch.end is not None:
-                count, reason = watch.end
-                while in_parts and sent[0] + len(held[0].outputs[0].token_ids) < count:
-                    yield self._scored(held.pop(0), sent, watch)
-                self._cut(held[0], watch.ids[:count], reason, sent)
-                self._take(held[0], watch.ids[:count], reason)
-                yield self._scored(held[0], sent, watch)
-        except PatchclampError as error:
-            self._call.error = error
-            raise
+            with self._call.noting_errors():
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        if watch.end is not None:
+                            continue  # beyond the end; the program is still to be confirmed
+                        if not in_parts:
+                            held.clear()
+                            watch.ids.clear()
+                        held.append(output)
+                        watch.ids += output.outputs[0].token_ids
+                        if len(watch.ids) > 1 or output.finished:
+                            await self._front.scores.look(watch)
+                        self._request.ended = watch.end is not None
+                        if output.finished and watch.end is None:
+                            self._take(output, watch.ids)
+                        while watch.end is None and len(held) > (not output.finished):
+                            yield self._scored(held.pop(0), sent, watch)
+                if watch.end is not None:
+                    count, reason = watch.end
+                    while sent[0] + len(held[0].outputs[0].token_ids) < count:
+                        yield self._scored(held.pop(0), sent, watch)
+                    self._cut(held[0], watch.ids[:count], reason, sent)
+                    self._take(held[0], watch.ids[:count], reason)
+                    yield self._scored(held[0], sent, watch)
         finally:
             if self._is_taken and self._choice not in self._call.runs:
                 self._front.engine.release([self._request.run])
@@ -618,7 +624,8 @@ class ProgramRun:
         """An output of a stream, with the scores of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
-        vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
+        if self.has_scores:
+            vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
         return output
 
     @contextlib.contextmanager
@@ -628,13 +635,10 @@ class ProgramRun:
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
         try:
-            found = lens_bytes(self._call.program, request.bound)
-            self._front.kept.limits.check("inline_bytes", found, "bytes of the tokens of its lenses", "capture")
-            with _resending_images(engine.client, self._prompt), room:
+            with self._call.noting_errors(), _resending_images(engine.client, self._prompt), room:
+                found = lens_bytes(self._call.program, request.bound)
+                self._front.kept.limits.check("inline_bytes", found, "bytes of the tokens of its lenses", "capture")
                 yield
-        except PatchclampError as error:
-            self._call.error = error
-            raise
         finally:
             if not self._is_taken:
                 engine.release([request.run])

@@ -140,17 +140,21 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         else:
             self.places.append(place)
 
-    def positions(self, entry: CapturedEntry) -> np.ndarray:
-        """The positions of an entry, [S · count]."""
-        first, steps = entry.position, self.steps
-        if 1 in (steps, entry.count):
-            return np.arange(first, first + steps * entry.count)
-        return (np.arange(first, first + steps)[:, None] + np.arange(entry.count)).reshape(-1)
-
-    def parts(self, entry: CapturedEntry) -> list[np.ndarray]:
-        """The bytes of an entry's rows, [S, size] for each place, as views."""
-        begin, end = entry.offset, entry.offset + entry.count * entry.row_bytes
-        return [place.cut(begin, end, self.stride) for place in self.places]
+    def rows(self, entry: CapturedEntry, first: int, known: dict[Any, np.ndarray]) -> StoredRows:
+        """An entry's rows as views, [S, size] for each place, without places that end before position `first`. `known`:
+        positions of entries that were read before, which share them."""
+        begin, end, count = entry.offset, entry.offset + entry.count * entry.row_bytes, entry.count
+        steps, number = self.steps, 0 if first <= entry.position else len(self.places)
+        before = steps if number else 0  # steps of the places left out
+        while number and before > max(first - entry.position - count + 1, 0):
+            number -= 1
+            before -= self.places[number].steps
+        key = entry.position, count, steps, before
+        if key not in known:
+            position, steps = entry.position + before, steps - before
+            known[key] = (np.arange(steps)[:, None] + np.arange(position, position + count)).reshape(-1)
+        parts = [place.cut(begin, end, self.stride) for place in self.places[number:]]
+        return StoredRows(known[key], parts, _TORCH[entry.dtype], _width_of(entry))
 
     def shrink(self, runs: list[int]) -> None:
         """Move the rows of some runs to new memory, and drop the others."""
@@ -319,13 +323,14 @@ class CaptureStore:
         chunks = ((turn, self._chunks.get(turn)) for turn in range(run.since, until))
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        """The captured positions [T], ascending, and their rows [T, W], of one op or of all at the point but probes.
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+        """The captured positions [T], ascending, from `first` on, and their rows [T, W], of one op or of all at the
+        point but probes.
 
         If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`; of two
         ops the later wins. Raises `MissingSource` for a run that is not kept.
         """
-        return tensors_of(self.find([(run, point, op)]))[0]
+        return tensors_of(self.find([(run, point, op, first)]))[0]
 
     def gather(
         self, runs: Sequence[str], point: int, op: int | None = None
@@ -379,28 +384,24 @@ class CaptureStore:
             if run not in self._runs:
                 raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
 
-    def find(self, wanted: Iterable[tuple[str, int, int | None]]) -> list[StoredRows]:
-        """Locate the rows of each (run, point, op), as in `fetch`. Waits for pending copies."""
+    def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
+        """Locate the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
-        self._check_kept(dict.fromkeys(run for run, _, _ in wanted))
+        self._check_kept(dict.fromkeys(run for run, *_ in wanted))
         self._flush()
         chunks_of: dict[str, list[CaptureChunk]] = {}
-        same_positions: dict[tuple[int, int, int], np.ndarray] = {}
+        known = dict[Any, np.ndarray]()
         stored: list[StoredRows] = []
-        for run, point, op in wanted:
+        for run, point, op, first in wanted:
             if run not in chunks_of:
                 chunks_of[run] = [chunk for _, chunk in self._chunks_of(self._runs[run])]
             number = self._runs[run].number
-            entries = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)]
-            if len(entries) != 1:
-                width = _width_of(entries[0][1]) if entries else self._widths[point]
-                stored.append(_joined(entries, width, self.keeps_last))
-                continue
-            chunk, entry = entries[0]
-            key = entry.position, entry.count, chunk.steps
-            if key not in same_positions:
-                same_positions[key] = chunk.positions(entry)
-            stored.append(StoredRows(same_positions[key], chunk.parts(entry), _TORCH[entry.dtype], _width_of(entry)))
+            parts = [(entry.op, chunk.rows(entry, first, known)) for chunk in chunks_of[run]
+                     for entry in chunk.captured(number, point, op)
+                     if not first or entry.position + entry.count + chunk.steps - 1 > first]  # fmt: skip
+            rows = parts[0][1] if len(parts) == 1 else _joined(parts, self._widths[point], self.keeps_last)
+            begin = int(np.searchsorted(rows.positions, first)) if first else 0
+            stored.append(rows.window(begin, len(rows.positions)) if begin else rows)
         return stored
 
 
@@ -479,14 +480,11 @@ def _width_of(entry: CapturedEntry) -> int:
     return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 
-Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk and an entry of its table
-
-
-def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
-    """Join the rows of entries. For equal positions and ops, the first or last wins. Mixed dtypes become fp32."""
-    of_entry = [
-        StoredRows(chunk.positions(entry), chunk.parts(entry), _TORCH[entry.dtype], width) for chunk, entry in entries
-    ]
+def _joined(parts: list[tuple[int, StoredRows]], width: int, keeps_last: bool) -> StoredRows:
+    """Join rows, each given with its op. For equal positions and ops, the first or last wins. Mixed dtypes become fp32.
+    `width`: that of no rows."""
+    of_entry = [rows for _, rows in parts]
+    width = of_entry[0].width if parts else width
     positions = np.concatenate([np.zeros(0, np.int64), *(rows.positions for rows in of_entry)])
     dtypes = {rows.dtype for rows in of_entry} or {torch.float32}
     ascending = bool((np.diff(positions) > 0).all())
@@ -495,7 +493,7 @@ def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
     tensors = [rows for _, rows in tensors_of(of_entry)]
     joined = torch.cat(tensors if len(dtypes) == 1 else [rows.float() for rows in tensors])
     if not ascending:
-        ops = np.repeat([entry.op for _, entry in entries], [len(rows) for rows in tensors])
+        ops = np.repeat([op for op, _ in parts], [len(rows) for rows in tensors])
         age = np.arange(len(positions))
         order = np.lexsort((-age if keeps_last else age, -ops, positions))
         positions, first = np.unique(positions[order], return_index=True)

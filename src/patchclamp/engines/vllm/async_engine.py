@@ -264,8 +264,9 @@ class AsyncEngine(VllmFrontEnd):
                 outputs = generate(prompt, params, name, **others)
                 async for output in outputs:
                     verdict = verdict_in(output)
-                    if in_parts or output.finished:
-                        ids += output.outputs[0].token_ids
+                    if not in_parts:
+                        ids.clear()
+                    ids += output.outputs[0].token_ids
                     if output.finished:
                         if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
                             self.metrics.admitted(verdict.waited_s)

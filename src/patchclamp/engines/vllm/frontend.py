@@ -32,6 +32,7 @@ from patchclamp.engines.base import (
     Request,
     Tokenizer,
     TopTokens,
+    Wanted,
     carry,
     receipt_of,
 )
@@ -119,8 +120,8 @@ class VllmFrontEnd(Engine):
     def has_views(self) -> bool:
         return self._receiver.has_views or not self.remote
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        return self.fetch_many([(run, point, op)])[0]
+    def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
+        return self.fetch_many([Wanted(run, point, op, first)])[0]
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         check_sampling(sampling)
@@ -289,10 +290,10 @@ class VllmFrontEnd(Engine):
     def _forget_tables(self, run: str) -> None:
         tables_of(self._processor).pop(run, None)
 
-    def text_of(self, request: Request, token_ids: list[int]) -> str:
+    def text_of(self, prompt: list[int], sampling: dict[str, Any], token_ids: list[int]) -> str:
         from vllm import SamplingParams
 
-        return self.decoded(request.prompt_token_ids, SamplingParams(**request.sampling), token_ids)
+        return self.decoded(prompt, SamplingParams(**sampling), token_ids)
 
     def decoded(self, prompt: list[int], params: SamplingParams, token_ids: list[int]) -> str:
         """Decode the tokens of a request that ended after them, with vLLM's detokenizer."""

@@ -98,7 +98,7 @@ class Exchange:
         """Send captures, whose rows one worker keeps whole, to every worker. Called on all of them. Raises the error of
         the worker that keeps one."""
         kept = self._has_tap.astype(bool) & self._keeps.astype(bool)
-        owners = [int(kept[:, point].argmax()) for _, point, _ in wanted]
+        owners = [int(kept[:, point].argmax()) for _, point, *_ in wanted]
         found: dict[int, Captured] = {}
         for owner in sorted(set(owners)):
             places = [i for i, of in enumerate(owners) if of == owner]
@@ -544,8 +544,8 @@ class Attached:
 
     def do_fetch_windows(self, windows: list[Window], *receiver: Any) -> dict[str, Any]:
         """Like `do_fetch` for a receiver, for a window of the rows."""
-        stored = self._stored([(run, point, op) for run, point, op, _, _ in windows])
-        return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
+        stored = self._stored([Wanted(*window[:4]) for window in windows])
+        return self._sender.hand({i: rows.window(*windows[i][4:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
         """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`, the same on all workers, which wait for
@@ -593,7 +593,7 @@ class Attached:
     def _stored(self, wanted: list[Wanted]) -> dict[int, StoredRows]:
         """Find the captures that are kept here, by index in `wanted`."""
         runtime = self.runtime
-        here = [i for i, (_, point, _) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
+        here = [i for i, (_, point, *_) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
         return dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))
 
     def do_close(self) -> None:
