@@ -18,7 +18,7 @@ import patchclamp as pc
 from patchclamp.engines.base import Monitor
 from patchclamp.engines.vllm.server import ProbeLog, with_config
 from patchclamp.errors import ProgramError
-from patchclamp.serve.monitoring import BUCKETS, ScoreLog, Watch, observe
+from patchclamp.serve.monitoring import BUCKETS, ScoreLog, ScoreWatch, observe
 
 from .conftest import KEYS, Server, becomes, start, stop
 from .test_openai import program
@@ -252,7 +252,7 @@ def test_a_full_queue_and_a_failed_disk_drop_and_count(tmp_path, monkeypatch):
 
 def test_a_sample_of_requests_is_logged(tmp_path):
     taken: list[str] = []
-    watch = Watch(monitors(), "a model of the sample", ProbeLog(str(tmp_path / "s.jsonl"), sample=0.25), 0,
+    watch = ScoreWatch(monitors(), "a model of the sample", ProbeLog(str(tmp_path / "s.jsonl"), sample=0.25), 0,
                   lambda name, first, count: (name, 0, [None] * count))  # fmt: skip
     assert watch._log is not None
     watch._log.put = lambda name, *rest: taken.append(name)  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.vllm.compat.core import _blocks_of
-from patchclamp.engines.vllm.monitors import MonitorLog, SlotScores, parse_monitor
+from patchclamp.engines.vllm.monitors import Choices, MonitorLog, SlotScores, parse_monitor
 from patchclamp.errors import PatchclampError
 from patchclamp.language import Vector
 
@@ -40,6 +40,7 @@ class Scheduler:
         self.free = rng.permutation(np.arange(1, BLOCKS)).tolist()
         self.under_way: list = []
         self.sent: dict[str, int] = {}
+        self.kept: dict[str, Choices] = {}
 
     def step(self) -> None:
         """Schedule a step, of new, preempted and running requests."""
@@ -55,7 +56,7 @@ class Scheduler:
         if rng.random() < 0.6:
             new.append(str(len(self.sent) + 1))
             self.sent[new[-1]] = 0
-            self.log.runs[new[-1]] = {}
+            self.log.runs[new[-1]] = self.kept[new[-1]] = Choices()
         counts, new_blocks = {}, {}
         for name in [*self.computed, *resumed, *new]:
             before = self.computed.get(name, 0)
@@ -141,7 +142,8 @@ def test_every_token_is_sent_once_with_its_own_score(seed):
 
 def test_news_are_what_came_since_the_last_call():
     log = MonitorLog(())
-    log._columns, log.runs = K, {"1": {}}
+    log._columns, kept = K, Choices()
+    log.runs["1"] = kept
     scores = SlotScores(K, BLOCKS, BLOCK, LENGTH)
     rng, told, position = np.random.default_rng(0), [], 0
     for i in range(30):

@@ -1,6 +1,6 @@
 """Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
 
-`MonitoredCall` adds scores to the response of one HTTP request. `Watch` counts all scores for Prometheus, and gives
+`MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and gives
 those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
 """
 
@@ -123,7 +123,7 @@ def _has_layers(scores: Any) -> bool:
 # -- all requests
 
 
-class Watch:
+class ScoreWatch:
     """Counts the scores of all requests of a model, and logs those of a sample of them."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Watch:
 def watch_of(engine: AsyncEngine, model: str, log: ProbeLog) -> None:
     """Count the scores of all requests of an engine from now on, and log them."""
     process = engine.process_index + 1 if engine.api_processes > 1 else 0
-    engine.monitor_log.watch = Watch(engine.monitors, model, log, process, engine.tokens_of)
+    engine.monitor_log.watch = ScoreWatch(engine.monitors, model, log, process, engine.tokens_of)
 
 
 def observe(histogram: Any, values: np.ndarray) -> None:
