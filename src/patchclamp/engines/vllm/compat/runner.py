@@ -383,6 +383,7 @@ def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) ->
             return result
         stock = result.get_output
 
+        @forwards(stock)
         def get_output() -> Any:
             output = stock()
             vars(output)["patchclamp"] = wait()
