@@ -97,7 +97,8 @@ def main() -> None:
         return pc.Probe(rng.standard_normal((outputs, width)).astype(np.float32) / width**0.5, at, name=name)
 
     probes = [probe("late", 1, pc.resid_post[2]), probe("mlp", 3, pc.mlp_out[1]), probe("twin", 2, pc.resid_post[2])]
-    with pc.LM(folder, engine="vllm", probes=probes, **OPTIONS) as lm:
+    workers = 1 + ("--two" in sys.argv)
+    with pc.LM(folder, engine="vllm", probes=probes, tensor_parallel_size=workers, **OPTIONS) as lm:
         print("found", json.dumps(checked(lm, probes)), flush=True)
 
 
