@@ -473,6 +473,8 @@ class ProvedLM(LM):
         cached for the model and the versions.
     allow_code: allow programs with `Apply`, Python that runs in the engine. The engine must be in this process.
     capture_bytes: the limit on the captures of one call; by default 80 % of the available memory at that time.
+    probes: probes that score every token of every request: the engine's own on vLLM, where cached prefixes keep their
+        scores; elsewhere they become part of every program.
     options: the engine's options by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
