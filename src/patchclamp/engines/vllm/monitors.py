@@ -129,7 +129,7 @@ class MonitorTap:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
                     f"a probe of every request cannot read {at}, which is a part of a tensor: use the stream "
-                    "(resid_pre, resid_mid, resid_post), attn_out or mlp_out"
+                    "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
                             for monitor in monitors if point in monitor.points
