@@ -187,6 +187,21 @@ def test_a_step_whose_scores_are_lost_leaves_none_of_others():
 def test_words_name_a_probe_its_file_and_its_site(tmp_path):
     saved = pc.Probe([[1.0, 2.0]], pc.resid_post[0], bias=[3.0], activation="sigmoid", name="x")
     file = tmp_path / "a@b=c.safetensors"
+def test_outputs_from_outside_a_step_have_no_scores():
+    """The core aborts and refuses requests with messages of its own, which carry no scores."""
+    log, kept, watched = MonitorLog(()), {name: Choices() for name in "ab"}, []
+    log._columns, log.watch = K, lambda *told: watched.append(told)
+    log.runs.update(kept)
+    rows = products("1", range(4))
+    log.arrived([np.array([0, 0]).tobytes(), np.array([3, 1]).tobytes(), rows.tobytes()])
+    log.file(["a", "b"], lambda name: (name, 0))
+    for names in (["a"], ["b", "a"], ["a", "b", "c"]):
+        log.file(names, lambda name: (name, 0))
+    assert len(watched) == 1
+    np.testing.assert_array_equal(kept["a"][0].products(), rows[:3])
+    assert [len(kept[name][0].news()[1]) for name in "ab"] == [3, 1]
+
+
     saved.save(file)
     probe, threshold = parse_monitor(f"lies={file}@resid_post[20]>0.5")
     assert (probe.name, probe.at, probe.activation, threshold) == ("lies", pc.resid_post[20], "sigmoid", 0.5)

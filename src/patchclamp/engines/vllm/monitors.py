@@ -446,6 +446,8 @@ class MonitorLog:
         if len(names) < len(counts):
             begin = int(counts[: here.start].sum())
             products = products[begin : begin + int(counts[here].sum())]
+        if here.stop > len(counts):  # the core aborted or refused requests outside a step: they have no new scores
+            return
         firsts, counts = firsts[here], counts[here]
         stretch = self._stretches.get(self._part)
         if stretch is not None and len(products) == len(names) == (counts == 1).sum() and stretch.names == names:
