@@ -209,6 +209,6 @@ def test_outputs_from_outside_a_step_have_no_scores():
     assert probe.weight.rows().tolist() == [[1.0, 2.0]]
     assert parse_monitor(f"lies={file}@mlp_out[1:3]")[1] is None
     for words in ("lies", f"lies={file}", f"lies={file}@resid_post[20]>x", f"={file}@resid_post[1]", f"lies={file}@nowhere[1]",
-                  "lies=missing.safetensors@resid_post[1]"):  # fmt: skip
+                  "lies=missing.safetensors@resid_post[1]", f"lies={file}@resid_post[20]>nan"):  # fmt: skip
         with pytest.raises((PatchclampError, OSError)):
             parse_monitor(words)

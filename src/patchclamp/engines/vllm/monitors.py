@@ -9,6 +9,7 @@ block. With each output of a request the core sends the scores that are new, and
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import weakref
@@ -46,7 +47,9 @@ def parse_monitor(words: str) -> tuple[Probe, float | None]:
     try:
         limit = None if threshold is None else float(threshold)
     except ValueError:
-        raise ProgramError(f"expected a number after >, got {threshold!r}") from None
+        limit = math.nan
+    if limit is not None and not math.isfinite(limit):
+        raise ProgramError(f"expected a finite number after >, got {threshold!r}")
     return Probe.load(file, parse_site(site.strip()), name=name.strip()), limit
 
 
