@@ -105,7 +105,10 @@ class Scheduler:
         ended = {name for name in rows if name in self.computed and self.rng.random() < 0.05}
         outputs = [SimpleNamespace(request_id=name, finish_reason="stop" if name in ended else None)
                    for name in step.num_scheduled_tokens]  # fmt: skip
+        for name in ended:
+            self.scores.end(name, self.computed[name])
         taken = self.scores.take_all(outputs)
+        self.scores.forget_ended()
         for name in ended:
             del self.computed[name]
             self.free += self.blocks.pop(name)
@@ -184,9 +187,6 @@ def test_a_step_whose_scores_are_lost_leaves_none_of_others():
     assert np.isnan(taken.products).all()
 
 
-def test_words_name_a_probe_its_file_and_its_site(tmp_path):
-    saved = pc.Probe([[1.0, 2.0]], pc.resid_post[0], bias=[3.0], activation="sigmoid", name="x")
-    file = tmp_path / "a@b=c.safetensors"
 def test_outputs_from_outside_a_step_have_no_scores():
     """The core aborts and refuses requests with messages of its own, which carry no scores."""
     log, kept, watched = MonitorLog(()), {name: Choices() for name in "ab"}, []
@@ -202,6 +202,9 @@ def test_outputs_from_outside_a_step_have_no_scores():
     assert [len(kept[name][0].news()[1]) for name in "ab"] == [3, 1]
 
 
+def test_words_name_a_probe_its_file_and_its_site(tmp_path):
+    saved = pc.Probe([[1.0, 2.0]], pc.resid_post[0], bias=[3.0], activation="sigmoid", name="x")
+    file = tmp_path / "a@b=c.safetensors"
     saved.save(file)
     probe, threshold = parse_monitor(f"lies={file}@resid_post[20]>0.5")
     assert (probe.name, probe.at, probe.activation, threshold) == ("lies", pc.resid_post[20], "sigmoid", 0.5)
