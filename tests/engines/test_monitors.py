@@ -164,7 +164,9 @@ def test_each_token_of_a_session_is_sent_once(lm):
 
         for ids in ([], [9, 8, 7], [6, 5]):
             params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-            asked = EngineCoreRequest("session", ids or prompt, None, params, None, 0.0, None, None, None, resumable=True)
+            asked = EngineCoreRequest(
+                "session", ids or prompt, None, params, None, 0.0, None, None, None, resumable=True
+            )
             core.add_request(*core.preprocess_add_request(asked))
             tokens += ids
             for _ in range(50):

@@ -1,7 +1,7 @@
 """Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
 
-`MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and gives
-those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
+`MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and
+gives those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
 """
 
 from __future__ import annotations
