@@ -145,6 +145,30 @@ def test_beside_a_program(client, model, local, probes):
     check(parts, scores)
 
 
+def test_requests_with_one_name_have_their_own_scores(client, watched, model, local, probes):
+    """Also of two API keys, and the two runs of a comparison, which vLLM gives one name."""
+    runs = local.run([PROMPT, LONG], max_tokens=40)
+    clients = [client, watched.openai(KEYS[1])] * 2
+
+    def ask(i: int) -> dict:
+        given = {"model": model, "prompt": (PROMPT, LONG)[i % 2], "temperature": 0, "max_tokens": 40, "stream": i > 1}
+        answer = clients[i].completions.create(**given, extra_headers={"X-Request-Id": "same"})
+        return joined([chunk.to_dict() for chunk in answer]) if i > 1 else answer.to_dict()["choices"][0]
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, choice in enumerate(pool.map(ask, range(4))):
+            check(choice, expected(local, probes, runs[i % 2]))
+    edit = pc.Scale(0.5, at=pc.resid_post[1])
+    body = program([edit])
+    body["patchclamp"]["compare"] = True
+    answer = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=5, temperature=0, extra_body=body
+    ).to_dict()
+    run = local.run(PROMPT, max_tokens=5, edits=edit)
+    again = local.run(run.prompt_token_ids + run.token_ids[:-1], max_tokens=1, edits=edit, capture=probes)
+    check(answer["choices"][0], {probe.name: np.asarray(again.probes[probe.name]) for probe in probes})
+
+
 def test_concurrent_and_disconnecting_clients(client, watched, model, local, probes):
     prompts = [f"{PROMPT}{'!' * i}" for i in range(12)]
     runs = local.run(prompts, max_tokens=12)

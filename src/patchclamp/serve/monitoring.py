@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 import zlib
@@ -43,13 +44,16 @@ class MonitoredCall:
         self._log, self._next = log, 0
         self._runs: list[tuple[int, Choices]] = []  # with the index of the first choice of each engine request
 
-    def enter(self, request: str, choices: int, first: int | None = None) -> None:
-        """Collect the scores of an engine request, before it is submitted. `first`: the index of its first choice in
-        the response; None: after those of earlier requests."""
+    def enter(self, request: str, choices: int, first: int | None = None) -> str:
+        """Collect the scores of an engine request, and return the name to submit it under: clients may give several
+        requests one name (`X-Request-Id`). `first`: the index of its first choice in the response; None: after those of
+        earlier requests."""
         first = self._next if first is None else first
         self._next = first + choices
-        runs = self._log.runs[request] = Choices()
+        name = f"{request}-{secrets.token_hex(8)}"
+        runs = self._log.runs[name] = Choices()
         self._runs.append((first, runs))
+        return name
 
     def news(self) -> dict[int, dict[str, Any]]:
         """The scores since the last call, by choice, in the form of a response."""
