@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 import patchclamp as pc
 from patchclamp.engines.base import Monitor
-from patchclamp.engines.vllm.compat.core import _slot_scores
+from patchclamp.engines.vllm.compat.core import SCORES, _slot_scores
+from patchclamp.engines.vllm.monitors import MonitorLog
 from patchclamp.errors import EngineError, PatchclampError
 
 from ..drafters import drafting
@@ -149,6 +152,44 @@ def test_an_abandoned_request_leaves_nothing_behind(lm):
     assert (scores._lanes, scores._steps, scores._unsent) == ({}, {}, {})
     gc.collect()
     assert len(lm.engine.monitor_log.runs) == 0
+
+
+def test_each_token_of_a_session_is_sent_once(lm):
+    """A session goes on after an output with a finish reason, and so do its scores."""
+    prompt, log, told = prompts(2, seed=8)[1], MonitorLog(lm.engine.monitors), list[tuple[int, np.ndarray]]()
+    log.watch = lambda names, firsts, counts, products: told.append((int(firsts[0]), products))
+
+    def job() -> list[int]:
+        core, tokens = engine_core(lm), list(prompt)
+
+        for ids in ([], [9, 8, 7], [6, 5]):
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            asked = EngineCoreRequest(
+                "session", ids or prompt, None, params, None, 0.0, None, None, None, resumable=True
+            )
+            core.add_request(*core.preprocess_add_request(asked))
+            tokens += ids
+            for _ in range(50):
+                [output] = [each for part in (core.step_fn()[0] or {}).values() for each in part.outputs] or [None]
+                if output is None:
+                    continue
+                log.arrived(output.kv_transfer_params[SCORES])
+                log.file(["session"], lambda name: None)
+                tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    tokens.pop()  # vLLM drops the last token, which was not computed
+                    break
+        core.abort_requests(["session"])
+        while core.scheduler.has_requests():
+            core.step_fn()
+        return tokens
+
+    tokens = lm.engine._call(job).result(60)
+    assert [first for first, _ in told] == np.cumsum([0, *(len(rows) for _, rows in told)])[:-1].tolist()
+    expected = lm.run(tokens, max_tokens=1)
+    found = lm.engine.monitors[0].scores(np.concatenate([rows for _, rows in told]))
+    np.testing.assert_allclose(found, expected.probes["late"], atol=1e-5)
+    assert engine_core(lm).patchclamp._scores._lanes == {}
 
 
 def test_a_core_in_another_process(tiny):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import openai
 import pyarrow.parquet
@@ -145,6 +147,30 @@ def test_beside_a_program(client, model, local, probes):
     check(parts, scores)
 
 
+def test_requests_with_one_name_have_their_own_scores(client, watched, model, local, probes):
+    """Also of two API keys, and the two runs of a comparison, which vLLM gives one name."""
+    runs = local.run([PROMPT, LONG], max_tokens=40)
+    clients = [client, watched.openai(KEYS[1])] * 2
+
+    def ask(i: int) -> dict:
+        given = {"model": model, "prompt": (PROMPT, LONG)[i % 2], "temperature": 0, "max_tokens": 40, "stream": i > 1}
+        answer = clients[i].completions.create(**given, extra_headers={"X-Request-Id": "same"})
+        return joined([chunk.to_dict() for chunk in answer]) if i > 1 else answer.to_dict()["choices"][0]
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, choice in enumerate(pool.map(ask, range(4))):
+            check(choice, expected(local, probes, runs[i % 2]))
+    edit = pc.Scale(0.5, at=pc.resid_post[1])
+    body = program([edit])
+    body["patchclamp"]["compare"] = True
+    answer = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=5, temperature=0, extra_body=body
+    ).to_dict()
+    run = local.run(PROMPT, max_tokens=5, edits=edit)
+    again = local.run(run.prompt_token_ids + run.token_ids[:-1], max_tokens=1, edits=edit, capture=probes)
+    check(answer["choices"][0], {probe.name: np.asarray(again.probes[probe.name]) for probe in probes})
+
+
 def test_concurrent_and_disconnecting_clients(client, watched, model, local, probes):
     prompts = [f"{PROMPT}{'!' * i}" for i in range(12)]
     runs = local.run(prompts, max_tokens=12)
@@ -239,15 +265,52 @@ def test_the_log_is_bounded_and_goes_on_after_a_restart(tmp_path, suffix, monkey
     assert written()[-1]["token"] is None
 
 
-def test_a_full_queue_and_a_failed_disk_drop_and_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("patchclamp.serve.monitoring.MAX_QUEUED", 4)
-    monkeypatch.setattr(ScoreLog, "_write_lines", lambda self, file: 1 / 0)
+@pytest.mark.parametrize("fails", ["_next_file", "_write_lines", "_lines", "unlink"])
+def test_a_full_queue_and_a_failed_disk_drop_and_count(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr("patchclamp.serve.monitoring.MAX_QUEUED", 16)
+    if fails == "unlink":
+        (tmp_path / "s-000001.jsonl").mkdir()
+    else:
+        monkeypatch.setattr(ScoreLog, fails, lambda self, *given: 1 / 0)
     dropped: list[int] = []
-    made = ScoreLog(ProbeLog(str(tmp_path / "s.jsonl")), monitors(), dropped.append, 0)
+    made = ScoreLog(ProbeLog(str(tmp_path / "s.jsonl"), files=1), monitors(), dropped.append, 0)
     for _ in range(50):
         made.put("r", 0, [1, 2], 0, np.zeros((2, 2), np.float32))
     made.close()
     assert sum(dropped) == 100
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without room")
+def test_a_full_disk_drops_and_counts(tmp_path):
+    dropped: list[int] = []
+    (tmp_path / "s-000001.jsonl").symlink_to("/dev/full")
+    made = ScoreLog.__new__(ScoreLog)
+    made._next_file = lambda: tmp_path / "s-000001.jsonl"  # type: ignore[method-assign]
+    made.__init__(ProbeLog(str(tmp_path / "s.jsonl")), monitors(), dropped.append, 0)
+    for _ in range(50):
+        made.put("r", 0, [1, 2], 0, np.zeros((2, 2), np.float32))
+    made.close()
+    assert sum(dropped) == 100
+
+
+def test_the_queue_holds_a_number_of_scores(tmp_path, monkeypatch):
+    held = threading.Event()
+    monkeypatch.setattr("patchclamp.serve.monitoring.MAX_QUEUED", 100)
+    monkeypatch.setattr(ScoreLog, "_next_file", lambda self: held.wait() and tmp_path / "s-000001.jsonl")
+    dropped: list[int] = []
+    made = ScoreLog(ProbeLog(str(tmp_path / "s.jsonl")), monitors(), dropped.append, 0)
+    for tokens in (10, 20, 30, 20):
+        made.put("r", 0, [*range(tokens)], 0, np.zeros((tokens, 2), np.float32))
+    held.set()
+    made.close()
+    assert dropped == [30]
+    assert len((tmp_path / "s-000001.jsonl").read_text().splitlines()) == 50
+
+
+def test_a_probe_named_like_a_column_of_the_log_is_refused(tmp_path):
+    named = msgspec.structs.replace(monitors()[0], probe=pc.Probe(np.eye(2, 4), pc.resid_post[0], name="token"))
+    with pytest.raises(ProgramError):
+        ScoreLog(ProbeLog(str(tmp_path / "s.jsonl")), [named], print, 0)
 
 
 def test_a_sample_of_requests_is_logged(tmp_path):

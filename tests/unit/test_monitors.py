@@ -105,7 +105,10 @@ class Scheduler:
         ended = {name for name in rows if name in self.computed and self.rng.random() < 0.05}
         outputs = [SimpleNamespace(request_id=name, finish_reason="stop" if name in ended else None)
                    for name in step.num_scheduled_tokens]  # fmt: skip
+        for name in ended:
+            self.scores.end(name, self.computed[name])
         taken = self.scores.take_all(outputs)
+        self.scores.forget_ended()
         for name in ended:
             del self.computed[name]
             self.free += self.blocks.pop(name)
@@ -184,6 +187,21 @@ def test_a_step_whose_scores_are_lost_leaves_none_of_others():
     assert np.isnan(taken.products).all()
 
 
+def test_outputs_from_outside_a_step_have_no_scores():
+    """The core aborts and refuses requests with messages of its own, which carry no scores."""
+    log, kept, watched = MonitorLog(()), {name: Choices() for name in "ab"}, []
+    log._columns, log.watch = K, lambda *told: watched.append(told)
+    log.runs.update(kept)
+    rows = products("1", range(4))
+    log.arrived([np.array([0, 0]).tobytes(), np.array([3, 1]).tobytes(), rows.tobytes()])
+    log.file(["a", "b"], lambda name: (name, 0))
+    for names in (["a"], ["b", "a"], ["a", "b", "c"]):
+        log.file(names, lambda name: (name, 0))
+    assert len(watched) == 1
+    np.testing.assert_array_equal(kept["a"][0].products(), rows[:3])
+    assert [len(kept[name][0].news()[1]) for name in "ab"] == [3, 1]
+
+
 def test_words_name_a_probe_its_file_and_its_site(tmp_path):
     saved = pc.Probe([[1.0, 2.0]], pc.resid_post[0], bias=[3.0], activation="sigmoid", name="x")
     file = tmp_path / "a@b=c.safetensors"
@@ -194,6 +212,6 @@ def test_words_name_a_probe_its_file_and_its_site(tmp_path):
     assert probe.weight.rows().tolist() == [[1.0, 2.0]]
     assert parse_monitor(f"lies={file}@mlp_out[1:3]")[1] is None
     for words in ("lies", f"lies={file}", f"lies={file}@resid_post[20]>x", f"={file}@resid_post[1]", f"lies={file}@nowhere[1]",
-                  "lies=missing.safetensors@resid_post[1]"):  # fmt: skip
+                  "lies=missing.safetensors@resid_post[1]", f"lies={file}@resid_post[20]>nan"):  # fmt: skip
         with pytest.raises((PatchclampError, OSError)):
             parse_monitor(words)

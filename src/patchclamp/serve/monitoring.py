@@ -1,7 +1,7 @@
 """Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
 
-`MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and gives
-those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
+`MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and
+gives those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 import zlib
@@ -24,15 +25,17 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from patchclamp.engines.base import Monitor
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.monitors import Choices, MonitorLog
+from patchclamp.engines.vllm.monitors import Choices, MonitorLog, columns_of
 from patchclamp.engines.vllm.server import ProbeLog
 from patchclamp.errors import ProgramError
 from patchclamp.serve.capture_files import data_event, finite
 
 BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
            0.97, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0)  # fmt: skip
-MAX_QUEUED = 1 << 10  # messages that wait to be written; more are dropped, and counted
+MAX_QUEUED = 1 << 22  # numbers that wait to be written; tokens beyond are dropped, and counted
 FLUSH_ROWS = 1 << 14  # of a row group of a Parquet file
+FLUSH_NUMBERS = 1 << 20  # of a row group, for probes with many outputs
+COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, beside the probes
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
 
@@ -43,13 +46,16 @@ class MonitoredCall:
         self._log, self._next = log, 0
         self._runs: list[tuple[int, Choices]] = []  # with the index of the first choice of each engine request
 
-    def enter(self, request: str, choices: int, first: int | None = None) -> None:
-        """Collect the scores of an engine request, before it is submitted. `first`: the index of its first choice in
-        the response; None: after those of earlier requests."""
+    def enter(self, request: str, choices: int, first: int | None = None) -> str:
+        """Collect the scores of an engine request, and return the name to submit it under: clients may give several
+        requests one name (`X-Request-Id`). `first`: the index of its first choice in the response; None: after those of
+        earlier requests."""
         first = self._next if first is None else first
         self._next = first + choices
-        runs = self._log.runs[request] = Choices()
+        name = f"{request}-{secrets.token_hex(8)}"
+        runs = self._log.runs[name] = Choices()
         self._runs.append((first, runs))
+        return name
 
     def news(self) -> dict[int, dict[str, Any]]:
         """The scores since the last call, by choice, in the form of a response."""
@@ -194,10 +200,15 @@ class ScoreLog:
         path = Path(asked.path)
         if path.suffix not in (".jsonl", ".parquet"):
             raise ProgramError(f"expected a name that ends in .jsonl or .parquet, got {path.name!r}", "probe_log")
+        for each in monitors:
+            if each.probe.name in COLUMNS:
+                raise ProgramError(f"the log has a column {each.probe.name!r}: give the probe another name", "probes")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path.with_stem(f"{path.stem}-{process}") if process else path
         self._asked, self._monitors, self._dropped = asked, monitors, dropped
-        self._rows: queue.Queue[Row | None] = queue.Queue(MAX_QUEUED)
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._put, self._got = 0, 0  # numbers that were queued, and that were taken from the queue
+        self._unwritten = 0  # tokens that were taken from the queue and are not on disk yet
         self._files: deque[Path] = deque(sorted(path.parent.glob(f"{self._path.stem}-[0-9]*{path.suffix}")))
         self._thread = threading.Thread(target=self._write, name="patchclamp scores", daemon=True)
         self._thread.start()
@@ -205,10 +216,18 @@ class ScoreLog:
 
     def put(self, *row: Any) -> None:
         """Queue scores; if the queue is full, drop and count them."""
-        try:
-            self._rows.put_nowait(row)
-        except queue.Full:
-            self._dropped(len(row[-1]))
+        products = row[-1]
+        if self._put - self._got and self._put - self._got + products.size > MAX_QUEUED:
+            self._dropped(len(products))
+            return
+        self._put += products.size
+        self._rows.put((*row[:-1], products.copy()))  # a view would keep the scores of all requests of its message
+
+    def _next_row(self) -> Row | None:
+        if (row := self._rows.get()) is not None:
+            self._got += row[-1].size
+            self._unwritten += len(row[-1])
+        return row
 
     def close(self) -> None:
         """Write what is queued."""
@@ -217,21 +236,16 @@ class ScoreLog:
             self._thread.join()
 
     def _write(self) -> None:
-        while True:
-            file = self._next_file()
-            try:
-                ends = (self._write_lines if file.suffix == ".jsonl" else self._write_parquet)(file)
-            except Exception:
-                logger.exception("scores are not logged any more")
-                self._put_none()
-                return
-            if ends:
-                return
-
-    def _put_none(self) -> None:
-        """Count everything that arrives from now on as dropped."""
-        while (row := self._rows.get()) is not None:
-            self._dropped(len(row[-1]))
+        write, is_closed = self._write_lines if self._path.suffix == ".jsonl" else self._write_parquet, False
+        try:
+            while not is_closed:
+                is_closed = write(self._next_file())
+                self._unwritten = 0
+        except Exception:
+            logger.exception("scores are not logged any more")
+            self._dropped(self._unwritten)
+            while (row := self._next_row()) is not None:
+                self._dropped(len(row[-1]))
 
     def _next_file(self) -> Path:
         number = 1 + (int(self._files[-1].stem.rpartition("-")[2]) if self._files else 0)
@@ -243,11 +257,11 @@ class ScoreLog:
     def _write_lines(self, file: Path) -> bool:
         """Write JSON lines until the file is full (False) or the log is closed (True)."""
         with file.open("w") as out:
-            while (row := self._rows.get()) is not None:
-                for line in self._lines(row):
-                    out.write(json.dumps(line) + "\n")
+            while (row := self._next_row()) is not None:
+                out.writelines(json.dumps(line) + "\n" for line in self._lines(row))
                 if self._rows.empty():
                     out.flush()
+                    self._unwritten = 0
                 if out.tell() >= self._asked.file_bytes:
                     return False
         return True
@@ -257,16 +271,16 @@ class ScoreLog:
         import pyarrow.parquet as pq
 
         numbers = pa.list_(pa.float32())
-        integers = dict.fromkeys(("choice", "position", "token"), pa.int64())
-        kinds = {"time": pa.float64(), "request": pa.string(), **integers}
+        kinds = dict(zip(COLUMNS, (pa.float64(), pa.string(), *[pa.int64()] * 3), strict=True))
         schema = pa.schema({**kinds, **{each.probe.name: numbers for each in self._monitors}})
+        most = max(1, min(FLUSH_ROWS, FLUSH_NUMBERS // columns_of(self._monitors)))
         lines: list[dict[str, Any]] = []
         is_closed = False
         with pq.ParquetWriter(file, schema) as out, file.open("rb") as written:
             while not is_closed:
-                is_closed = (row := self._rows.get()) is None
+                is_closed = (row := self._next_row()) is None
                 lines += self._lines(row) if row is not None else ()
-                if lines and (is_closed or len(lines) >= FLUSH_ROWS):
+                if lines and (is_closed or len(lines) >= most):
                     out.write_table(pa.Table.from_pylist(lines, schema))
                     lines = []
                     if written.seek(0, 2) >= self._asked.file_bytes:

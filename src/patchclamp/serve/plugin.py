@@ -27,11 +27,11 @@ def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, 
     return edited(client, stock, prompt, params, request_id, **others)
 
 
-def _entered(request_id: str, choices: int) -> None:
+def _entered(request_id: str, choices: int) -> str:
     from patchclamp.serve import monitoring
 
-    if (call := monitoring.current.get()) is not None:
-        call.enter(request_id, choices)
+    call = monitoring.current.get()
+    return request_id if call is None else call.enter(request_id, choices)
 
 
 class Endpoints:

@@ -484,7 +484,7 @@ def _bound(
     params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
         if call.monitored is not None:
-            call.monitored.enter(request_id, params.n, number * params.n)
+            request_id = call.monitored.enter(request_id, params.n, number * params.n)
         return stock(prompt, params, request_id, **others)
     tokens = len(_prompt_of(prompt)[0]) + params.max_tokens
     bind = _binder(front, call, prompt, params)
@@ -567,7 +567,7 @@ class ProgramRun:
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs. The run is added to the call before the last one is yielded."""
         if self._call.monitored is not None:
-            self._call.monitored.enter(name, 1, self._choice)
+            name = self._call.monitored.enter(name, 1, self._choice)
         ended = self._take if self._watch is None else self._hold
         outputs = self._front.engine.outputs(
             self._request, self._prompt, self._params, name, generate, ended=ended, within=self._under_way(), **others

@@ -9,6 +9,7 @@ block. With each output of a request the core sends the scores that are new, and
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import weakref
@@ -46,7 +47,9 @@ def parse_monitor(words: str) -> tuple[Probe, float | None]:
     try:
         limit = None if threshold is None else float(threshold)
     except ValueError:
-        raise ProgramError(f"expected a number after >, got {threshold!r}") from None
+        limit = math.nan
+    if limit is not None and not math.isfinite(limit):
+        raise ProgramError(f"expected a finite number after >, got {threshold!r}")
     return Probe.load(file, parse_site(site.strip()), name=name.strip()), limit
 
 
@@ -207,6 +210,7 @@ class SlotScores:
         self._tables = np.zeros((64, -(-length // block)), np.int64)
         self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
         self._lanes: dict[str, int] = {}
+        self._ended: list[str] = []  # requests whose last scores are not taken yet
         self._free = list(range(64))
         self._known_lanes: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # of the last names looked up
         self._known_order: tuple[list[str], list[str], np.ndarray] = [], [], np.zeros(0, np.int64)
@@ -254,13 +258,9 @@ class SlotScores:
         self._known[lanes[same]] = (starts + counts)[same]
 
     def take_all(self, outputs: Sequence[Any]) -> _Taken:
-        """Take the scores of the requests of outputs that were not taken yet, and forget the requests that have ended.
-        Called before the blocks of these get other tokens; the outputs may be sent later."""
-        taken = self._take([output.request_id for output in outputs])
-        for output in outputs:
-            if output.finish_reason is not None:
-                self.leave(output.request_id)
-        return _Taken(list(outputs), *taken)
+        """Take the scores of the requests of outputs that were not taken yet. Called before the blocks of requests that
+        have ended get other tokens; the outputs may be sent later."""
+        return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
         """Return the scores of outputs that are sent now, most of which were just taken: their first positions and
@@ -294,12 +294,19 @@ class SlotScores:
         return firsts, counts, products
 
     def end(self, name: str, tokens: int) -> None:
-        """Note that the scores of a request end with its inputs: drafts beyond its last token may have some."""
+        """Note that the scores of a request end with its inputs: drafts beyond its last token may have some. The next
+        `forget_ended` forgets it."""
         if (lane := self._lanes.get(name)) is not None:
             self._known[lane] = min(self._known[lane], tokens)
+            self._ended.append(name)
+
+    def forget_ended(self) -> None:
+        """Forget the requests that have ended, once their last scores are taken."""
+        while self._ended:
+            self.leave(self._ended.pop())
 
     def leave(self, name: str) -> None:
-        """Forget an ended request."""
+        """Forget an aborted request."""
         lane = self._lanes.pop(name, None)
         if lane is not None:
             self._known_lanes = [], self._known_lanes[1]
@@ -385,11 +392,7 @@ class MonitoredRun:
 
     def __init__(self) -> None:
         self.parts: list[tuple[_Stretch, int]] = []
-        self._read, self._steps, self._tokens = (
-            0,
-            0,
-            0,
-        )  # parts read, steps of the next one, tokens that `news` returned
+        self._read = self._steps = self._tokens = 0  # parts read, steps of the next one, tokens that `news` returned
 
     def products(self) -> np.ndarray:
         """All of them, [T, K]."""
@@ -443,6 +446,8 @@ class MonitorLog:
             return
         firsts, counts, products = self._message
         here = slice(self._taken, self._taken + len(names))
+        if here.stop > len(counts):  # the core aborted or refused requests outside a step: they have no new scores
+            return
         if len(names) < len(counts):
             begin = int(counts[: here.start].sum())
             products = products[begin : begin + int(counts[here].sum())]

@@ -156,11 +156,11 @@ def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def on_generate(
-    edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], None]
+    edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], str]
 ) -> None:
     """Route requests with a key in `extra_args` that `is_ours`, on an `AsyncLLM` with patchclamp, to
-    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`, after
-    `entered(request_id, n)`."""
+    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`, under
+    the name that `entered(request_id, n)` returns."""
 
     def generate(
         stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -169,7 +169,7 @@ def on_generate(
         if enabled(client.vllm_config) is None:
             return stock(client, prompt, sampling_params, request_id, **kwargs)
         if not extra or not any(map(is_ours, extra)):
-            entered(request_id, getattr(sampling_params, "n", 1))
+            request_id = entered(request_id, getattr(sampling_params, "n", 1))
             return stock(client, prompt, sampling_params, request_id, **kwargs)
         return edited(client, functools.partial(stock, client), prompt, sampling_params, request_id, **kwargs)
 

@@ -383,6 +383,8 @@ class _Admitting:
             self._is_updating = False
         scores = self._scores
         new = {} if scores is None else {client: scores.take_all(part.outputs) for client, part in outputs.items()}
+        if scores is not None:
+            scores.forget_ended()
         if self.admission.errors:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
