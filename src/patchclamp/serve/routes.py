@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from patchclamp.engines.base import Captured, Window
+from patchclamp.engines.vllm.server import OF_OPERATOR
 from patchclamp.errors import Gone, PatchclampError, Unlisted
 from patchclamp.language import Program, Site, Vector
 from patchclamp.language.program import to_dict
@@ -120,7 +121,7 @@ async def read_model(request: Request) -> schema.ServedModel:
     return schema.ServedModel(
         patchclamp=__version__, vllm=model.version, model=model.name, family=model.family, layers=model.layers,
         d_model=model.d_model, d_vocab=model.d_vocab, dtype=model.dtype, max_model_len=model.max_model_len,
-        limits={name: getattr(limits, name) for name in limits.__struct_fields__},
+        limits={name: getattr(limits, name) for name in limits.__struct_fields__ if name not in OF_OPERATOR},
     )  # fmt: skip
 
 

@@ -59,6 +59,9 @@ class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[int, msgspec.Meta(ge=1)] = 8
 
 
+OF_OPERATOR = ("show_scores", "probe_log")  # settings that are no limits, and that callers do not see
+
+
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An owner is an API key; all callers of a server without keys are one owner.
 
