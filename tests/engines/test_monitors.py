@@ -19,7 +19,6 @@ from patchclamp.engines.vllm.compat.core import SCORES, _slot_scores
 from patchclamp.engines.vllm.monitors import MonitorLog
 from patchclamp.errors import EngineError, PatchclampError
 
-from ..drafters import drafting
 from .conftest import TINY
 from .test_admission import engine_core
 
@@ -201,19 +200,6 @@ def test_a_core_in_another_process(tiny):
             both = lm.run(given * 2, max_tokens=20, capture=[()] * 12 + [SAME] * 12)
             check(both[:12], both[12:])
             check(both[12:], both[12:])
-
-
-def test_drafted_tokens_that_are_rejected_have_no_scores(tmp_path, inspected_here):
-    model, speculative_config = drafting("ngram", tmp_path, 16)
-    given = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4], [8, 9] * 6, list(range(3, 15)) * 4]
-    options = {"max_tokens": 32, "sampling": {"ignore_eos": True}}
-    with pc.LM(model, engine="vllm", probes=PROBES[:2], speculative_config=speculative_config, **OPTIONS) as lm:
-        runs, others = lm.run(given, **options), lm.run(given, **options, capture=SAME[:2])
-        assert 0 < sum(run.drafts.accepted for run in runs) < sum(run.drafts.proposed for run in runs)
-        for run, other in zip(runs, others, strict=True):
-            assert run.token_ids == other.token_ids
-            for name in ("late", "layers"):
-                np.testing.assert_allclose(run.probes[name], other.probes[f"own.{name}"], atol=1e-5)
 
 
 def test_on_transformers_they_are_part_of_every_program(tiny, lm):

@@ -338,3 +338,18 @@ def test_blocks_that_were_cached_beside_drafts_are_as_without(tmp_path):
                 assert ours.token_ids == theirs.token_ids
                 assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert (ours.cached_tokens, theirs.cached_tokens) == (32, 64)
+
+
+def test_probes_of_every_request_have_no_scores_of_rejected_drafts(tmp_path, inspected_here):
+    weights = RNG.standard_normal((2, D)).astype(np.float32)
+    probes = [pc.Probe(weights, pc.resid_post[2], name="p"), pc.Probe(weights[:1], pc.resid_post[0:2], name="q")]
+    same = [pc.Probe(each.weight, each.at, name=f"own.{each.name}") for each in probes]
+    with both("ngram", tmp_path, probes=probes) as (_, lm):
+        runs, others = lm.run(PROMPTS, **LONG), lm.run(PROMPTS, **LONG, capture=same)
+        drafts = [run.drafts for run in runs]
+        assert 0 < sum(each.accepted for each in drafts) < sum(each.proposed for each in drafts)
+        for run, other in zip(runs, others, strict=True):
+            assert run.token_ids == other.token_ids
+            for each in probes:
+                found, expected = run.probes[each.name], other.probes[f"own.{each.name}"]
+                np.testing.assert_allclose(found, expected, atol=1e-4)
