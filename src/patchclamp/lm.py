@@ -103,6 +103,9 @@ class LM:
         probes: Sequence[Probe] = (),
         **options: Any,
     ) -> None:
+        for i, probe in enumerate(probes):
+            if not isinstance(probe, Probe):
+                raise ProgramError(f"expected a Probe, got {type(probe).__name__}", f"probes[{i}]")
         if capture_bytes is not None and (not is_token_id(capture_bytes) or capture_bytes < 1):
             raise ProgramError(f"expected a number of bytes, got {capture_bytes!r}", "capture_bytes")
         self._capture_bytes = capture_bytes
@@ -973,7 +976,7 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
 
 
 def _with_probes(program: Program, probes: Sequence[Probe]) -> Program:
-    """A program with the probes of every request, but those whose name it uses itself."""
+    """A program with the always-on probes, but those whose name it uses itself."""
     added = tuple(probe for probe in probes if probe.name not in program.probes)
     return msgspec.structs.replace(program, capture=program.capture + added)
 

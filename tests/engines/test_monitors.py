@@ -1,4 +1,4 @@
-"""Probes of every request (`pc.LM(probes=)`): the scores that a program's probes give, for each token, whatever the
+"""Always-on probes (`pc.LM(probes=)`): the scores that a program's probes give, for each token, whatever the
 scheduler does with the request; cached blocks have those of their tokens."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def lm(tiny):
 
 
 def prompts(count: int, shared: int = 70, seed: int = 0) -> list[list[int]]:
-    """Prompts of which some begin alike, one of a single token."""
+    """Prompts that share beginnings of different lengths, after one of a single token."""
     rng = np.random.default_rng(seed)
     start = rng.integers(5, 500, shared).tolist()
     return [[7]] + [

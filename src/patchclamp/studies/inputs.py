@@ -121,7 +121,7 @@ def listed(prompts: Any) -> bool:
 
 
 def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
-    """Every prompt with its path. Raises `ProgramError` if there is none."""
+    """The prompts with their paths. Raises `ProgramError` without any."""
     if not listed(prompts):
         return [(prompts, path)]
     if not prompts:

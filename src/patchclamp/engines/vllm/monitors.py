@@ -95,7 +95,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     for point in points:
         if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
             raise UnsupportedSite(
-                f"a probe of every request reads a site that each worker has whole, for each token, and not {probe.at}",
+                f"an always-on probe reads a site that each worker has whole, for each token, and not {probe.at}",
                 "at",
             )
     return Monitor(probe, threshold, points, ())
@@ -131,7 +131,7 @@ class MonitorTap:
             if views.get(point) is not None:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
-                    f"a probe of every request cannot read {at}, which is a part of a tensor: use the stream "
+                    f"an always-on probe cannot read {at}, which is a part of a tensor: use the stream "
                     "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
@@ -220,7 +220,8 @@ class SlotScores:
         blocks: Sequence[tuple[str, Sequence[int], bool]],
     ) -> None:  # fmt: skip
         """Note a step, by any number: its requests and the first position of each, their numbers of tokens, `total` in
-        all, and the blocks of some requests, which are all of them (True) or more (False)."""
+        all, and newly known blocks of requests: all of a request's (True), or those appended to it (False)."""
+        self._steps.pop(step, None)  # of a step that failed
         for name, ids, is_whole in blocks:
             if is_whole:
                 self._begin(name, ids)
@@ -234,7 +235,7 @@ class SlotScores:
         slots = self._slots(lanes, start_N, count_N)
         self._steps[step] = _Step(names, lanes, self._version[lanes], start_N, count_N, slots)
 
-    def computed(self, step: Any, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
+    def computed(self, step: int, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
         """Keep the products of a step [T, K]. `in_rows`: its requests in the order of their rows; `accepted`: of
         requests with drafts, how many of its tokens count."""
         planned = self._steps.pop(step, None)
@@ -263,8 +264,8 @@ class SlotScores:
         return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
-        """Return the scores of outputs that are sent now, most of which were just taken: their first positions and
-        numbers of tokens, as int64, and their products as fp32. Empty without outputs."""
+        """Return the scores to send with these outputs: the first position and the number of tokens of each, as int64,
+        and the products as fp32. `taken`: those of this step. Earlier ones were kept. Empty without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
@@ -363,7 +364,8 @@ _KINDS = (np.int64, np.int64, np.float32)  # of the parts of a message
 
 
 class _Stretch:
-    """The scores of N requests in consecutive steps that are alike: after the first step each has one token in each.
+    """The scores of a batch of N requests over consecutive steps. After the first step, each step has one token per
+    request.
 
     first: the products of the first step's tokens, of request i from bounds[i] to bounds[i + 1]
     later: those of each later step, [N, K]

@@ -150,7 +150,7 @@ class _Additional(dict[str, Any]):
 
 
 def set_apart(vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...]) -> dict[str, Any]:
-    """Move a server's limits and the probes of every request out of our part of `additional_config`, to be read by
+    """Move a server's limits and the always-on probes out of our part of `additional_config`, to be read by
     `serving` and `monitors.of_config`; return that part. The original engine arguments are not modified."""
     extra: Any = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part not in ("serve", "probes")}

@@ -280,7 +280,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
     }
     for name, (why, holds) in reasons.items():
         if holds:
-            raise EngineError(f"probes of every request do not run with {name}: {why}", "probes")
+            raise EngineError(f"always-on probes do not run with {name}: {why}", "probes")
 
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # tested methods of speculative decoding
