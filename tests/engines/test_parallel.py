@@ -406,12 +406,12 @@ def test_probes_of_every_request_over_two_workers(start):
     rows = np.random.default_rng(0).standard_normal((2, D)).astype(np.float32)
     given = {"probes": [pc.Probe(rows, pc.resid_post[1], name="p"), pc.Probe(rows[:1], pc.mlp_out[0], name="q")]}
     same = [pc.Probe(each.weight, each.at, name=f"own.{each.name}") for each in given["probes"]]
-    lm = start(tensor_parallel_size=2, **given)
+    lm, prompt = start(tensor_parallel_size=2, **given), list(range(100, 300))  # more than a block of 128 tokens
     for _ in range(2):
-        run = lm.run(LONG, max_tokens=4, capture=same)
+        run = lm.run(prompt, max_tokens=4, capture=same)
         for name in ("p", "q"):
             np.testing.assert_allclose(run.probes[name], run.probes[f"own.{name}"], atol=1e-5)
     assert run.cached_tokens == 0  # its own probes compute all of the prompt
-    again = lm.run(LONG, max_tokens=4)
-    assert again.cached_tokens
+    again = lm.run(prompt, max_tokens=4)
+    assert again.cached_tokens == 128
     np.testing.assert_allclose(again.probes["p"], run.probes["p"], atol=1e-5)
