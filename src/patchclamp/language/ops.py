@@ -53,8 +53,8 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When",
-    "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "LowRank", "Mean", "Noise", "Probe", "Replace", "Scale",
+    "Use", "When", "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
@@ -414,9 +414,10 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Replace h with (1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if given; exactly v where a is 1.
 
-    With `From` this is activation patching.
+    With `From` this is activation patching. With a `basis`, [D] or [k, D], only h's component in the span of its rows
+    is replaced: h + a · Uᵀ U (v − h), where the rows of U are an orthonormal basis of the span.
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
-    (arXiv:2202.05262).
+    (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
     """
 
     value: Value = field(converter=as_value)
@@ -424,6 +425,12 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
     alpha: float = field(converter=as_number, default=1.0)
     mask: Vector | Named | None = field(converter=optional(as_mask), default=None)
+    basis: Vector | Named | None = field(converter=optional(as_directions), default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask is not None and self.basis is not None:
+            raise ProgramError("expected a mask of columns or a basis, got both", "basis")
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -497,13 +504,30 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Remove h's component in the span of `directions`, [D] or [k, D]: h − Σ (h · u) u over an orthonormal basis u.
+    """Remove h's component in the span of `directions`, [D] or [k, D]: h − s · Σ (h · u) u over an orthonormal basis u,
+    where s is `strength`: 1 removes all of the component, 2 reflects it.
 
     The basis is computed once, in fp64, by Gram-Schmidt; linearly dependent directions are dropped.
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
     """
 
     directions: Vector | Named = field(converter=as_directions)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    strength: float = field(converter=as_number, default=1.0)
+
+
+class LowRank(SiteOp, frozen=True, forbid_unknown_fields=True):
+    """Replace h with h + Rᵀ (W h + b − R h): within the subspace that the rows of R span, a linear map of h.
+
+    `weight` W and `rotation` R are [k, D] or [D], `bias` b is [k]. R is used as it is: with orthonormal rows, which
+    LoReFT learns, R h becomes W h + b.
+    Source: representation fine-tuning; Wu et al. 2024 (arXiv:2404.03592).
+    """
+
+    weight: Vector | Named = field(converter=as_numbers)
+    bias: Vector | None = field(converter=optional(as_bias))
+    rotation: Vector | Named = field(converter=as_numbers)
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
 

@@ -48,6 +48,7 @@ from patchclamp.plan.bound import (
     BoundProgram,
     Compare,
     Condition,
+    Factored,
     Guard,
     Keep,
     Latch,
@@ -168,6 +169,12 @@ def _add(op: ops.Add, context: Context) -> Lowered:
 @lower.register
 def _replace(op: ops.Replace, context: Context) -> Lowered:
     values, rows = context.value(as_value(op.value))
+    if op.basis is not None:
+        context.needs_whole_rows(op)
+        basis = orthonormal(_directions(context, op.basis, "basis"))
+        if not op.alpha:
+            return Lowered(Linear(1.0, 0.0))
+        return Lowered(_factored(op, context, basis, basis, toward=op.alpha), values, rows)
     if op.mask is None:
         return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
     return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
@@ -192,7 +199,41 @@ def _scale(op: ops.Scale, context: Context) -> Lowered:
 def _ablate(op: ops.Ablate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     basis = orthonormal(_directions(context, op.directions, "directions"))
+    if op.strength != 1.0:
+        gates = context.put(gates_of(len(basis.rows()), slope=-op.strength))
+        return Lowered(_factored(op, context, basis, basis), (gates,))
     return Lowered(Projection(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
+
+
+@lower.register
+def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    weight, rotation = context.vector(op.weight, "weight"), context.vector(op.rotation, "rotation")
+    rank = len(weight.rows())
+    if len(rotation.rows()) != rank or rank > weight.shape[-1]:
+        raise ShapeError(f"expected [k, D] as the weight, {list(weight.shape)}, got {list(rotation.shape)}", "rotation")
+    if op.bias is not None and op.bias.shape != (rank,):
+        raise ShapeError(f"expected [{rank}] numbers, got {list(op.bias.shape)}", "bias")
+    change = Vector.of(weight.rows().astype(np.float64) - rotation.rows())
+    gates = context.put(gates_of(rank, 0.0 if op.bias is None else op.bias.array(), slope=1.0))
+    return Lowered(_factored(op, context, change, rotation), (gates,))
+
+
+def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
+    """The action of products with the rows of `along`, which add multiples of the rows of `added`."""
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite(f"{type(op).__name__} does not edit logits: edit final_norm", "at")
+    rows = np.concatenate([along.rows(), added.rows()])
+    return Factored(len(rows) // 2, context.put(Vector.of(rows)), toward)
+
+
+def gates_of(rank: int, bias: Any = 0.0, threshold: Any = -MAX_FP32, offset: Any = 0.0, slope: Any = 0.0,
+             otherwise: Any = 0.0) -> Vector:  # fmt: skip
+    """The numbers [k, 5] of a `Factored` action. By default its products are not thresholded."""
+    numbers = np.empty((rank, 5), np.float32)
+    for i, each in enumerate((bias, threshold, offset, slope, otherwise)):
+        numbers[:, i] = each
+    return Vector.of(numbers)
 
 
 @lower.register

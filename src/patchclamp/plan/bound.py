@@ -33,6 +33,7 @@ TEST = 8  # a bit of the row: a product with the row is above a threshold
 ALL = 9  # a bit of the row: some of its bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
+LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for products p with k others
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
@@ -91,6 +92,23 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
     kind: ClassVar[int] = PROJECT
     low: float
     high: float
+
+
+class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
+    """Add Σ g(p_j) · d_j to the row, where p_j is a product with e_j, all of the row before the op.
+
+    The op's value has five numbers for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias, g is
+    offset + slope · q where q is above the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is a
+    row v instead, p_j the product of v − h with e_j, and g is toward · p_j.
+
+    rank: k
+    factors: the bank key of the rows e_1 … e_k, d_1 … d_k
+    """
+
+    kind: ClassVar[int] = LOW_RANK
+    rank: int
+    factors: str
+    toward: float = 0.0
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
@@ -154,7 +172,7 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode | Compare | All | Latch
+Action = Store | Keep | Linear | Blend | Projection | Factored | Noisy | RunCode | Compare | All | Latch
 DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 
@@ -198,9 +216,14 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return self.kind not in (CAPTURE, STORE, *DECIDE)
 
     @property
+    def is_gated(self) -> bool:
+        """True if its value is no row but the numbers of a `Factored` action."""
+        return isinstance(self.action, Factored) and not self.action.toward
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Every bank key that it reads."""
-        beside = {Blend: "mask", Keep: "matrix"}.get(type(self.action))
+        beside = {Blend: "mask", Keep: "matrix", Factored: "factors"}.get(type(self.action))
         key = getattr(self.action, beside) if beside else ""
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 

@@ -29,7 +29,7 @@ from patchclamp.errors import MissingSource, ModelError, Packed, RunError, Shape
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, LATCH, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_columns, source_of
+from patchclamp.plan.bound import Action, Blend, Factored, Keep, Noisy, own_point, pack_columns, source_of
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
@@ -93,7 +93,8 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
         return op.at(np.zeros(len(shards), bool))
     return msgspec.structs.replace(
         op, columns=0 if (first, end) == (0, shard.end - shard.first) else pack_columns((first, end)),
-        values=tuple(_sharded_key(key, shard) for key in op.values), action=_shard_action(op.action, shard),
+        values=op.values if op.is_gated else tuple(_sharded_key(key, shard) for key in op.values),
+        action=_shard_action(op.action, shard),
     )  # fmt: skip
 
 
@@ -102,6 +103,8 @@ def _shard_action(action: Action, shard: Shard) -> Action:
         return msgspec.structs.replace(action, mask=_sharded_key(action.mask, shard))
     if isinstance(action, Keep):
         return msgspec.structs.replace(action, matrix=_sharded_key(action.matrix, shard))
+    if isinstance(action, Factored):
+        return msgspec.structs.replace(action, factors=_sharded_key(action.factors, shard))
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
