@@ -34,6 +34,7 @@ from patchclamp.errors import (
     UnsupportedStudy,
 )  # fmt: skip
 from patchclamp.language import (
+    SAE,
     From,
     Named,
     Program,
@@ -108,6 +109,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "LM",
+    "SAE",
     "AddressMoved",
     "CapacityError",
     "EngineError",

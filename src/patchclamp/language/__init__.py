@@ -4,6 +4,7 @@ from patchclamp.language import ops
 from patchclamp.language.ops import *  # noqa: F403  whose `__all__` names the ops
 from patchclamp.language.ops import Op, Readout, SiteOp
 from patchclamp.language.program import Program
+from patchclamp.language.sae import SAE
 from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site
 from patchclamp.language.tokens import (
     ImageTokens,
@@ -25,8 +26,8 @@ from patchclamp.language.tokens import (
 from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role", "SameRun",
-    "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "image",
-    "parse_site", "parse_tokens", "prompt", "role", "span", "token",
+    "SAE", "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role",
+    "SameRun", "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated",
+    "image", "parse_site", "parse_tokens", "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

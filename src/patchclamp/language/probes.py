@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from patchclamp.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -27,9 +29,14 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(file, "np") as opened:
-                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  not a mapping
+                types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+                found = {
+                    name: _bfloat16(file, name) if dtype == "BF16" else opened.get_tensor(name)
+                    for name, dtype in types.items()
+                }
                 metadata = opened.metadata() or {}
         elif file.suffix == ".npz":
+            check_archive(file)
             with np.load(file, allow_pickle=False) as opened:
                 found = dict(opened)
         elif file.suffix == ".npy":
@@ -38,9 +45,38 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
             raise ProgramError(f"expected a .safetensors, .npz or .npy file, got {file.name!r}", "path")
     except OSError as error:
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+    except (
+        ValueError, TypeError, KeyError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile,
+        safetensors.SafetensorError,
+    ) as error:  # fmt: skip
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
     return found, metadata
+
+
+def check_archive(file: Path) -> None:
+    """Raise `ProgramError` for a zip archive whose content is over 64 times its size, or that is not one."""
+    try:
+        with zipfile.ZipFile(file) as opened:
+            size = sum(member.file_size for member in opened.infolist())
+    except OSError as error:
+        raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
+    if size > 64 * file.stat().st_size:
+        raise ProgramError(f"{file.name!r} would expand to {size} bytes", "path")
+
+
+def _bfloat16(file: Path, name: str) -> np.ndarray:
+    """A bfloat16 tensor of a valid .safetensors file as fp32; NumPy does not have the type."""
+    import numpy as np
+
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        tensor = msgspec.json.decode(opened.read(length))[name]
+        begin, end = tensor["data_offsets"]
+        opened.seek(8 + length + begin)
+        halves = np.frombuffer(opened.read(end - begin), "<u2")
+    return (halves.astype("<u4") << 16).view("<f4").reshape(tensor["shape"])
 
 
 def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -1,0 +1,248 @@
+"""Sparse autoencoders and transcoders: their numbers in one form, whatever package trained them.
+
+    N rows · D width of a row · F features · O width of the output, D unless a transcoder differs
+
+`sae_formats` folds what each format adds (decoder biases subtracted from the input, decoder norms, constant scales)
+into these numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import msgspec
+
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError
+from patchclamp.language.sae_formats import Fold, errors_of, read_parts, write_saelens
+from patchclamp.language.site import parse_site
+from patchclamp.language.structs import PublicStruct
+from patchclamp.language.values import as_array
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Normalize = Literal["none", "layer_norm", "rms"]
+SHAPES = {
+    "encoder": "FD", "encoder_bias": "F", "decoder": "FO", "decoder_bias": "O", "threshold": "F", "gain": "F",
+    "offset": "F", "skip": "OD",
+}  # fmt: skip
+EPSILON = 1e-5  # layer_norm adds it to the standard deviation, as SAELens does
+
+
+class SAE(PublicStruct, frozen=True, eq=False, dict=True):
+    """A sparse autoencoder or transcoder, for example from a file: `pc.SAE.load(path)`.
+
+    pre = encoder · row + encoder_bias. A feature is active where pre > threshold (0 if None), with the value
+    relu(gain · pre + offset), or relu(pre) without a gain. With `k`, only the k largest values of a row are kept. The
+    output is features · decoder + decoder_bias, plus skip · row.
+
+    encoder: [F, D]. All arrays are fp32 and read-only
+    encoder_bias, decoder, decoder_bias: [F], [F, O], [O]
+    threshold: [F], or None
+    gain, offset: [F], together or not at all: gated autoencoders
+    k: the number of features kept in each row (TopK), or None for all; of equal values the lower index is kept
+    normalize: how a row is normalised before the encoder, and the output scaled back: "none"; "layer_norm", (row -
+        mean) / (std + 1e-5), with the unbiased standard deviation; "rms", row / sqrt(mean(row²))
+    skip: [O, D], a transcoder's linear path past the features, which takes the row as it is; or None
+    site: the site that it was trained on, such as "resid_post[20]"; "" if the file does not say
+    site_out: the site that it writes; "" if that is `site`. A transcoder reads `mlp_in` and writes `mlp_out`
+    model: the name of the model that it was trained on, or ""
+
+    Sources: Cunningham et al. 2023 (arXiv:2309.08600), Gao et al. 2024 (TopK, arXiv:2406.04093), Rajamanoharan et al.
+    2024 (gated, arXiv:2404.16014; JumpReLU, arXiv:2407.14435), Dunefsky et al. 2024 (transcoders, arXiv:2406.11944).
+    """
+
+    encoder: np.ndarray
+    encoder_bias: np.ndarray
+    decoder: np.ndarray
+    decoder_bias: np.ndarray
+    threshold: np.ndarray | None = None
+    gain: np.ndarray | None = None
+    offset: np.ndarray | None = None
+    k: int | None = None
+    normalize: Normalize = "none"
+    skip: np.ndarray | None = None
+    site: str = ""
+    site_out: str = ""
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        sizes: dict[str, int] = {}
+        for name, letters in SHAPES.items():
+            if (given := getattr(self, name)) is not None:
+                msgspec.structs.force_setattr(self, name, _frozen(given, name, letters, sizes))
+        if (self.gain is None) != (self.offset is None):
+            raise ProgramError("expected gain and offset together", "offset" if self.offset is None else "gain")
+        if self.k is not None and not (type(self.k) is int and 1 <= self.k <= self.n_features):
+            raise ProgramError(f"expected an integer from 1 to {self.n_features}, got {self.k!r:.100}", "k")
+        for name in ("site", "site_out"):
+            try:
+                text = str(parse_site(getattr(self, name))) if getattr(self, name) else ""
+            except PatchclampError as error:
+                raise error.under(name) from None
+            msgspec.structs.force_setattr(self, name, text)
+        if self.normalize not in get_args(Normalize):
+            raise ProgramError(f"expected {', '.join(get_args(Normalize))}, got {self.normalize!r:.100}", "normalize")
+        if self.normalize != "none" and len(self.decoder_bias) != self.width:
+            raise ShapeError(f"expected an output of {self.width} numbers to scale back", "decoder_bias")
+
+    @property
+    def n_features(self) -> int:
+        return len(self.encoder)
+
+    @property
+    def width(self) -> int:
+        """D, the width of the rows that it reads."""
+        return self.encoder.shape[1]
+
+    @property
+    def is_local(self) -> bool:
+        """True if each feature's value depends on its own pre-activation only, and that is linear in the row."""
+        return self.k is None and self.normalize == "none"
+
+    @functools.cached_property
+    def content(self) -> str:
+        """SHA-256 of everything that changes a number, in hex. Computed once."""
+        digest = hashlib.sha256(repr((self.k, self.normalize)).encode())
+        for name in SHAPES:
+            if (array := getattr(self, name)) is not None:
+                digest.update(f"{name} {array.shape}".encode())
+                digest.update(array)
+        return digest.hexdigest()
+
+    def encode(self, rows: Any) -> np.ndarray:
+        """The features [N, F] of rows [N, D], fp32."""
+        import numpy as np
+
+        mean, scale = self._moments(rows := self._rows(rows, "rows", self.width))
+        normed = rows if scale is None else (rows - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0))
+        pre = normed @ self.encoder.T + self.encoder_bias
+        values = pre if self.gain is None else self.gain * pre + self.offset
+        values = np.where(pre > (0 if self.threshold is None else self.threshold), np.maximum(values, 0), 0)
+        if self.k is None or self.k == self.n_features:
+            return values
+        least = np.partition(values, -self.k, axis=1)[:, -self.k, None]  # the k-th largest
+        above, ties = values > least, values == least
+        kept = above | (ties & (ties.cumsum(1) <= self.k - above.sum(1, keepdims=True)))
+        return np.where(kept, values, 0)
+
+    def decode(self, features: Any, rows: Any = None) -> np.ndarray:
+        """The output [N, O] of features [N, F], fp32. `rows` [N, D] are required if the SAE normalises or has a skip
+        connection. Raises `ProgramError` without them."""
+        import numpy as np
+
+        out = self._rows(features, "features", self.n_features) @ self.decoder + self.decoder_bias
+        if self.normalize == "none" and self.skip is None:
+            return out
+        if rows is None:
+            raise ProgramError("this SAE normalises or has a skip connection: decode(features, rows)", "rows")
+        if len(rows := self._rows(rows, "rows", self.width)) != len(out):
+            raise ShapeError(f"expected {len(out)} rows, one for each row of features, got {len(rows)}", "rows")
+        mean, scale = self._moments(rows)
+        out = out if scale is None else out * scale + mean
+        return np.asarray(out if self.skip is None else out + rows @ self.skip.T, np.float32)
+
+    def reconstruct(self, rows: Any) -> np.ndarray:
+        """`decode(encode(rows), rows)`: the output [N, O] for rows [N, D]."""
+        return self.decode(self.encode(rows), rows)
+
+    def _moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
+        """The numbers that `normalize` subtracts from each row and divides it by (None: by nothing)."""
+        import numpy as np
+
+        if self.normalize == "none":
+            return 0.0, None
+        if self.normalize == "layer_norm":
+            return rows.mean(1, keepdims=True), rows.std(1, ddof=1, keepdims=True)
+        size = np.sqrt(np.square(rows).mean(1, keepdims=True))
+        return 0.0, np.maximum(size, np.finfo(np.float32).tiny)  # a row of zeros stays one
+
+    def _rows(self, numbers: Any, name: str, width: int) -> np.ndarray:
+        array = as_array(numbers, name)
+        if array.ndim != 2 or array.shape[1] != width:
+            raise ShapeError(f"expected [N, {width}], got {list(array.shape)}", name)
+        return array
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **which: Any) -> SAE:
+        """Load an SAE or a transcoder from a folder or file; its format is recognised from the files and their content.
+
+        SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
+        their packages; `.pt` files need PyTorch. `docs/sae.md` has the table.
+
+        layer: the layer to read from a folder of Qwen-Scope
+        k: the number of active features, where a file of Qwen-Scope does not say it
+        scale: the factor that brings rows to the norm of the training rows, for files that were saved without it
+        site, site_out, model: replace what the file says
+
+        Raises `ProgramError` or `ShapeError`, with the file's and the array's name, for all that is not an SAE. Code in
+        pickles is refused.
+        """
+        fields, fold, file = read_parts(path, which)
+        with errors_of(file):
+            return _folded(cls(**fields), fold)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save to a folder in the format of SAELens (cfg.json and sae_weights.safetensors), for `load` and SAELens.
+
+        Raises `ProgramError` for an SAE that SAELens has no class for.
+        """
+        write_saelens(path, **msgspec.structs.asdict(self))
+
+    def __repr__(self) -> str:
+        kind = "" if self.k is None else f", k={self.k}"
+        place = ", ".join(repr(text) for text in (self.site, self.site_out, self.model) if text)
+        return f"SAE({self.n_features} features of {self.width}{kind}{', ' * bool(place)}{place})"
+
+
+def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.ndarray:
+    """A read-only fp32 array, of a shape that agrees with `sizes`, to which it adds its own."""
+    import numpy as np
+
+    array = as_array(given, name)
+    if isinstance(given, np.ndarray) and given.flags.writeable and np.may_share_memory(array, given):
+        array = array.copy()  # the caller may change it later
+    expected = [sizes.get(letter, letter) for letter in letters]
+    fits = array.ndim == len(letters) and all(
+        want in (got, str(want)) for want, got in zip(expected, array.shape, strict=True)
+    )
+    if not fits or 0 in array.shape:
+        raise ShapeError(f"expected [{', '.join(map(str, expected))}], got {list(array.shape)}", name)
+    sizes.update(zip(letters, array.shape, strict=True))
+    if not np.isfinite(array).all():
+        raise ShapeError("expected finite numbers, got NaN or infinity", name)
+    array.flags.writeable = False
+    return array
+
+
+def _folded(sae: SAE, fold: Fold) -> SAE:
+    """The same function of a row with nothing left to fold."""
+    import numpy as np
+
+    def scaled(array: np.ndarray, by: float | np.ndarray) -> np.ndarray:
+        return np.multiply(array, by, dtype=np.float64, out=np.empty_like(array), casting="same_kind")
+
+    changed: dict[str, Any] = {}
+    with np.errstate(all="ignore"):  # numbers that overflow are refused by SAE
+        if fold.subtract:
+            if len(sae.decoder_bias) != sae.width:
+                raise ProgramError("a transcoder's decoder bias cannot be subtracted from its rows", "decoder_bias")
+            bias = sae.decoder_bias.astype(np.float64)
+            blocks = np.array_split(sae.encoder, 1 + sae.encoder.size // 2**24)  # each is copied to fp64
+            changed["encoder_bias"] = sae.encoder_bias - np.concatenate([block @ bias for block in blocks])
+        if fold.unit_norm:
+            norms = np.sqrt(np.einsum("fo,fo->f", sae.decoder, sae.decoder, dtype=np.float64))
+            if not norms.all():
+                raise ProgramError("expected no feature with a decoder of zeros only", "decoder")
+            changed["encoder"] = scaled(sae.encoder, norms[:, None])
+            changed["encoder_bias"] = changed.get("encoder_bias", sae.encoder_bias) * norms
+            changed["decoder"] = scaled(sae.decoder, 1 / norms[:, None])
+        if fold.scale_in != 1:
+            changed["encoder"] = scaled(changed.get("encoder", sae.encoder), fold.scale_in)
+        if fold.scale_out != 1:
+            changed["decoder"] = scaled(changed.get("decoder", sae.decoder), 1 / fold.scale_out)
+            changed["decoder_bias"] = scaled(sae.decoder_bias, 1 / fold.scale_out)
+    return msgspec.structs.replace(sae, **changed) if changed else sae
