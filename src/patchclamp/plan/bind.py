@@ -15,10 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    ShapeError,
+    TokensError,
+    UnsupportedSite,
+    unknown,
+)
 from patchclamp.language import (
     Apply,
     Capture,
+    Features,
     From,
     Named,
     Probe,
@@ -34,7 +43,7 @@ from patchclamp.language import (
     ops,
 )
 from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
-from patchclamp.language.ops import Op
+from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
@@ -48,6 +57,7 @@ from patchclamp.plan.bound import (
     BoundProgram,
     Compare,
     Condition,
+    Encoded,
     Factored,
     Guard,
     Keep,
@@ -67,7 +77,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import record_work
-from patchclamp.sites import LENS, Point, SiteMap, SiteRef
+from patchclamp.sites import LENS, Dictionary, Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
@@ -79,6 +89,10 @@ class Context(Protocol):
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
         """The bank keys of a value (one per point, or one for all), and the row for each selected position (None: row
         0). Errors have the path `value`."""
+        ...
+
+    def padded(self, vector: Vector, field: str) -> Vector:
+        """A vector as wide as the site's rows, padded to those of its point."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
@@ -100,6 +114,14 @@ class Context(Protocol):
     def check_lens(self, lens: ops.Lens) -> None:
         """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens,
         `ShapeError` if translators have another width."""
+        ...
+
+    def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
+        """The SAE that the op names. Raises `ProgramError` for an id that it does not have."""
+        ...
+
+    def read_before(self, action: Action, ref: SiteRef) -> None:
+        """Add an op that acts on the same tokens at an earlier site."""
         ...
 
     def code(self, op: ops.Apply) -> int:
@@ -148,6 +170,48 @@ def _probe(op: ops.Probe, context: Context) -> Lowered:
 def _lens(op: ops.Lens, context: Context) -> Lowered:
     context.check_lens(op)
     return Lowered(Keep(0, context.conditional, lens=True))
+
+
+@lower.register
+def _features(op: ops.Features, context: Context) -> Lowered:
+    context.dictionary(op.ids or ())
+    return Lowered(Keep(0, context.conditional, lens=True))
+
+
+@lower.register
+def _set_feature(op: ops.SetFeature, context: Context) -> Lowered:
+    dictionary = context.dictionary(op.id)
+    values = np.array(op.value, np.float64)
+    if op.mode == "add" and not op.only_if_active and not dictionary.card.normalizes:
+        added = values @ dictionary.rows(op.id).decoder
+        return Lowered(Linear(1.0, 1.0), (context.put(context.padded(Vector.of(added), "value")),))
+    still = np.zeros_like(values)
+    offset = still if op.mode == "scale" else values
+    slope = {"set": still - 1, "add": still, "scale": values - 1}[op.mode]
+    otherwise = still if op.only_if_active else offset
+    if not dictionary.card.is_local or dictionary.at != dictionary.to:
+        gates = zip(offset.tolist(), slope.tolist(), otherwise.tolist(), strict=True)
+        return _encoded(dictionary, context, op.id, tuple(gates))
+    rows = dictionary.rows(op.id)
+    along, added = (context.padded(Vector.of(each), "id") for each in (rows.encoder, rows.decoder))
+    gates = context.put(gates_of(len(op.id), rows.bias, rows.threshold, offset, slope, otherwise))
+    return Lowered(_factored(op, context, along, added), (gates,))
+
+
+@lower.register
+def _reconstruct(op: ops.Reconstruct, context: Context) -> Lowered:
+    return _encoded(context.dictionary(()), context)
+
+
+def _encoded(
+    dictionary: Dictionary, context: Context, ids: tuple[int, ...] = (),
+    gates: tuple[tuple[float, float, float], ...] = (),
+) -> Lowered:  # fmt: skip
+    """An edit that runs the whole encoder, and the op that reads its row if that is at another site."""
+    action = Encoded(dictionary.card.name, dictionary.card.content, ids, gates)
+    if dictionary.at != dictionary.to:
+        context.read_before(msgspec.structs.replace(action, reads=True), dictionary.at)
+    return Lowered(action)
 
 
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
@@ -539,6 +603,11 @@ class _Binder:
         try:
             bound = self._bind(path, edit)
             for op in bound:
+                if isinstance(op.action, Encoded):
+                    raise ProgramError(
+                        "a condition guards features of an SAE whose encoder is local, and this one needs a whole row",
+                        "name",
+                    )
                 for point in op.points if op.is_edit else ():
                     depth = self.sites.depth(point) - self.sites.depth(last.number)
                     if depth < 0 or (depth == 0 and point != last.number):
@@ -577,7 +646,17 @@ class _Binder:
         self._edits_at.update(ref.point for ref in refs)
         return [bound for case in cases for bound in _OpBinder(self, path, op, refs, case, False).bound()]
 
+    def dictionary(self, name: str) -> Dictionary:
+        """The SAE that was attached under a name."""
+        found = self.sites.dictionaries.get(name)
+        if found is None:
+            raise unknown("attached SAE", name, self.sites.dictionaries, "name")
+        return found
+
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
+        if isinstance(op, (Features, FeatureOp)):
+            dictionary = self.dictionary(op.name)
+            return [dictionary.at if isinstance(op, Features) else dictionary.to]
         if op.at not in self.known.refs:
             try:
                 self.known.refs[op.at] = self.sites.resolve(op.at)
@@ -701,6 +780,23 @@ class _OpBinder:
             raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {lens.top}", "top")
         lens.check_width(self._sites.d_model)
 
+    def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
+        assert isinstance(self._op, (Features, FeatureOp))
+        dictionary = self._binder.dictionary(self._op.name)
+        if ids and max(ids) >= dictionary.card.features:
+            raise ProgramError(
+                f"expected a feature from 0 to {dictionary.card.features - 1}, got {max(ids)}",
+                "ids" if isinstance(self._op, Features) else "id",
+            )
+        return dictionary
+
+    def read_before(self, action: Action, ref: SiteRef) -> None:
+        ranges = self._binder.known.ranges_of(self._case.positions, None)
+        columns = 0 if ref.columns is None else pack_columns(ref.columns)
+        ids = self._case.ids
+        condition = Condition(self.put(Vector.of(ids)), self._case.others) if ids else None
+        self._stored.append(BoundOp(self._path, action, (ref.point,), (), ranges, columns=columns, condition=condition))
+
     def code(self, op: Apply) -> int:
         return self._binder.number_code(self._path, op, {ref.point: str(ref) for ref in self._refs})
 
@@ -754,6 +850,9 @@ class _OpBinder:
             raise ProgramError(f"expected numbers, got a row of a run; write run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
+
+    def padded(self, vector: Vector, field: str) -> Vector:
+        return self._as_wide(vector, False, field)
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
         """Pad a vector to the width of its point, with 0 outside the columns of the site ref. A row of heads may be

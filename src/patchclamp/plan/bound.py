@@ -56,7 +56,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
     probe: the name of the probe that its products are for; "" if they are the site's
-    lens: True if its rows are for a lens, and not the site's
+    lens: True if its rows are for a lens or an SAE, and not the site's
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -131,6 +131,24 @@ class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
     code: int
 
 
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """Run the whole encoder of an attached SAE (`runtime.dictionaries`): replace the row by its reconstruction, or
+    change some features.
+
+    name, content: of the SAE
+    ids: of the features; () to reconstruct
+    gates: by feature the offset, slope and otherwise, as in `Factored`, of what is added in decoder rows
+    reads: True where a transcoder reads the row, and changes nothing
+    """
+
+    kind: ClassVar[int] = APPLY
+    name: str
+    content: str
+    ids: tuple[int, ...] = ()
+    gates: tuple[tuple[float, float, float], ...] = ()
+    reads: bool = False
+
+
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
     """Write the row of each position to the bank, under an own key (`own_key`)."""
 
@@ -172,7 +190,7 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | Factored | Noisy | RunCode | Compare | All | Latch
+Action = Store | Keep | Linear | Blend | Projection | Factored | Noisy | RunCode | Encoded | Compare | All | Latch
 DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 
@@ -213,7 +231,9 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_edit(self) -> bool:
         """True if it changes rows."""
-        return self.kind not in (CAPTURE, STORE, *DECIDE)
+        return self.kind not in (CAPTURE, STORE, *DECIDE) and not (
+            isinstance(self.action, Encoded) and self.action.reads
+        )
 
     @property
     def is_gated(self) -> bool:
@@ -283,9 +303,9 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The bytes of all rows of probes and lenses in the first `computed` positions; None: in all, up to
         `max_tokens`."""
         return sum(
-            4 * (op.action.products or sites.d_model) * len(op.points) * max(min(stop, computed or stop) - start, 0)
+            4 * (op.action.products or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
             for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
-            for start, stop, *_ in op.ranges
+            for start, stop, *_ in op.ranges for point in op.points
         )  # fmt: skip
 
     @functools.cached_property

@@ -154,7 +154,9 @@ async def lens(request: Request) -> Response:
         )  # fmt: skip
     if not asked.wanted or rows > LENS_ROWS + most:  # a step of all requests waits for them
         raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
-    positions, ids, logprobs = zip(*await engine.lens(asked.wanted, asked.top, asked.translator), strict=True)
+    positions, ids, logprobs = zip(
+        *await engine.read_rows("lens", asked.wanted, asked.top, asked.translator), strict=True
+    )
     parts = (np.concatenate(arrays).tobytes() for arrays in (ids, logprobs))
     found = PackedTokens([each.tobytes() for each in positions], *parts)
     return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")

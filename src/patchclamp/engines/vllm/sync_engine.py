@@ -62,6 +62,7 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.runtime import Limits
 
@@ -89,12 +90,12 @@ def known_options() -> list[str]:
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eleven of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and twelve of ours:
 
-    `cells`, `max_records`, `bank_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`:
-    `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with programs) or
-    "stock"; `probes`: probes that score every token of every request; `multiprocess_mode`: True to run the engine core
-    in a separate process.
+    `cells`, `max_records`, `bank_bytes`, `sae_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`,
+    `active_sizes`: `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with
+    programs) or "stock"; `probes`: probes that score every token of every request; `multiprocess_mode`: True to run the
+    engine core in a separate process.
     """
 
     _engine: LLMEngine
@@ -137,9 +138,15 @@ class VllmEngine(VllmFrontEnd):
         return gathered
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        return self._read_rows("lens", wanted, top, translator)
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        return self._read_rows("features", wanted, top, reader)
+
+    def _read_rows(self, verb: str, wanted: list[Wanted], top: int, by: Any) -> list[TopTokens]:
         def ask() -> list[Any]:
             self._check_awake()
-            return self._ask("lens", wanted, top, msgspec.msgpack.encode(translator))
+            return self._ask(verb, wanted, top, msgspec.msgpack.encode(by))
 
         return top_tokens_of(self._call(ask).result(), top)
 
