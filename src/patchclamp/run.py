@@ -353,7 +353,8 @@ class Run:
     def probe_names(self) -> list[str]:
         """The names of its probes: its program's, and the engine's own."""
         monitors = () if self.answer.monitored is None else self._owner.engine.monitors
-        return list(dict.fromkeys([*self._probe_ops, *(each.probe.name for each in monitors)]))
+        own = (name for name in self._probe_ops if name in self._named_probes)  # the others are features of conditions
+        return list(dict.fromkeys([*own, *(each.probe.name for each in monitors)]))
 
     def probe_positions(self, name: str) -> list[int]:
         """The positions whose tokens a probe read."""

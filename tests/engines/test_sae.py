@@ -81,7 +81,8 @@ def test_features_are_those_of_the_rows(lm):
                 assert close(other.features[name].values, values[:, ids])
                 assert other.features[name].ids.tolist() == [ids] * len(rows)
                 frame = found.to_frame()
-                assert len(frame) == (found.values > 0).sum() and (frame["value"] > 0).all()
+                assert len(frame) == (found.values > 0).sum()
+                assert (frame["value"] > 0).all()
     with pytest.raises(pc.MissingSource, match="'none' was not read"):
         run.features["none"]
 
@@ -179,3 +180,31 @@ def test_what_cannot_be_is_refused(lm):
         with pytest.raises(error, match=message):
             call()
     assert "a" not in lm.sites.dictionaries
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_condition_on_features(lm, name):
+    """It holds where the features of the captured rows say so, of prompts and generated tokens."""
+    sae, read = SAES[name], pc.Features(name, ids=[40, 12])
+    push = pc.Add(numbers(D), at=pc.resid_post[5])
+    conditions = [read[0] > 0.25, read[1] > 0, ~(read[0] >= 0.5) & (read[1] <= 0.75), read[0] < 0.125]
+    runs = lm.run(
+        [PROMPTS[1]] * 4, edits=[[pc.When(each, push)] for each in conditions], capture=pc.Capture(SITE), **ARGUMENTS
+    )
+    acted = set()
+    for number, run in enumerate(runs):
+        f, g = sae.encode(run[SITE].numpy())[:, [40, 12]].T
+        held = [f > 0.25, g > 0, ~(f >= 0.5) & (g <= 0.75), f < 0.125][number]
+        assert run.acted["edits[0].edits[0]"] == np.flatnonzero(held).tolist()
+        assert list(run.probes) == []
+        acted |= set(held.tolist())
+    assert acted == {True, False}
+    refused = [
+        (pc.Features("topk", ids=[3])[0] > 1, "depends on the others"), (pc.Features(name)[0] > 1, "of a list"),
+        (read[0] > -1, "no feature is below it"), (pc.Features(name, ids=[F])[0] > 1, "from 0 to 95"),
+    ]  # fmt: skip
+    for condition, message in refused:
+        with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
+            lm.run("x", edits=pc.When(condition, push))
+    with pytest.raises(pc.ProgramError, match="needs a whole row"):
+        lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.errors import ProgramError
 from patchclamp.language.sae import SAE
+
+PRECISIONS = ("float32", "model")  # of an SAE's matrices; "model": the model's dtype
 
 
 class FeatureRows(NamedTuple):
@@ -60,6 +63,26 @@ class FeatureReader(msgspec.Struct, frozen=True):
 
     name: str
     ids: tuple[int, ...] | None = None
+
+
+class SAEOption(NamedTuple):
+    """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
+
+    site: the site that it reads; "": the one in its file
+    """
+
+    name: str
+    path: str
+    site: str = ""
+
+    @classmethod
+    def of(cls, words: str) -> SAEOption:
+        """Parse an option. Raises `ProgramError` for other words."""
+        name, equals, rest = words.partition("=")
+        path, _, site = rest.rpartition("@") if "@" in rest else (rest, "", "")
+        if not (name.strip() and equals and path.strip()):
+            raise ProgramError(f"expected NAME=PATH@SITE, such as l20=./sae@resid_post[20], got {words!r:.200}")
+        return cls(name.strip(), path.strip(), site.strip())
 
 
 def to_file(sae: SAE, path: str) -> None:

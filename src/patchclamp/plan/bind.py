@@ -45,6 +45,7 @@ from patchclamp.language import (
 from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
 from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import (
@@ -438,6 +439,7 @@ class _Binder:
         self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
+        self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
         """Bind all ops. Every comparison of a probe is made where the program first reads it, so that later edits at
@@ -484,9 +486,13 @@ class _Binder:
         """Bind conditional edits: first what reads the probes and decides, then the edits with their guard."""
         ops: list[BoundOp] = []
         points: dict[int, Point] = {}  # that its probes read, by depth
+        try:
+            asked = self._by_probes(op.condition)
+        except PatchclampError as error:
+            raise error.under("condition") from None
         within = np.ones(self.limit, bool)  # the positions that all of them read
         try:
-            for each in comparisons(op.condition):
+            for each in comparisons(asked):
                 ops += self._read(f"{path}.condition", each.probe, is_compared=True)
                 point, read = self._comparison(f"{path}.condition", each)
                 within &= np.isin(np.arange(self.limit), read)
@@ -523,7 +529,7 @@ class _Binder:
             mask, set_bits = sum(1 << bit for bit in wanted), sum(one << bit for bit, one in wanted.items())
             return decide(All(self._next_bit(), mask, set_bits, negated))
 
-        guard = Guard(bit_of(op.condition))
+        guard = Guard(bit_of(asked))
         if op.scope != "token":
             latch = next(self._latches)
             if latch >= LATCHES:
@@ -541,6 +547,39 @@ class _Binder:
         return [*ops, *itertools.chain.from_iterable(
             self._conditional(f"{path}.edits[{i}]", edit, guard, last, first) for i, edit in enumerate(op.edits)
         )]  # fmt: skip
+
+    def _by_probes(self, condition: ProbeCondition) -> ProbeCondition:
+        """A condition in which every feature is the probe that it is: its encoder row, for a local SAE."""
+        if isinstance(condition, Not):
+            return Not(self._by_probes(condition.condition))
+        if isinstance(condition, Every):
+            return Every(tuple(map(self._by_probes, condition.conditions)))
+        assert isinstance(condition, Above)
+        features = condition.probe
+        if not isinstance(features, Features):
+            return condition
+        if features.ids is None or not -len(features.ids) <= condition.output < len(features.ids):
+            raise ProgramError("a condition compares features of a list: pc.Features(name, ids=[...])[0] > t", "ids")
+        number, dictionary = features.ids[condition.output], self.dictionary(features.name)
+        card, limit = dictionary.card, condition.threshold
+        if number >= card.features:
+            raise ProgramError(f"expected a feature from 0 to {card.features - 1}, got {number}", "ids")
+        if not card.is_local:
+            raise ProgramError(
+                f"a feature of {card.name!r} depends on the others or on the norm of the row: a condition needs an SAE "
+                "without k and normalisation", "name"
+            )  # fmt: skip
+        if limit < 0 or (limit == 0 and condition.inclusive):
+            raise ProgramError(f"expected a number above 0, since no feature is below it, got {limit}", "threshold")
+        rows = dictionary.rows([number])
+        active = float(rows.threshold[0])
+        threshold, inclusive = (limit, condition.inclusive) if limit > active else (active, False)
+        names = self._features_compared.setdefault((features.name, number), [])
+        if features.tokens not in names:
+            names.append(features.tokens)
+        name = f"{features.name}.{number}" + (f".{i}" if (i := names.index(features.tokens)) else "")
+        probe = Probe(Vector.of(rows.encoder), parse_site(card.at), features.tokens, Vector.of(rows.bias), name=name)
+        return Above(probe, threshold, 0, inclusive)
 
     def _next_bit(self) -> int:
         bit = next(self._bits)

@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.ops import as_probe_name
+from patchclamp.language.ops import MAX_FEATURES, as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
@@ -40,6 +40,7 @@ from patchclamp.plan.bound import (
     BoundOp,
     BoundProgram,
     Compare,
+    Encoded,
     Factored,
     Keep,
     Latch,
@@ -86,6 +87,11 @@ class Frame(msgspec.Struct, frozen=True):
     sites: SiteMap
     stored: dict[str, np.ndarray]
     decided: Decided
+
+    @property
+    def read_by_saes(self) -> set[int]:
+        """The points whose rows an attached SAE reads."""
+        return {each.at.point for each in self.sites.dictionaries.values()}
 
 
 def verify(
@@ -289,7 +295,8 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.reading = op
     if action.lens:
         _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
-        _need(all(frame.sites.lens_reads(point) for point in op.points), "a lens of a point not as wide as the stream")
+        whole = [frame.sites.lens_reads(point) or point in frame.read_by_saes for point in op.points]
+        _need(all(whole), "a lens of a point that none reads")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
@@ -418,6 +425,19 @@ def _low_rank(action: Factored, op: BoundOp, frame: Frame, width: int) -> None:
     _need(len(op.values) == 1 and is_vector(op.values[0]), "gates that are no vector")
     _need(frame.sizes.get(op.values[0]) == (action.rank, 5), "gates of another form")
     _need(all(each.row == each.step == 0 for each in op.ranges), "a gate for some positions")
+
+
+@_check_action.register
+def _encoded(action: Encoded, op: BoundOp, frame: Frame, width: int) -> None:
+    found = frame.sites.dictionaries.get(action.name)
+    if found is None or found.card.content != action.content:
+        raise ProgramError(f"no binder makes this: an SAE {action.name[:64]!r} that is not attached")
+    _need(op.points == ((found.at if action.reads else found.to).point,), "an SAE at another site")
+    _need(action.reads <= (found.at != found.to), "an SAE that reads where it writes")
+    _need(not op.values and op.guard is None, "an SAE's edit with a value or a guard")
+    _need(all(0 <= each < found.card.features for each in action.ids), "features that there are not")
+    _need(len(action.gates) == len(action.ids) <= MAX_FEATURES, "features without numbers")
+    _check_numbers(*(number for gate in action.gates for number in gate))
 
 
 @_check_action.register

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from patchclamp.errors import CapacityError, MissingSource, unknown
-from patchclamp.language.dictionaries import FeatureReader
+from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
 from patchclamp.language.sae import EPSILON, SAE, SHAPES
 from patchclamp.plan.bound import BoundOp, Encoded
 
 MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
-PRECISIONS = ("float32", "model")
 MAX_VALUES, MAX_ROWS = 1 << 27, 1 << 11  # features, and rows, computed at a time
 
 
@@ -96,10 +95,9 @@ class Dictionaries:
     def __len__(self) -> int:
         return len(self._of)
 
-    def attach(self, name: str, sae: SAE, dtype: torch.dtype) -> None:
-        """Copy an SAE to the device, with matrices of a dtype. Raises `CapacityError` if it does not fit."""
-        if name in self._of and self._of[name].content == sae.content:
-            return
+    def attach(self, name: str, sae: SAE, dtype: torch.dtype) -> int:
+        """Copy an SAE to the device, with matrices of a dtype. Returns the bytes that are not of the reserved memory.
+        Raises `CapacityError` if it does not fit."""
         self.detach(name)
         arrays = {part: getattr(sae, part) for part in SHAPES if getattr(sae, part) is not None}
         dtypes = {part: dtype if part in MATRICES else torch.float32 for part in arrays}
@@ -119,6 +117,7 @@ class Dictionaries:
         if self._size:
             self._used[name] = begin - needed, begin
         self._of[name] = DeviceSAE(sae, on_device)
+        return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
         """The first gap of the memory that is large enough."""

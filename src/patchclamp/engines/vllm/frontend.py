@@ -50,6 +50,7 @@ from patchclamp.engines.vllm.compat.core import joined_verdict
 from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.monitors import Choices, MonitorLog, monitors_of_config
+from patchclamp.engines.vllm.server import loaded_saes
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
 from patchclamp.language.dictionaries import to_file
 from patchclamp.language.sae import SAE
@@ -109,6 +110,7 @@ class VllmFrontEnd(Engine):
         """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
+        self.sites.dictionaries |= {each.card.name: each for _, each, _ in loaded_saes(config, self.sites)}
         self.monitors = monitors_of_config(config)
         self.monitor_log: MonitorLog = MonitorLog(self.monitors)
         if self.monitors:

@@ -27,6 +27,7 @@ from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
+from patchclamp.engines.vllm.server import loaded_saes
 from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
 from patchclamp.language.dictionaries import FeatureReader, of_file
@@ -252,6 +253,9 @@ class Attached:
             self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
+        for sae, dictionary, precision in loaded_saes(worker.vllm_config, sites):
+            dtype = dtype_of_precision(precision, self._config.model_config.dtype)
+            compat.count_memory(runner, self.runtime.dictionaries.attach(dictionary.card.name, sae, dtype))
         monitor: MonitorTap | None = None
         if monitors := monitors_of_config(worker.vllm_config):
             monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)
