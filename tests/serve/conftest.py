@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -118,10 +119,23 @@ def model(shortened) -> str:
 
 
 @pytest.fixture(scope="session")
-def server(model, tmp_path_factory, request) -> Iterator[Server]:
+def saes(tmp_path_factory) -> dict[str, pc.SAE]:
+    """SAEs that the server attaches, by name, at resid_post[3]; each of the first's features is a product."""
+    draw, folder = np.random.default_rng(5), tmp_path_factory.mktemp("saes")
+    rows = {"encoder": 0.05 * draw.standard_normal((48, 576)), "encoder_bias": draw.standard_normal(48) - 0.5,
+            "decoder": 0.2 * draw.standard_normal((48, 576)), "decoder_bias": 0.1 * draw.standard_normal(576)}  # fmt: skip
+    made = {"plain": pc.SAE(**rows), "topk": pc.SAE(**rows, k=4)}
+    for name, sae in made.items():
+        sae.save(folder / name)
+    return {name: pc.SAE.load(folder / name) for name in made} | {"folder": folder}
+
+
+@pytest.fixture(scope="session")
+def server(model, saes, tmp_path_factory, request) -> Iterator[Server]:
     config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
     made = start(
         model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS,
+        *(f"--sae={name}={saes['folder'] / name}@resid_post[3]" for name in ("plain", "topk")),
         environment={"VLLM_LOGGING_LEVEL": "INFO"}, meanwhile=lambda: request.getfixturevalue("local"),
     )  # fmt: skip
     yield made

@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_716, 12), "sites": (1_991, 4), "plan": (3_916, 10), "kernels": (1_457, 10), "store": (1_724, 7),
-    "runtime": (2_498, 8), "engines": (4_101, 12), "engines/vllm": (8_129, 23), "trace": (2_422, 5),
-    "studies": (11_054, 30), "plots": (1_374, 5), "serve": (4_147, 14), "cli": (1_286, 4), "": (4_581, 12),
+    "language": (3_744, 12), "sites": (1_991, 4), "plan": (3_975, 10), "kernels": (1_457, 10), "store": (1_724, 7),
+    "runtime": (2_497, 8), "engines": (4_130, 12), "engines/vllm": (8_194, 23), "trace": (2_422, 5),
+    "studies": (11_054, 30), "plots": (1_374, 5), "serve": (4_210, 14), "cli": (1_286, 4), "": (4_582, 12),
 }  # fmt: skip
 
 

@@ -255,7 +255,9 @@ class Attached:
             compat.on_execute(worker, self.ahead)
         for sae, dictionary, precision in loaded_saes(worker.vllm_config, sites):
             dtype = dtype_of_precision(precision, self._config.model_config.dtype)
-            compat.count_memory(runner, self.runtime.dictionaries.attach(dictionary.card.name, sae, dtype))
+            size = self.runtime.dictionaries.attach(dictionary.card.name, sae, dtype)
+            if self.runtime.device.type == "cuda":
+                compat.count_memory(runner, size)
         monitor: MonitorTap | None = None
         if monitors := monitors_of_config(worker.vllm_config):
             monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)

@@ -1,0 +1,123 @@
+"""Attached SAEs over HTTP: read and set by plain clients, and by ours, as on an engine of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.engines import wire
+from patchclamp.engines.base import Wanted
+from patchclamp.engines.vllm.server import with_config
+from patchclamp.language.dictionaries import FeatureReader
+
+from .conftest import KEYS, Server
+from .test_openai import program
+
+PROMPTS = ["The capital of France is", "Water boils at a temperature of one hundred degrees, and it", "x"]
+SITE = pc.resid_post[3]
+
+
+@pytest.fixture(scope="module")
+def here(local, saes) -> Iterator[pc.LM]:
+    for name in ("plain", "topk"):
+        local.attach(saes[name], at=SITE, name=name)
+    yield local
+    for name in ("plain", "topk"):
+        local.detach(name)
+
+
+def test_a_plain_client_reads_and_sets_features(server: Server, here: pc.LM, saes):
+    capture = [pc.Features("plain", top=5), pc.Features("topk", pc.prompt[-1], ids=[3, 8])]
+    edits = [pc.SetFeature("plain", [3, 8], [6.0, 0.0]), pc.SetFeature("topk", 5, 2.0, pc.generated)]
+    response = server.openai().completions.create(
+        model=server.model, prompt=PROMPTS[1], max_tokens=4, temperature=0,
+        extra_body=program(edits, capture),
+    )  # fmt: skip
+    [told] = response.model_extra["patchclamp"]["runs"]
+    run = here.run(PROMPTS[1], max_tokens=4, edits=edits, capture=capture)
+    assert response.choices[0].text == run.text
+    assert told["features"].keys() == {"plain", "topk"}
+    for name, read in told["features"].items():
+        assert read["positions"] == run.features[name].positions
+        np.testing.assert_allclose(read["values"], run.features[name].values, atol=1e-4)
+    assert told["features"]["topk"]["ids"] == [[3, 8]]
+    assert max(map(max, told["features"]["plain"]["values"])) > 5  # the edited row is read
+    plain = here.run(PROMPTS[1], max_tokens=4)
+    assert plain.text != run.text
+
+
+def test_our_client_does_what_the_engine_does(server: Server, here: pc.LM, saes):
+    capture = [pc.Features("plain", top=4), pc.Features("topk", pc.generated, ids=[1, 2, 3])]
+    edits = [
+        [pc.SetFeature("plain", 7, 3.0, mode="scale")], [pc.Reconstruct("topk", pc.prompt[1:])],
+        [pc.When(pc.Features("plain", ids=[9])[0] > 0.5, pc.Scale(0.2, pc.mlp_out[5]))],
+    ]  # fmt: skip
+    asked = {"max_tokens": 3, "edits": edits, "capture": capture, "logprobs": True, "sampling": {"ignore_eos": True}}
+    ours = here.run(PROMPTS, **asked)
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        theirs = lm.run(PROMPTS, **asked)
+        lm.lens(theirs)
+        for run, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(run.logprobs, other.logprobs, atol=1e-3)
+            assert run.acted == other.acted
+            for name in ("plain", "topk"):
+                assert run.features[name].positions == other.features[name].positions
+                np.testing.assert_allclose(run.features[name].values, other.features[name].values, atol=1e-4)
+        programs = [pc.SetFeature("plain", i, 4.0) for i in range(12)]
+        one, two = (each.grade(PROMPTS[0], programs, score=[260, 198]) for each in (here, lm))
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-3)
+        assert two.route == "bulk"
+        with pytest.raises(pc.EngineError, match="patchclamp serve --sae"):
+            lm.attach(saes["plain"], at=SITE, name="mine")
+        for call, message in {
+            lambda: lm.run("x", capture=pc.Features("none")): "attached SAE",
+            lambda: lm.run("x", edits=pc.SetFeature("plain", 48, 1.0)): "from 0 to 47, got 48",
+        }.items():
+            with pytest.raises(pc.PatchclampError, match=message):
+                call()
+
+
+def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
+    """Other SAEs, features and rows than there are, and rows of another key."""
+    with pc.LM(server.url, api_key=KEYS[1]) as other:
+        run = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Features("plain"), pc.resid_post[4]])
+        mine, [(_, (point, op))] = run.key, run._feature_ops.values()
+        posts = {
+            "features": [
+                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("none")),
+                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain", (1, 2))),
+                wire.FeaturesWanted([Wanted(mine, point, op)], 1 << 30, FeatureReader("plain")),
+                wire.FeaturesWanted([Wanted(mine, point, op)], 1, FeatureReader("plain", (1 << 40,))),
+                wire.FeaturesWanted([Wanted(mine, point + 1)], 8, FeatureReader("plain")),
+                wire.FeaturesWanted([], 8, FeatureReader("plain")),
+            ],
+            "dictionary": [wire.DictionaryWanted("none", [1]), wire.DictionaryWanted("plain", [-1]),
+                           wire.DictionaryWanted("plain", [1] * 5000)],
+        }  # fmt: skip
+        with server.http(KEYS[1]) as http:
+            for route, bodies in posts.items():
+                for body in bodies:
+                    answer = http.post(f"{wire.PREFIX}/{route}", content=msgspec.msgpack.encode(body))
+                    assert 400 <= answer.status_code < 500, (route, body)
+            good = wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain"))
+            assert http.post(f"{wire.PREFIX}/features", content=msgspec.msgpack.encode(good)).status_code == 200
+        with server.http(KEYS[0]) as http:  # rows of another key
+            answer = http.post(f"{wire.PREFIX}/features", content=msgspec.msgpack.encode(good))
+            assert 400 <= answer.status_code < 500
+    for bad in ({"type": "features", "name": "none"}, {"type": "features", "name": "plain", "ids": [48]},
+                {"type": "features", "name": "plain", "top": 1000}):  # fmt: skip
+        body = {"model": server.model, "prompt": "x", "max_tokens": 1, "patchclamp": {"capture": [bad]}}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEYS[0]}"})
+        assert answer.status_code in (400, 404), answer.text
+
+
+def test_the_options_of_a_server():
+    config = msgspec.json.decode(
+        with_config(["--sae", "a=x@resid_post[1]", "--sae=b=y", "--sae-precision", "model"])[-1]
+    )
+    assert config["patchclamp"] == {"saes": ["a=x@resid_post[1]", "b=y"], "sae_precision": "model"}
