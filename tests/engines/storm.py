@@ -307,6 +307,7 @@ class Storm:
         return [self.any(
             lambda: pc.Add(self.vector(D), at, tokens, scale=float(self.random.uniform(-2, 2))),
             lambda: pc.Add(self.vector(rows, D), at, tokens),
+            lambda: pc.Add(self.vector(rows, D), at, tokens, norm="match"),
             lambda: pc.Replace(self.vector(D), at, tokens, alpha=float(self.random.uniform(0, 1))),
             lambda: pc.Replace(self.vector(rows, D), at, tokens, mask=self.random.random(D)),
             lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens),

@@ -81,7 +81,8 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
             lambda: pc.Noise(0.3, at=pc.embed, tokens=tokens, seed=int(draw.integers(100))),
             lambda: pc.Replace(vector, at=stream, tokens=tokens, mask=(draw.random(lm.model.d_model) < 0.5).astype("f4")),
             lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
-        ][int(draw.integers(8))]()  # fmt: skip
+            lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.random()), norm="match"),
+        ][int(draw.integers(9))]()  # fmt: skip
 
     return [[edit() for _ in range(int(draw.integers(4)))] for _ in range(count)]
 

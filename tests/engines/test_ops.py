@@ -26,6 +26,7 @@ WORD[[198, 260]] = 1.0, 0.5  # tokens
 EDITS = {
     "add": pc.Add(V1, pc.resid_post[3], pc.prompt[-1], scale=2.0),
     "add a row each": pc.Add(np.stack([V1, V2]), pc.resid_pre[5], pc.prompt[1:3]),
+    "add at the row's length": pc.Add(np.stack([V1, V2]), pc.resid_post[4], pc.prompt[1, 2], 0.5, norm="match"),
     "replace": pc.Replace(V1, pc.attn_out[5], pc.every[2], alpha=0.5),
     "replace where masked": pc.Replace(V2, pc.resid_mid[6], pc.prompt[1:], alpha=0.75, mask=MASK),
     "zero": pc.Zero(pc.mlp_out[4], pc.every[1, 3]),

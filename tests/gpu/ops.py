@@ -27,6 +27,8 @@ def ops(mode: str, lm) -> None:
         return noise.normals(77, position, site, width)
 
     asked = {
+        "Add, at the row's length": (pc.Add(v, at, scale=0.5, norm="match"),
+                                     lambda h, _: reference.add_normed(h, v, np.float32(0.5))),
         "Scale": (pc.Scale(0.5, at), lambda h, _: 0.5 * h),
         "Ablate": (pc.Ablate(v, at), lambda h, _: reference.project(h, unit, np.float32(0), np.float32(0))),
         "Clamp": (pc.Clamp(v, at, low=2.0), lambda h, _: reference.project(h, unit, np.float32(2), np.float32(3e38))),

@@ -35,7 +35,8 @@ def _numbers(op: Any, field: str) -> torch.Tensor | None:
 
 def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers: int) -> torch.Tensor:
     if isinstance(op, pc.Add):
-        return h + op.scale * v.double()
+        v = v.double()
+        return h + op.scale * (v if op.norm is None else v * h.norm() / v.norm())
     if isinstance(op, pc.Replace):
         mask = _numbers(op, "mask")
         a = op.alpha if mask is None else op.alpha * mask

@@ -20,6 +20,7 @@ import torch
 
 from patchclamp.kernels import cuda, fused, moves, noise
 from patchclamp.plan import (
+    ADD_NORMED,
     APPLY,
     BLEND,
     CAPTURE,
@@ -84,7 +85,8 @@ def records(
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
             kind = int(
                 rng.choice(
-                    [CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT] * sums, *[STORE] * bool(stores)]
+                    [CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT, ADD_NORMED] * sums,
+                     *[STORE] * bool(stores)]  # fmt: skip
                 )
             )
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from patchclamp.kernels import fused, noise, reference
 from patchclamp.plan import (
+    ADD_NORMED,
     BLEND,
     CAPTURE,
     LINEAR,
@@ -86,6 +87,7 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
 
 
 EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE, STORE]
+SUMS = [PROJECT, ADD_NORMED]  # over the row
 DECIDING = [*EXACT, TEST]  # with records that decide whether others act
 
 
@@ -179,6 +181,9 @@ def by_definition(
     v, m = bank[begin : begin + width], bank[other : other + width]
     if record["kind"] == LINEAR:
         terms = x * s, y * v
+    elif record["kind"] == ADD_NORMED:
+        v = v if within is None else np.where(within, v, 0)
+        terms = s, y * np.linalg.norm(s) * v / (np.linalg.norm(v) or 1)
     elif record["kind"] == BLEND:
         terms = (1 - y * m) * s, y * m * v
     else:
@@ -198,7 +203,7 @@ def kept_of(record: np.void, s: np.ndarray, bank: np.ndarray, largest: float) ->
     return np.array([sum(row * s[first:end]) for row in rows]), max(np.abs(row * s[first:end]).max() for row in rows)
 
 
-@given(steps([*EXACT, PROJECT, PROJECT]))
+@given(steps([*EXACT, *SUMS, *SUMS]))
 def test_fused_sums_over_rows_as_the_reference_does(step):
     """To the last bits but a few: the sums are in another order.  Directions are short, or rows would grow and grow."""
     vectors = step.bank[:BANK]
@@ -213,7 +218,7 @@ def test_fused_sums_over_rows_as_the_reference_does(step):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=1))
 
 
-@given(steps([*EXACT, PROJECT]))
+@given(steps([*EXACT, *SUMS]))
 def test_reference_is_what_the_records_say(step):
     """Each row again, from the definitions of the ops, in double precision."""
     kept = step.kept.copy()
@@ -310,6 +315,16 @@ def test_a_factor_of_zero_leaves_nan_out(kernel):
         assert apply(table, plan, h, bank, kernel)[0].tolist() == [expected]
     table, plan = program((0, 1, LINEAR, 0, 0, 1.0, 1.0), rows=1)
     assert np.isnan(apply(table, plan, nan, bank, kernel)[0]).all()
+
+
+@both
+def test_an_added_vector_gets_the_length_of_the_row(kernel):
+    bank = np.array([0] * 4 + [3, 0, 0, 4], np.float32)
+    table, plan = program((0, 9, ADD_NORMED, 1, 0, 0.0, 2.0), rows=2)
+    rows = np.array([[1, 2, 2, 4], [1, 2, 2, 4]])
+    assert apply(table, plan, rows, bank, kernel)[0].tolist() == [[1, 2, 2, 4], [7, 2, 2, 12]]  # a v of zeros is not added
+    table, plan = program((0, 9, ADD_NORMED, 0, 4, 0.0, 1.0, 0, 0, pack_columns((2, 4))), rows=1)
+    assert apply(table, plan, np.array([[9, 9, 3, 4]]), bank, kernel)[0].tolist() == [[9, 9, 3, 9]]
 
 
 @both

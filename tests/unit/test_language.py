@@ -88,7 +88,7 @@ def has_directions(given: pc.Vector) -> bool:
 captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES), st.none() | vectors() | names)
 ops = (
     captures
-    | st.builds(pc.Add, values, sites(), selections, factors)
+    | st.builds(pc.Add, values, sites(), selections, factors, st.none() | st.just("match"))
     | st.builds(pc.Replace, values, sites(), selections, factors)
     | st.builds(pc.Zero, sites(), selections)
     | st.builds(pc.Mean, values, sites(), selections)
@@ -513,6 +513,7 @@ ERRORS = [
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: expected a number, got str 'much'"),
     (lambda: pc.Replace([1.0], "embed", mask=[[1.0]]), pc.ShapeError, "mask: expected one row [D], got [1, 1]"),
     (lambda: pc.Ablate([[1.0, 0.0], [0.0, 0.0]], "embed"), pc.ShapeError, "directions: a direction is all zeros"),
+    (lambda: pc.Add([1.0], "embed", norm="mean"), pc.UnknownName, "norm: no norm 'mean'; there are: match"),
     (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: expected a bound: low, high or both"),
     (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),
     (lambda: pc.Clamp([0.0], "embed", low=2), pc.ShapeError, "direction: a direction is all zeros"),

@@ -11,6 +11,7 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     BLEND,
     LINEAR,
     PROJECT,
@@ -25,6 +26,7 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
     RunCode,
@@ -53,7 +55,8 @@ EDITS = [
     pc.Replace(pc.From("ran", "resid_post[0:2]", 2), "resid_post[0:2]", "prompt[1]"), pc.Add(V, "final_norm"),
     pc.Add(pc.SameRun("embed"), "resid_post[0:2]"), pc.Replace(pc.SameRun("resid_mid[0]", 2), "mlp_out[1]", "every[3:]"),
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
-    pc.Capture("attn_out", "prompt[1:]", "float16", ROWS),
+    pc.Capture("attn_out", "prompt[1:]", "float16", ROWS), pc.Add(ROWS, "mlp_out[0]", "prompt[1, 2]", 2.0, "match"),
+    pc.Add(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]", norm="match"),
 ]  # fmt: skip
 
 
@@ -123,6 +126,8 @@ WRONG = {
     "a number that is none": (ADD, {"action": Linear(float("nan"), 1.0)}),
     "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
     "bounds": (ADD, {"action": Projection(float("-inf"), 0.0)}),
+    "an endless scale": (ADD, {"action": NormedAdd(float("inf"))}),
+    "no value to scale": (ADD, {"action": NormedAdd(1.0), "values": ()}),
     "code": (ADD, {"action": RunCode(1)}),
     "no stream": (NOISE, {"action": Noisy(0.5, 0, False, ())}),
     "a stream": (NOISE, {"action": Noisy(0.5, 0, False, (1 << 40,))}),
@@ -344,6 +349,7 @@ def test_columns_of_wide_rows():
 
 @pytest.mark.parametrize("edit", [
     pc.Ablate(V, "z[1]"), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
+    pc.Add(V, "z[1]", norm="match"),
     pc.Replace(pc.From("ran", "z[1]"), "resid_post[1]", "prompt[1:3]"),
     pc.Replace(pc.From("ran", "resid_post[1]"), "z[1]", "prompt[1:3]"),
 ], ids=str)  # fmt: skip
@@ -395,7 +401,7 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
                         refused += 1
                         continue
                     records, _ = place(group, placed)
-                    reads = (records["kind"] == LINEAR) | (records["kind"] == BLEND) | (records["kind"] == PROJECT)
+                    reads = np.isin(records["kind"], (LINEAR, BLEND, PROJECT, ADD_NORMED))
                     reads &= group.key >= 0
                     first = records["value"]
                     last = first + ((records["stop"] - records["start"] - 1) * records["step"] + 1) * width[group.key]

@@ -27,6 +27,7 @@ WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
+ADD_NORMED = tl.constexpr(plan.ADD_NORMED)
 APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
@@ -66,17 +67,19 @@ def _dot(a, b, inside):
 
 
 @triton.jit
-def _factor(total, width, kind, x, y):
-    """The factor of v or ε, from the sum over the row."""
+def _factor(total, other, kind, x, y):
+    """The factor of v or ε, from the sum over the row, and from what its square is divided by: the number of columns,
+    or the sum of v's squares."""
     projection = total.to(tl.float32)
     clamped = tl.minimum(tl.maximum(projection, x), y) - projection
-    size = tl.sqrt(tl.where(kind == PROJECT, 0.0, total) / width).to(tl.float32)
+    none = (kind == PROJECT) | (other == 0)
+    size = tl.sqrt(tl.where(none, 0.0, total) / tl.where(none, 1, other)).to(tl.float32)
     return tl.where(kind == PROJECT, clamped, y * size)
 
 
 @triton.jit
 def _needs_a_sum(kind, step):
-    return (kind == PROJECT) | ((kind == NOISE) & (step != 0))
+    return (kind == PROJECT) | (kind == ADD_NORMED) | ((kind == NOISE) & (step != 0))
 
 
 @triton.jit
@@ -107,7 +110,8 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
-    needs = (kind == BLEND) | (kind == PROJECT) | (kind == TEST) | ((kind == LINEAR) & (y != 0.0))
+    needs = (kind == BLEND) | (kind == PROJECT) | (kind == TEST) | (kind == ADD_NORMED)
+    needs = needs | ((kind == LINEAR) & (y != 0.0))
     needs = needs & (position >= start) & (position < stop)
     return tl.load(bank + begins + columns, mask=columns < tl.where(needs, width, 0), other=0.0)
 
@@ -267,6 +271,16 @@ def _walk(
                     factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     h = tl.where(changed, h + factor * along, h)
+            elif kind == ADD_NORMED:
+                edited = 1
+                added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                if WHOLE:
+                    part = inside & changed
+                    factor = _factor(_dot(h, h, part), _dot(added, added, part), kind, x, y)
+                else:
+                    factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
+                if factor != 0.0:
+                    h = tl.where(changed, h + factor * added, h)
             else:
                 edited, factor = 1, y
                 if step != 0:
@@ -306,7 +320,7 @@ def _sums(
             matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
         if holds & _needs_a_sum(kind, step):
             y = _look((record + 7).to(tl.pointer_type(tl.float32)))
-            total = tl.zeros([], tl.float64)
+            total, other = tl.zeros([], tl.float64), tl.where(kind == ADD_NORMED, 0, width).to(tl.float64)
             for block in range(PASSES):
                 columns = block * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < width
@@ -318,7 +332,11 @@ def _sums(
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
                 else:
                     total += _dot(h, h, inside)
-            tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
+                if kind == ADD_NORMED:
+                    begins = value + (position - start).to(tl.int64) * step * width
+                    added = tl.load(bank + begins + columns, mask=inside, other=0.0)
+                    other += _dot(added, added, inside)
+            tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, other, kind, x, y))
             tl.debug_barrier()  # threads of this program read it next
         record += WORDS
 

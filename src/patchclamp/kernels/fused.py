@@ -17,6 +17,7 @@ import torch
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan import (
+    ADD_NORMED,
     APPLY,
     BLEND,
     CAPTURE,
@@ -240,14 +241,19 @@ def _edit(
         _EDITS[kind](h_AW, index, records, position, bank_B)
         return
     index_A = _on(h_AW, index)
+    within_AW = _within(h_AW, records)
+    part_AW = torch.where(within_AW, h_AW[index_A], 0.0)
+    _EDITS[kind](part_AW, np.arange(len(index)), records, position, bank_B)
+    h_AW[index_A] = torch.where(within_AW, part_AW, h_AW[index_A])
+
+
+def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
+    """True for the columns of each record, bool [A, W]."""
     first = records["columns"].astype(np.int64) & 0xFFFF
     end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
     end = np.where(records["columns"] == 0, h_AW.shape[1], end)
     column_W = torch.arange(h_AW.shape[1], device=h_AW.device)
-    within_AW = (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
-    part_AW = torch.where(within_AW, h_AW[index_A], 0.0)
-    _EDITS[kind](part_AW, np.arange(len(index)), records, position, bank_B)
-    h_AW[index_A] = torch.where(within_AW, part_AW, h_AW[index_A])
+    return (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
@@ -295,6 +301,18 @@ def _project(
     h_AW[index_A] = torch.where(move_A1 == 0, before_AW, before_AW + move_A1 * v_AW)
 
 
+def _add_normed(
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    _, scale_A1 = _scalars(h_AW, records)
+    index_A = _on(h_AW, index)
+    v_AW, before_AW = _values(h_AW, records, position, bank_B), h_AW[index_A]
+    v_AW = torch.where(_within(h_AW, records), v_AW, 0.0)
+    h_A1, v_A1 = (row_AW.double().square().sum(1, keepdim=True) for row_AW in (before_AW, v_AW))
+    factor_A1 = torch.where(v_A1 == 0, 0.0, scale_A1 * (h_A1 / v_A1).sqrt().float())
+    h_AW[index_A] = torch.where(factor_A1 == 0, before_AW, before_AW + factor_A1 * v_AW)
+
+
 def _noise(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
@@ -315,7 +333,7 @@ def _noise(
 
 MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
 MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
-_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
+_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, ADD_NORMED: _add_normed, NOISE: _noise}
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -120,6 +121,8 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
         return linear(h_W[columns], v_W, record["h_scale"], record["v_scale"])
     if kind == PROJECT:
         return project(h_W[columns], v_W, record["low"], record["high"])
+    if kind == ADD_NORMED:
+        return add_normed(h_W[columns], v_W, record["scale"])
     assert kind == BLEND
     mask_W = bank_B[record["mask"] : record["mask"] + width][columns]
     return blend(h_W[columns], v_W, record["alpha"] * mask_W)
@@ -150,6 +153,13 @@ def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32)
     along = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
     move = np.minimum(np.maximum(along, low), high) - along
     return h_W + move * v_W if move != 0 else h_W
+
+
+def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarray:
+    """h + scale·(|h| / |v|)·v, with lengths from sums in fp64; h is unchanged where v is 0."""
+    squares = [np.sum(row_W.astype(np.float64) ** 2) for row_W in (h_W, v_W)]
+    factor = scale * np.float32(np.sqrt(squares[0] / squares[1])) if squares[1] else 0
+    return h_W + factor * v_W if factor != 0 else h_W
 
 
 def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:

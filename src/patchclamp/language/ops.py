@@ -58,6 +58,7 @@ __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
+NORMS = ("match",)  # of added vectors
 MAX_TOP = 128  # likeliest tokens of a lens
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
@@ -402,13 +403,18 @@ def check_lens_site(at: Site) -> None:
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
-    Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681).
+    With norm="match" v is scaled to the length of each row, which adds scale · (|h| / |v|) · v; a v of zeros adds
+    nothing. The lengths are measured where the model runs, in fp64.
+
+    Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681). Matched
+    norms: activation oracles; Karvonen et al. 2025 (arXiv:2512.15674).
     """
 
     value: Value = field(converter=as_value)
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     scale: float = field(converter=as_number, default=1.0)
+    norm: str | None = field(converter=optional(one_of("norm", NORMS)), default=None)
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ Batch         --make_plan--->  StepPlan       the slot of each row, and the buff
 
 from patchclamp.plan.bind import Code, SourceRun, bind
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -29,7 +30,7 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
-    "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE",
-    "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun",
-    "StepPlan", "bind", "make_plan",
+    "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD",
+    "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt",
+    "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

@@ -53,6 +53,7 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
     RunCode,
@@ -162,7 +163,10 @@ def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) ->
 
 @lower.register
 def _add(op: ops.Add, context: Context) -> Lowered:
-    return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
+    if op.norm is None:
+        return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
+    context.needs_whole_rows(op)
+    return Lowered(NormedAdd(op.scale), *context.value(as_value(op.value)))
 
 
 @lower.register

@@ -33,6 +33,7 @@ TEST = 8  # a bit of the row: a product with the row is above a threshold
 ALL = 9  # a bit of the row: some of its bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
+ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
@@ -91,6 +92,11 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
     kind: ClassVar[int] = PROJECT
     low: float
     high: float
+
+
+class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
+    kind: ClassVar[int] = ADD_NORMED
+    scale: float
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
@@ -154,7 +160,7 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode | Compare | All | Latch
+Action = Store | Keep | Linear | Blend | Projection | NormedAdd | Noisy | RunCode | Compare | All | Latch
 DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 

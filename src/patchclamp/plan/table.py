@@ -28,6 +28,7 @@ import numpy as np
 
 from patchclamp.language.values import DTYPES
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -52,6 +53,7 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     Projection,
     RunCode,
     Store,
@@ -322,6 +324,7 @@ FIELDS: dict[int, dict[str, str]] = {
     ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
     LATCH: {"latch": "value", "bit": "step"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
+    ADD_NORMED: {"row_step": "step", "vector": "value", "scale": "y"},
 }
 
 
@@ -497,6 +500,13 @@ def _project(
     first: Projection, fields: np.ndarray, actions: Sequence[Projection], addresses: Several, ordinal: int
 ) -> None:
     fields["low"], fields["high"] = _column([action.low for action in actions]), _column([a.high for a in actions])
+
+
+@_write.register
+def _add_normed(
+    first: NormedAdd, fields: np.ndarray, actions: Sequence[NormedAdd], addresses: Several, ordinal: int
+) -> None:
+    fields["scale"] = _column([action.scale for action in actions])
 
 
 @_write.register

@@ -23,6 +23,7 @@ from patchclamp.language.ops import as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     APPLY,
     BITS,
     BLEND,
@@ -43,6 +44,7 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     Projection,
     Store,
     check_one_way,
@@ -151,10 +153,11 @@ def _check_group(
     columns = records["columns"].astype(np.int64) & 0xFFFFFFFF
     first, end = columns & 0xFFFF, np.where(columns, columns >> 16, width[point])
     match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
-    reads = linear | blend | project
+    normed = kind == ADD_NORMED
+    reads = linear | blend | project | normed
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
-    sums = project | (noise & (step == 1))  # over the row
+    sums = project | normed | (noise & (step == 1))  # over the row
     after = np.roll(match, 1, axis=1)  # a condition precedes it
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
@@ -239,7 +242,7 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
         _need(not cut, "rows that are cut differently among workers")
-    if isinstance(op.action, Projection) or (isinstance(op.action, Noisy) and op.action.relative):
+    if isinstance(op.action, (Projection, NormedAdd)) or (isinstance(op.action, Noisy) and op.action.relative):
         columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
         whole = all(sites.whole(SiteRef("", None, point, columns=columns)) for point in op.points)
         _need(whole, "a sum over a row that is cut")
@@ -392,6 +395,12 @@ def _blend(action: Blend, op: BoundOp, frame: Frame, width: int) -> None:
 @_check_action.register
 def _project(action: Projection, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.low, action.high)
+    _check_values(op, frame, width, needed=True)
+
+
+@_check_action.register
+def _add_normed(action: NormedAdd, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.scale)
     _check_values(op, frame, width, needed=True)
 
 
