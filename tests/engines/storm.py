@@ -313,6 +313,7 @@ class Storm:
             lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens),
             lambda: pc.Zero(at, tokens), lambda: pc.Scale(float(self.random.uniform(-1, 2)), at, tokens),
             lambda: pc.Ablate(self.vector(self.number(1, 4), D), at, tokens),
+            lambda: pc.Rotate(self.vector(2, D), self.number(0, 360), at, tokens, relative=self.chance(0.5)),
             lambda: pc.Clamp(self.vector(D), at, tokens, low=-0.2, high=1.0),
             lambda: pc.Noise(0.3, at, tokens, seed=self.number(0, 9), relative=self.chance(0.5)),
             lambda: pc.Mean("usual", pc.mlp_out[self.number(0, LAYERS)], tokens),

@@ -35,6 +35,8 @@ EDITS = {
     "ablate several": pc.Ablate(np.stack([V1, V2, V1 + V2]), pc.resid_post[6], pc.prompt),
     "clamp": pc.Clamp(V1, pc.resid_mid[7], low=-0.5, high=0.5),
     "clamp below": pc.Clamp(V2, pc.mlp_out[6], pc.prompt[-1], high=-20.0),
+    "rotate": pc.Rotate(np.stack([V1, V1 + V2]), 120, pc.resid_post[5], pc.prompt[1:]),
+    "rotate by an angle": pc.Rotate(np.stack([V1, V2]), -40, pc.resid_mid[6], relative=True),
     "noise": pc.Noise(0.05, pc.resid_post[1], pc.prompt, seed=(1 << 40) + 7),
     "relative noise": pc.Noise(0.2, pc.embed, seed=3, relative=True),
     "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[4], pc.generated, relative=True),

@@ -56,6 +56,14 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
         unit = unit / unit.norm()
         low, high = (-np.inf if op.low is None else op.low), (np.inf if op.high is None else op.high)
         return h + ((h @ unit).clamp(low, high) - h @ unit) * unit
+    if isinstance(op, pc.Rotate):
+        first, second = _numbers(op, "plane")
+        first = first / first.norm()
+        second = second - (second @ first) * first
+        second = second / second.norm()
+        inside = (h @ first) * first + (h @ second) * second
+        angle = np.radians(op.degrees) + (np.arctan2(h @ second, h @ first) if op.relative else 0.0)
+        return h - inside + inside.norm() * (np.cos(angle) * first + np.sin(angle) * second)
     assert isinstance(op, pc.Noise), op
     e = torch.from_numpy(normals(op.seed, position, noise_stream(*point(op.at, layers)), len(h))).double()
     return h + op.std * (h.square().mean().sqrt() if op.relative else 1.0) * e

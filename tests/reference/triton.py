@@ -28,6 +28,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     Batch,
     ProgramTable,
@@ -85,8 +86,15 @@ def records(
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
             kind = int(
                 rng.choice(
-                    [CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT, ADD_NORMED] * sums,
-                     *[STORE] * bool(stores)]  # fmt: skip
+                    [
+                        CAPTURE,
+                        LINEAR,
+                        BLEND,
+                        NOISE,
+                        *[APPLY] * coded,
+                        *[PROJECT, ADD_NORMED, *[ROTATE] * (point < POINTS - 1)] * sums,
+                        *[STORE] * bool(stores),
+                    ]
                 )
             )
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))
@@ -108,6 +116,8 @@ def records(
                 step, value, x, y = 0, int(rng.integers(0, 4)), 0.0, 0.0
             elif kind == PROJECT:
                 step, (x, y) = 0, sorted(rng.choice([-10.0, -0.5, 0.0, 0.5, 10.0], 2))
+            elif kind == ROTATE:  # by vectors that are not orthonormal; rows must not grow too much
+                step, (x, y), other = 0, rng.choice([-0.1, 0.0, 0.1], 2), int(rng.integers(0, 2))
             elif kind == NOISE:
                 step, value, other = (
                     int(sums and rng.random() < 0.5),

@@ -19,6 +19,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     Batch,
@@ -71,6 +72,8 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
             elif kind == NOISE:
                 value, other, step = draw.integers(1 << 31), draw.integers(1 << 62), step * (PROJECT in kinds)
                 x = 4.0 * draw.integers(0, 5)
+            elif kind == ROTATE:
+                other, step = int(draw.integers(0, 2)), 0
             elif kind == PROJECT:
                 x, y, step = min(x, y), max(x, y), 0
             if kind not in (CAPTURE, STORE) and draw.random() < 0.3:
@@ -87,7 +90,7 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
 
 
 EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE, STORE]
-SUMS = [PROJECT, ADD_NORMED]  # over the row
+SUMS = [PROJECT, ADD_NORMED, ROTATE]  # over the row
 DECIDING = [*EXACT, TEST]  # with records that decide whether others act
 
 
@@ -181,6 +184,14 @@ def by_definition(
     v, m = bank[begin : begin + width], bank[other : other + width]
     if record["kind"] == LINEAR:
         terms = x * s, y * v
+    elif record["kind"] == ROTATE:
+        ways = [v, bank[begin + width : begin + 2 * width]]
+        a, b = (float(s @ way) for way in ways)
+        to = x * np.hypot(a, b), y * np.hypot(a, b)
+        to = (a * x - b * y, a * y + b * x) if other else to
+        terms = (s, *((new - old) * way for new, old, way in zip(to, (a, b), ways, strict=True)))
+        largest = max(largest, *(abs(old) * np.abs(way).max() for old, way in zip((a, b), ways, strict=True)),
+                      *(np.abs(s * way).max() for way in ways))  # fmt: skip
     elif record["kind"] == ADD_NORMED:
         v = v if within is None else np.where(within, v, 0)
         terms = s, y * np.linalg.norm(s) * v / (np.linalg.norm(v) or 1)
@@ -322,9 +333,23 @@ def test_an_added_vector_gets_the_length_of_the_row(kernel):
     bank = np.array([0] * 4 + [3, 0, 0, 4], np.float32)
     table, plan = program((0, 9, ADD_NORMED, 1, 0, 0.0, 2.0), rows=2)
     rows = np.array([[1, 2, 2, 4], [1, 2, 2, 4]])
-    assert apply(table, plan, rows, bank, kernel)[0].tolist() == [[1, 2, 2, 4], [7, 2, 2, 12]]  # a v of zeros is not added
+    assert apply(table, plan, rows, bank, kernel)[0].tolist() == [
+        [1, 2, 2, 4],
+        [7, 2, 2, 12],
+    ]  # a v of zeros is not added
     table, plan = program((0, 9, ADD_NORMED, 0, 4, 0.0, 1.0, 0, 0, pack_columns((2, 4))), rows=1)
     assert apply(table, plan, np.array([[9, 9, 3, 4]]), bank, kernel)[0].tolist() == [[9, 9, 3, 9]]
+
+
+@both
+def test_a_rotation_keeps_the_length_and_what_is_outside_the_plane(kernel):
+    bank, row = np.array([1, 0, 0, 0, 0, 0, 1, 0], np.float32), np.array([[3, 5, 4, 6]])
+    cases = [((1, 0, 0), [5, 5, 0, 6]), ((0, 1, 0), [0, 5, 5, 6]), ((-1, 0, 0), [-5, 5, 0, 6]),
+             ((0, 1, 1), [-4, 5, 3, 6]), ((1, 0, 1), [3, 5, 4, 6])]  # fmt: skip
+    for (cos, sin, relative), expected in cases:
+        table, plan = program((0, 1, ROTATE, 0, 0, float(cos), float(sin), relative), rows=1)
+        assert apply(table, plan, row, bank, kernel)[0].tolist() == [expected]
+        assert apply(table, plan, row * [[0, 1, 0, 1]], bank, kernel)[0].tolist() == [[0, 5, 0, 6]]
 
 
 @both

@@ -85,6 +85,7 @@ def has_directions(given: pc.Vector) -> bool:
     return bool(given.array().any(axis=-1).all())
 
 
+planes = names | st.just(pc.Vector.of([[1.0, 0.0, 2.0], [0.0, 3.0, 0.5]]))
 captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES), st.none() | vectors() | names)
 ops = (
     captures
@@ -99,6 +100,7 @@ ops = (
     | st.builds(
         pc.Clamp, rows.filter(has_directions), sites(), selections, st.floats(-9, 0), st.none() | st.floats(0, 9)
     )
+    | st.builds(pc.Rotate, planes, factors, sites(), selections, st.booleans())
     | st.builds(pc.Noise, st.floats(0, 9), sites(), selections, st.integers(0, (1 << 63) - 1), st.booleans())
 )
 programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(captures, max_size=3).map(tuple))
@@ -513,6 +515,10 @@ ERRORS = [
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: expected a number, got str 'much'"),
     (lambda: pc.Replace([1.0], "embed", mask=[[1.0]]), pc.ShapeError, "mask: expected one row [D], got [1, 1]"),
     (lambda: pc.Ablate([[1.0, 0.0], [0.0, 0.0]], "embed"), pc.ShapeError, "directions: a direction is all zeros"),
+    (lambda: pc.Rotate([[1.0, 2.0], [2.0, 4.0]], 9, "embed"), pc.ShapeError,
+     "plane: expected two linearly independent rows [2, D], got [2, 2]"),
+    (lambda: pc.Rotate([1.0, 2.0], 9, "embed"), pc.ShapeError,
+     "plane: expected two linearly independent rows [2, D], got [2]"),
     (lambda: pc.Add([1.0], "embed", norm="mean"), pc.UnknownName, "norm: no norm 'mean'; there are: match"),
     (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: expected a bound: low, high or both"),
     (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),

@@ -15,6 +15,7 @@ from patchclamp.plan.bound import (
     BLEND,
     LINEAR,
     PROJECT,
+    ROTATE,
     All,
     Blend,
     BoundOp,
@@ -29,6 +30,7 @@ from patchclamp.plan.bound import (
     NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     RunCode,
     own_key,
     pack_columns,
@@ -57,6 +59,7 @@ EDITS = [
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
     pc.Capture("attn_out", "prompt[1:]", "float16", ROWS), pc.Add(ROWS, "mlp_out[0]", "prompt[1, 2]", 2.0, "match"),
     pc.Add(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]", norm="match"),
+    pc.Rotate(ROWS, 30, "resid_mid[1]", "every[2:]"), pc.Rotate(ROWS, -90, "final_norm", relative=True),
 ]  # fmt: skip
 
 
@@ -91,6 +94,7 @@ def test_all_at_once_passes_on_the_wire():
 
 ADD, NOISE, KEEP = pc.Add(V, "resid_post[1]"), pc.Noise(0.5, "resid_mid[1]"), pc.Capture("embed")
 KEY, PAIR, PROJECTED = vector_key(pc.Vector.of(V)), vector_key(pc.Vector.of(ROWS)), pc.Capture("embed", project=ROWS)
+ROTATED = pc.Rotate(ROWS, 30, "resid_mid[1]")
 WRONG = {
     "points beyond": (ADD, {"points": (10_000,)}),
     "points before": (ADD, {"points": (-1,)}),
@@ -127,6 +131,12 @@ WRONG = {
     "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
     "bounds": (ADD, {"action": Projection(float("-inf"), 0.0)}),
     "an endless scale": (ADD, {"action": NormedAdd(float("inf"))}),
+    "a plane of one row": (ADD, {"action": Rotation(1.0, 0.0, False)}),
+    "a plane for each position": (ROTATED, {"ranges": (PositionRange(0, 1, 0, 1),)}),
+    "a plane beyond": (ROTATED, {"ranges": (PositionRange(0, 1, 1),)}),
+    "another run's rows for a plane": (ROTATED, {"values": (f"r:ran:{point('resid_post[1]')}",)}),
+    "an angle": (ROTATED, {"action": Rotation(float("nan"), 0.0, False)}),
+    "rotated logits": (ROTATED, {"points": (point("logits"),), "reaches_cache": False}),
     "no value to scale": (ADD, {"action": NormedAdd(1.0), "values": ()}),
     "code": (ADD, {"action": RunCode(1)}),
     "no stream": (NOISE, {"action": Noisy(0.5, 0, False, ())}),
@@ -349,7 +359,7 @@ def test_columns_of_wide_rows():
 
 @pytest.mark.parametrize("edit", [
     pc.Ablate(V, "z[1]"), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
-    pc.Add(V, "z[1]", norm="match"),
+    pc.Add(V, "z[1]", norm="match"), pc.Rotate(ROWS, 5, "z[1]"),
     pc.Replace(pc.From("ran", "z[1]"), "resid_post[1]", "prompt[1:3]"),
     pc.Replace(pc.From("ran", "resid_post[1]"), "z[1]", "prompt[1:3]"),
 ], ids=str)  # fmt: skip
@@ -401,10 +411,11 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
                         refused += 1
                         continue
                     records, _ = place(group, placed)
-                    reads = np.isin(records["kind"], (LINEAR, BLEND, PROJECT, ADD_NORMED))
+                    reads = np.isin(records["kind"], (LINEAR, BLEND, PROJECT, ADD_NORMED, ROTATE))
                     reads &= group.key >= 0
                     first = records["value"]
-                    last = first + ((records["stop"] - records["start"] - 1) * records["step"] + 1) * width[group.key]
+                    several = (records["stop"] - records["start"] - 1) * records["step"] + (records["kind"] == ROTATE)
+                    last = first + (several + 1) * width[group.key]
                     assert ((first >= begin[group.key]) & (last <= end[group.key]))[reads].all(), (of, name, at, value)
                     assert (records["start"] >= 0).all()
                     assert (records["stop"] < PROMPT + MAX_TOKENS).all()

@@ -27,7 +27,7 @@ WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
-ADD_NORMED = tl.constexpr(plan.ADD_NORMED)
+ADD_NORMED, ROTATE = tl.constexpr(plan.ADD_NORMED), tl.constexpr(plan.ROTATE)
 APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
@@ -75,6 +75,15 @@ def _factor(total, other, kind, x, y):
     none = (kind == PROJECT) | (other == 0)
     size = tl.sqrt(tl.where(none, 0.0, total) / tl.where(none, 1, other)).to(tl.float32)
     return tl.where(kind == PROJECT, clamped, y * size)
+
+
+@triton.jit
+def _turned(a, b, cos, sin, is_relative):
+    """The changes of two coordinates that turn them to an angle, or by it."""
+    cos, sin, length = cos.to(tl.float64), sin.to(tl.float64), tl.sqrt(a * a + b * b)
+    to_a = tl.where(is_relative, a * cos - b * sin, length * cos) - a
+    to_b = tl.where(is_relative, a * sin + b * cos, length * sin) - b
+    return to_a.to(tl.float32), to_b.to(tl.float32)
 
 
 @triton.jit
@@ -281,6 +290,17 @@ def _walk(
                     factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     h = tl.where(changed, h + factor * added, h)
+            elif kind == ROTATE:
+                edited = 1
+                if WHOLE:  # sampled rows are not rotated
+                    is_relative = _look((record + 8).to(tl.pointer_type(tl.int64))) != 0
+                    a, b = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+                    for turn in range(4):  # both products, then both changes: two vectors at once need more registers
+                        unit = tl.load(bank + value + (turn & 1) * width + columns, mask=inside, other=0.0)
+                        product = _dot(h, unit, inside & changed)
+                        a, b = tl.where(turn == 0, product, a), tl.where(turn == 1, product, b)
+                        to_a, to_b = _turned(a, b, x, y, is_relative)
+                        h = tl.where(changed & (turn > 1), h + tl.where(turn == 2, to_a, to_b) * unit, h)
             else:
                 edited, factor = 1, y
                 if step != 0:

@@ -27,6 +27,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     WHEN,
@@ -313,6 +314,20 @@ def _add_normed(
     h_AW[index_A] = torch.where(factor_A1 == 0, before_AW, before_AW + factor_A1 * v_AW)
 
 
+def _rotate(
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    cos_A1, sin_A1 = (scalar_A1.double() for scalar_A1 in _scalars(h_AW, records))
+    index_A, row, width = _on(h_AW, index), _value_rows(records, position, h_AW.shape[1]), h_AW.shape[1]
+    a_AW, b_AW = (_rows(bank_B, width).index_select(0, _on(h_AW, row + i)) for i in range(2))
+    before_AW, relative_A1 = h_AW[index_A], _on(h_AW, records["other"] != 0)[:, None]
+    a_A1, b_A1 = ((before_AW.double() * unit_AW.double()).sum(1, keepdim=True) for unit_AW in (a_AW, b_AW))
+    length_A1 = (a_A1 * a_A1 + b_A1 * b_A1).sqrt()
+    to_a_A1 = torch.where(relative_A1, a_A1 * cos_A1 - b_A1 * sin_A1, length_A1 * cos_A1)
+    to_b_A1 = torch.where(relative_A1, a_A1 * sin_A1 + b_A1 * cos_A1, length_A1 * sin_A1)
+    h_AW[index_A] = before_AW + (to_a_A1 - a_A1).float() * a_AW + (to_b_A1 - b_A1).float() * b_AW
+
+
 def _noise(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
@@ -333,7 +348,7 @@ def _noise(
 
 MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
 MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
-_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, ADD_NORMED: _add_normed, NOISE: _noise}
+_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, ADD_NORMED: _add_normed, ROTATE: _rotate, NOISE: _noise}
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

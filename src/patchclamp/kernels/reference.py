@@ -21,6 +21,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     WHEN,
@@ -123,6 +124,9 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
         return project(h_W[columns], v_W, record["low"], record["high"])
     if kind == ADD_NORMED:
         return add_normed(h_W[columns], v_W, record["scale"])
+    if kind == ROTATE:
+        other_W = bank_B[begin + width : begin + 2 * width][columns]
+        return rotate(h_W[columns], v_W, other_W, record["cos"], record["sin"], bool(record["relative"]))
     assert kind == BLEND
     mask_W = bank_B[record["mask"] : record["mask"] + width][columns]
     return blend(h_W[columns], v_W, record["alpha"] * mask_W)
@@ -160,6 +164,17 @@ def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarra
     squares = [np.sum(row_W.astype(np.float64) ** 2) for row_W in (h_W, v_W)]
     factor = scale * np.float32(np.sqrt(squares[0] / squares[1])) if squares[1] else 0
     return h_W + factor * v_W if factor != 0 else h_W
+
+
+def rotate(
+    h_W: np.ndarray, a_W: np.ndarray, b_W: np.ndarray, cos: np.float32, sin: np.float32, relative: bool
+) -> np.ndarray:
+    """Turn h's part in the plane of two orthonormal vectors a and b to an angle, or by it; h + (a′ − a)·a + (b′ − b)·b
+    with coordinates in fp64."""
+    a, b = (float(h_W.astype(np.float64) @ unit_W.astype(np.float64)) for unit_W in (a_W, b_W))
+    length, cos64, sin64 = np.sqrt(a * a + b * b), float(cos), float(sin)
+    to_a, to_b = (a * cos64 - b * sin64, a * sin64 + b * cos64) if relative else (length * cos64, length * sin64)
+    return h_W + np.float32(to_a - a) * a_W + np.float32(to_b - b) * b_W
 
 
 def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:

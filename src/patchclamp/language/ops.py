@@ -43,6 +43,7 @@ from patchclamp.language.values import (
     as_mask,
     as_number,
     as_numbers,
+    as_plane,
     as_seed,
     as_strength,
     as_value,
@@ -53,8 +54,8 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When",
-    "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "Mean", "Noise", "Probe", "Replace", "Rotate", "Scale", "Use",
+    "When", "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
@@ -532,6 +533,25 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
             raise ProgramError("expected a bound: low, high or both", "low")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ProgramError(f"low ({self.low}) is above high ({self.high})", "low")
+
+
+class Rotate(SiteOp, frozen=True, forbid_unknown_fields=True):
+    """Rotate h within the plane of two directions, `plane` [2, D], to an angle of `degrees`; its length is kept.
+
+    The plane has an orthonormal basis b₁, b₂ by Gram-Schmidt: b₁ has the direction of the first row, and b₂ is on the
+    side of the second. The part P h of h in the plane becomes |P h| (cos θ b₁ + sin θ b₂): at 0 degrees it points along
+    b₁, at 90 along b₂ and at 180 away from b₁. With `relative` it is turned by θ from where it is, from b₁ towards b₂.
+    A row without a part in the plane is unchanged.
+
+    Source: angular steering; Vu and Nguyen 2025 (arXiv:2510.26243). Its adaptive form, which rotates only rows along a
+    direction, is `When(probe > 0, Rotate(...))`.
+    """
+
+    plane: Vector | Named = field(converter=as_plane)
+    degrees: float = field(converter=as_number)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    relative: bool = field(converter=as_flag, default=False)
 
 
 class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):

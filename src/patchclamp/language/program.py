@@ -36,8 +36,8 @@ from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions", "project", "weight", "bias"}  # fields that hold vectors
-LATER = ("project", "pool", "translators")
+VECTORS = {"value", "mask", "direction", "directions", "plane", "project", "weight", "bias"}  # fields that hold vectors
+LATER = ("project", "pool", "translators", "norm")
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")

@@ -18,6 +18,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     WHEN,
@@ -30,7 +31,7 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
-    "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD",
-    "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt",
-    "SourceRun", "StepPlan", "bind", "make_plan",
+    "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT",
+    "RECORD", "ROTATE", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange",
+    "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

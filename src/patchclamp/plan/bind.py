@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, co
 from patchclamp.language.ops import Op
 from patchclamp.language.probes import activated
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
-from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
+from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, check_plane, orthonormal
 from patchclamp.plan.bound import (
     BITS,
     LATCHES,
@@ -56,6 +57,7 @@ from patchclamp.plan.bound import (
     NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     RunCode,
     Store,
     check_one_way,
@@ -205,6 +207,16 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
     bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
     return Lowered(Projection(*bounds), (context.put(unit),))
+
+
+@lower.register
+def _rotate(op: ops.Rotate, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite("logits are not rotated: rotate final_norm, in the plane of two directions there", "at")
+    basis = orthonormal(check_plane(context.vector(op.plane, "plane"), "plane"))
+    angle = math.radians(op.degrees)
+    return Lowered(Rotation(math.cos(angle), math.sin(angle), op.relative), (context.put(basis),))
 
 
 @lower.register

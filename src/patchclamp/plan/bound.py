@@ -34,6 +34,7 @@ ALL = 9  # a bit of the row: some of its bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
 ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
+ROTATE = 14  # the part of h in the plane of two unit vectors, turned within it
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
@@ -99,6 +100,15 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
     scale: float
 
 
+class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
+    """cos, sin: of the angle to the first row of the value; if `relative`, of the angle to h"""
+
+    kind: ClassVar[int] = ROTATE
+    cos: float
+    sin: float
+    relative: bool
+
+
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
     """streams: the noise stream of each point (`noise_stream`), so that points get different noise
     first_column: the first column of the worker's shard
@@ -160,7 +170,7 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | NormedAdd | Noisy | RunCode | Compare | All | Latch
+Action = Store | Keep | Linear | Blend | Projection | NormedAdd | Rotation | Noisy | RunCode | Compare | All | Latch
 DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 

@@ -40,6 +40,7 @@ from patchclamp.plan.bound import (
     NEVER,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     WHEN,
@@ -55,6 +56,7 @@ from patchclamp.plan.bound import (
     Noisy,
     NormedAdd,
     Projection,
+    Rotation,
     RunCode,
     Store,
 )
@@ -325,6 +327,7 @@ FIELDS: dict[int, dict[str, str]] = {
     LATCH: {"latch": "value", "bit": "step"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
     ADD_NORMED: {"row_step": "step", "vector": "value", "scale": "y"},
+    ROTATE: {"row_step": "step", "vector": "value", "cos": "x", "sin": "y", "relative": "other"},
 }
 
 
@@ -507,6 +510,12 @@ def _add_normed(
     first: NormedAdd, fields: np.ndarray, actions: Sequence[NormedAdd], addresses: Several, ordinal: int
 ) -> None:
     fields["scale"] = _column([action.scale for action in actions])
+
+
+@_write.register
+def _rotate(first: Rotation, fields: np.ndarray, actions: Sequence[Rotation], addresses: Several, ordinal: int) -> None:
+    for name in ("cos", "sin", "relative"):
+        fields[name] = _column([getattr(action, name) for action in actions])
 
 
 @_write.register

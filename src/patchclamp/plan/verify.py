@@ -33,6 +33,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     TEST,
     Action,
     All,
@@ -46,6 +47,7 @@ from patchclamp.plan.bound import (
     Noisy,
     NormedAdd,
     Projection,
+    Rotation,
     Store,
     check_one_way,
     is_vector,
@@ -146,6 +148,7 @@ def _check_group(
     _need(all(bool(((of >= low) & (of < end)).all()) for of, low, end in ranges), "points or keys out of range")
     rows, size = np.array([*(sizes[each] for each in keys), (0, 0)], np.int64).reshape(-1, 2).T
     width, shards = np.array([(of.width, sites.shard_count(of.number)) for of in sites.points]).T
+    sampled = np.array([of.rows == "sampled" for of in sites.points])
     # by key: the shards of the run's row that it reads; 0: it is a vector
     shards_read = np.array([*(0 if (of := source_of(each)) is None else shards[of[1]] for each in keys), 0])
     start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
@@ -153,11 +156,11 @@ def _check_group(
     columns = records["columns"].astype(np.int64) & 0xFFFFFFFF
     first, end = columns & 0xFFFF, np.where(columns, columns >> 16, width[point])
     match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
-    normed = kind == ADD_NORMED
-    reads = linear | blend | project | normed
+    normed, rotate = kind == ADD_NORMED, kind == ROTATE
+    reads = linear | blend | project | normed | rotate
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
-    sums = project | normed | (noise & (step == 1))  # over the row
+    sums = project | normed | rotate | (noise & (step == 1))  # over the row
     after = np.roll(match, 1, axis=1)  # a condition precedes it
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
@@ -174,7 +177,9 @@ def _check_group(
         "a mask that is not one row": blend
         & ((beside < 0) | (rows[beside] != 1) | (size[beside] != width[point]) | (shards_read[beside] != 0)),
         "a mask of no blend": ~blend & (beside >= 0),
-        "an address": (other != 0) & ~noise,
+        "an address": (other != 0) & ~noise & ~(rotate & (other == 1)),
+        "a rotation of another form": rotate
+        & ((rows[key] != 2) | (value != 0) | (step != 0) | (shards_read[key] != 0) | sampled[point]),
         "noise of another form": noise & ((key >= 0) | (value < 0) | (value >= 1 << 31) | (x != 0) | (other < 0)),
         "a sum over a row that is cut": sums
         & (first * shards[point] // width[point] != (end - 1) * shards[point] // width[point]),
@@ -242,7 +247,9 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
         _need(not cut, "rows that are cut differently among workers")
-    if isinstance(op.action, (Projection, NormedAdd)) or (isinstance(op.action, Noisy) and op.action.relative):
+    if isinstance(op.action, (Projection, NormedAdd, Rotation)) or (
+        isinstance(op.action, Noisy) and op.action.relative
+    ):
         columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
         whole = all(sites.whole(SiteRef("", None, point, columns=columns)) for point in op.points)
         _need(whole, "a sum over a row that is cut")
@@ -402,6 +409,15 @@ def _project(action: Projection, op: BoundOp, frame: Frame, width: int) -> None:
 def _add_normed(action: NormedAdd, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.scale)
     _check_values(op, frame, width, needed=True)
+
+
+@_check_action.register
+def _rotate(action: Rotation, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.cos, action.sin)
+    _check_values(op, frame, width, needed=True)
+    _need(all(is_vector(key) and frame.sizes.get(key, (0, 0))[0] == 2 for key in op.values), "a plane of other rows")
+    _need(all(each.row == each.step == 0 for each in op.ranges), "a plane for each position")
+    _need(all(frame.sites.points[point].rows == "tokens" for point in op.points), "a rotation of logits")
 
 
 @_check_action.register
