@@ -179,6 +179,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
     bank = torch.cat([bank, torch.zeros(STORED + 8 * 256 * MAX_STORES - len(bank))])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
+    token[rng.random(batch.rows) < 0.3] %= 4  # delimiters
     stride, behind = 16 * int(rng.integers(0, 9)), int(rng.integers(0, 4))
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device, stride, behind)
     kept = torch.zeros(in_bytes.size + behind * stride + 16, dtype=torch.uint8, device=device)

@@ -97,7 +97,7 @@ DECIDING = [*EXACT, TEST]  # with records that decide whether others act
 @st.composite
 def steps(draw, kinds: list[int] = EXACT) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table, stores = Table(4, POINTS, 100, SAMPLED), itertools.count()
+    table, stores = Table(4, POINTS, 200, SAMPLED), itertools.count()
     for _ in range(draw(st.integers(1, 4))):
         table.admit(*records(rng, kinds, stores))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))

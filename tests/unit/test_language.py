@@ -60,6 +60,7 @@ selections = st.recursive(
     | st.builds(lambda a, key: a[key], roles, st.integers(-9, 9))
     | images
     | st.builds(ImageTokens, st.integers(-9, 9), image_keys)
+    | st.builds(pc.between, texts | st.integers(0, 9), texts.map(lambda text: text + ".") | st.integers(10, 99))
     | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
     lambda inner: st.builds(Joined, st.sampled_from(["|", "&", "-"]), inner, inner),
     max_leaves=5,
@@ -464,6 +465,8 @@ ERRORS = [
      'role("user", 1): the chat has 1 messages of that role, numbered from 0'),
     (lambda: pc.role("user")[3].find([("user", [1, 2])]), pc.TokensError,
      'role("user")[3]: there is no position 3; these messages have 2 tokens'),
+    (lambda: pc.between(5, 5), pc.TokensError, "closing: between(5, 5): expected two different delimiters"),
+    (lambda: pc.between("", 5), pc.TokensError, "opening: span('') selects nothing: give the text of the tokens to select"),
     (lambda: pc.image[0:2], pc.ProgramError,
      "one image is named by its number, as in image[0] | image[1]; image is all of them"),
     (lambda: pc.tokens("image[0:2]"), pc.ProgramError,

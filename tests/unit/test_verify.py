@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -59,6 +61,7 @@ EDITS = [
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
     pc.Capture("attn_out", "prompt[1:]", "float16", ROWS), pc.Add(ROWS, "mlp_out[0]", "prompt[1, 2]", 2.0, "match"),
     pc.Add(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]", norm="match"),
+    pc.Add(V, "embed", "generated & between(3, 4)"), pc.Scale(2.0, "mlp_out[1]", "every - between(4, 3) - token(5)"),
     pc.Rotate(ROWS, 30, "resid_mid[1]", "every[2:]"), pc.Rotate(ROWS, -90, "final_norm", relative=True),
 ]  # fmt: skip
 
@@ -145,6 +148,30 @@ WRONG = {
     "a first column": (NOISE, {"action": Noisy(0.5, 0, False, (1,), 9)}),
     "ids that are nowhere": (ADD, {"condition": Condition("v:" + "0" * 64, False)}),
 }
+
+
+SPANNED = {
+    "a delimiter below": (0, {"opening": -1}), "one delimiter": (0, {"opening": 4}),
+    "a delimiter beyond": (0, {"closing": SITES.d_vocab}), "no such latch": (0, {"latch": 8}),
+    "another latch": (0, {"latch": 1}), "no such bit": (0, {"bit": 22}), "bits set twice": (0, {"bit": 1}),
+    "another bit is kept": (2, {"bit": 0}), "a first position is kept": (2, {"last": False}),
+    "kept where it is read": (2, {"points": (point("embed"),)}), "kept at once": (2, {"ranges": (PositionRange(6, 8),)}),
+    "read from the prompt on": (0, {"ranges": (PositionRange(4, 8),)}), "read at the end": (0, {"points": (point("logits"),)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "changes"), SPANNED.values(), ids=SPANNED)
+def test_delimiters_of_another_form_are_refused(number, changes):
+    program, sizes = bound([pc.Add(V, "embed", "generated & between(3, 4)")])
+    assert [op.kind for op in program.ops] == [15, 9, 10, LINEAR]
+    ops = list(program.ops)
+    field = {name: value for name, value in changes.items() if name in ("points", "ranges")}
+    action = msgspec.structs.replace(ops[number].action, **{k: v for k, v in changes.items() if k not in field})
+    ops[number] = msgspec.structs.replace(ops[number], action=action, **field)
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check(msgspec.structs.replace(program, ops=tuple(ops)), sizes)
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check(msgspec.structs.replace(program, ops=(*program.ops[:2], program.ops[3])), sizes)
 
 
 OWN = own_key(0, point("embed"))
@@ -297,7 +324,7 @@ def test_a_key_is_the_content_of_its_rows():
 def cells_and_sizes():
     """One cell for each edit that grading runs in batches, and one of all of them."""
     programs, sizes = [], {}
-    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and "SameRun" not in str(edit)]
+    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and not re.search("SameRun|between", str(edit))]
     for several in [*([edit] for edit in edits), edits]:
         program, own = bound(several)
         programs.append(program)

@@ -27,7 +27,7 @@ WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
-ADD_NORMED, ROTATE = tl.constexpr(plan.ADD_NORMED), tl.constexpr(plan.ROTATE)
+ADD_NORMED, ROTATE, SPAN = (tl.constexpr(n) for n in (plan.ADD_NORMED, plan.ROTATE, plan.SPAN))
 APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
@@ -204,6 +204,20 @@ def _when(latch, bit, position, bits, latches):
 
 
 @triton.jit
+def _spanned(token, position, rank, start, opening, closing, is_inside, latch):
+    """1 if a row's token is strictly between delimiters, plus 2 if the last delimiter up to it opens."""
+    far, back, found = tl.minimum(rank, position - start), 0, 0
+    while (back <= far) & (found == 0):  # back through the step's rows of this request
+        id = _look(token - back).to(tl.float32)
+        found = tl.where(id == opening, 2, tl.where(id == closing, 1, 0))
+        back += 1
+    before = tl.where(position - far == start, is_inside, tl.load(latch) & 1)
+    after = tl.where(found == 0, before, found - 1)
+    is_delimiter = (found != 0) & (back == 1)
+    return tl.where(is_delimiter, 0, after) + 2 * after
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
@@ -264,8 +278,15 @@ def _walk(
                 bits = (bits & ~(1 << step)) | (alike.to(tl.int32) << step)
             elif kind == LATCH:
                 is_set = (bits >> step) & 1
-                tl.atomic_min(latches + value, position, mask=(is_set != 0) & KEEP)
-                bits = bits | (is_set << (BITS + value.to(tl.int32)))
+                tl.atomic_min(latches + value, position, mask=(is_set != 0) & (x == 0.0) & KEEP)
+                tl.atomic_max(latches + value, 2 * position + is_set, mask=(x != 0.0) & KEEP)
+                bits = bits | (tl.where(x == 0.0, is_set, 0) << (BITS + value.to(tl.int32)))
+            elif kind == SPAN:
+                is_inside = _look((record + 8).to(tl.pointer_type(tl.int64))).to(tl.int32)
+                both = _spanned(token_of_row + row, position, _look(rank_of_row + row), start, x, y, is_inside,
+                                latches + value)  # fmt: skip
+                bits = (bits & ~(3 << step)) | (both << step)
+                tl.store(latches + value, 0, mask=(position == start) & KEEP)
             elif kind == WHEN:
                 held = _when(value, step, position, bits, latches)
                 matched = held.to(tl.int32)

@@ -28,6 +28,7 @@ from patchclamp.plan import (
     NOISE,
     PROJECT,
     ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -98,6 +99,10 @@ def apply(
                 _rows(bank_B, h_AW.shape[1]).index_copy_(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
                 )
+            elif kind == SPAN:
+                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                _span(named(alike, SPAN), at[some], token_R, bits_R, rows, table)
             elif kind in DECIDE:
                 assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
                 _decide(int(kind), h_AW, some, named(alike, int(kind)), at, bits_R, rows, table, bank_B)
@@ -198,14 +203,36 @@ def _decide(
     row, bit = at[index], fields["bit"].astype(np.int64)
     if kind == LATCH:
         is_set = bits_R[row] >> bit & 1 == 1
-        slot, latch = rows.slot[row[is_set]], fields["latch"][is_set]
-        np.minimum.at(table.latches, (slot, latch), rows.position[row[is_set]])
+        last, first = fields["last"] == 1, is_set & (fields["last"] == 0)
+        np.maximum.at(table.latches, (rows.slot[row[last]], fields["latch"][last]),
+                      2 * rows.position[row[last]] + is_set[last])  # fmt: skip
+        np.minimum.at(table.latches, (rows.slot[row[first]], fields["latch"][first]), rows.position[row[first]])
         return
     if kind == TEST:
         held = _tested(h_AW, index, fields, bank_B) > fields["threshold"]
     else:
         held = ((bits_R[row] & fields["mask"]) == fields["wanted"]) != (fields["negated"] != 0)
     bits_R[row] = bits_R[row] & ~(1 << bit) | held << bit
+
+
+def _span(
+    fields: np.ndarray, row: np.ndarray, token_R: torch.Tensor, bits_R: np.ndarray, rows: RowLabels, table: ProgramTable
+) -> None:
+    """Set the bits of rows whose tokens are between delimiters; the rows of a request follow one another."""
+    ids, every, bit = token_R.cpu().numpy(), np.arange(len(token_R)), fields["bit"].astype(np.int64)
+    far = np.minimum(rows.rank[row], rows.position[row] - fields["start"])
+    before = np.where(rows.position[row] - far == fields["start"], fields["inside"] != 0,
+                      table.latches[rows.slot[row], fields["latch"]] & 1 == 1)  # fmt: skip
+    pairs, pair_A = np.unique(fields[["opening", "closing"]], return_inverse=True)
+    for i, (opening, closing) in enumerate(pairs.tolist()):
+        of = pair_A == i
+        delimiter_R = np.isin(ids, (opening, closing))
+        last = np.maximum.accumulate(np.where(delimiter_R, every, -1))[row[of]]
+        after = np.where(last >= row[of] - far[of], ids[last] == opening, before[of])
+        both = (after & ~delimiter_R[row[of]]) | after.astype(np.int64) << 1
+        bits_R[row[of]] = bits_R[row[of]] & ~(3 << bit[of]) | both << bit[of]
+    begins = rows.position[row] == fields["start"]
+    table.latches[rows.slot[row[begins]], fields["latch"][begins]] = 0
 
 
 def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:

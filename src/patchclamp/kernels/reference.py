@@ -22,6 +22,7 @@ from patchclamp.plan import (
     NOISE,
     PROJECT,
     ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -76,6 +77,15 @@ def apply(
                 _set(bits_R, r, record, _product(h_RW[r], record, bank_B) > record["threshold"])
             elif kind == ALL:
                 _set(bits_R, r, record, (bits_R[r] & record["mask"] == record["wanted"]) != bool(record["negated"]))
+            elif kind == SPAN:
+                assert token_R is not None
+                inside, after = between(rows, r, token_R, record, table.latches[slot])
+                if position == record["start"]:
+                    table.latches[slot, record["latch"]] = 0
+                bits_R[r] = bits_R[r] & ~(3 << int(record["bit"])) | (inside | after << 1) << int(record["bit"])
+            elif kind == LATCH and record["last"]:
+                kept = 2 * position + int(bits_R[r] >> record["bit"] & 1)
+                table.latches[slot, record["latch"]] = max(table.latches[slot, record["latch"]], kept)
             elif kind == LATCH:
                 if bits_R[r] >> record["bit"] & 1:
                     table.latches[slot, record["latch"]] = min(table.latches[slot, record["latch"]], position)
@@ -95,6 +105,19 @@ def apply(
             else:
                 h_RW[r, columns_of(record)], edited_R[r] = _edited(h_RW[r], record, position, bank_B), True
     return edited_R
+
+
+def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
+    """True if a row's token is strictly between delimiters, and True if the last delimiter up to it opens."""
+    opening, closing = int(record["opening"]), int(record["closing"])
+    for row in range(r, r - rows.rank[r] - 1, -1):  # back through the step's rows of this request
+        if rows.position[row] < record["start"]:
+            return bool(record["inside"]), bool(record["inside"])
+        if token_R[row] in (opening, closing):
+            return row < r and token_R[row] == opening, token_R[row] == opening
+    first = rows.position[r] - rows.rank[r]
+    inside = bool(record["inside"] if first == record["start"] else latches[record["latch"]] & 1)
+    return inside, inside
 
 
 def _set(bits_R: np.ndarray, r: int, record: np.void, held: bool) -> None:

@@ -6,6 +6,7 @@ from patchclamp.language.ops import Op, Readout, SiteOp
 from patchclamp.language.program import Program
 from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site
 from patchclamp.language.tokens import (
+    Between,
     ImageTokens,
     Positions,
     Range,
@@ -13,6 +14,7 @@ from patchclamp.language.tokens import (
     TextSpan,
     TokenIds,
     Tokens,
+    between,
     every,
     generated,
     image,
@@ -25,8 +27,8 @@ from patchclamp.language.tokens import (
 from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role", "SameRun",
-    "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "image",
-    "parse_site", "parse_tokens", "prompt", "role", "span", "token",
+    "SITES", "At", "Between", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role",
+    "SameRun", "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "between", "every",
+    "generated", "image", "parse_site", "parse_tokens", "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

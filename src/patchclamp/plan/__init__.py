@@ -19,6 +19,7 @@ from patchclamp.plan.bound import (
     NOISE,
     PROJECT,
     ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -32,6 +33,6 @@ from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
     "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT",
-    "RECORD", "ROTATE", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange",
+    "RECORD", "ROTATE", "SPAN", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange",
     "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

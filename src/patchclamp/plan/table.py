@@ -41,6 +41,7 @@ from patchclamp.plan.bound import (
     NOISE,
     PROJECT,
     ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -58,6 +59,7 @@ from patchclamp.plan.bound import (
     Projection,
     Rotation,
     RunCode,
+    Span,
     Store,
 )
 from patchclamp.store.tensors import PROBE
@@ -324,10 +326,11 @@ FIELDS: dict[int, dict[str, str]] = {
     STORE: {"row_step": "step", "vector": "value"},
     TEST: {"row_step": "step", "vector": "value", "threshold": "x", "bit": "other"},
     ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
-    LATCH: {"latch": "value", "bit": "step"},
+    LATCH: {"latch": "value", "bit": "step", "last": "x"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
     ADD_NORMED: {"row_step": "step", "vector": "value", "scale": "y"},
     ROTATE: {"row_step": "step", "vector": "value", "cos": "x", "sin": "y", "relative": "other"},
+    SPAN: {"latch": "value", "bit": "step", "opening": "x", "closing": "y", "inside": "other"},
 }
 
 
@@ -483,7 +486,14 @@ def _all(first: All, fields: np.ndarray, actions: Sequence[All], addresses: Seve
 
 @_write.register
 def _latch(first: Latch, fields: np.ndarray, actions: Sequence[Latch], addresses: Several, ordinal: int) -> None:
-    fields["latch"], fields["bit"] = (_column([getattr(a, name) for a in actions]) for name in ("latch", "bit"))
+    for name in ("latch", "bit", "last"):
+        fields[name] = _column([getattr(action, name) for action in actions])
+
+
+@_write.register
+def _span(first: Span, fields: np.ndarray, actions: Sequence[Span], addresses: Several, ordinal: int) -> None:
+    for name in ("latch", "bit", "opening", "closing", "inside"):
+        fields[name] = _column([getattr(action, name) for action in actions])
 
 
 @_write.register
@@ -548,7 +558,7 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the device copy was last updated
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
-    deciding: slots with `TEST` records
+    deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, the positions of the latches of each slot, which kernels on the host write
     """
 
@@ -583,7 +593,7 @@ class ProgramTable:
         self._acting += np.count_nonzero(counts, axis=0)
         self._add_captures(slots, places, records, counts)
         self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
-        self.deciding.update(slots[(records["kind"] == TEST).any(axis=1)].tolist())
+        self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
         self.latches[slots] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])

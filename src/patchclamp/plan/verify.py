@@ -46,8 +46,10 @@ from patchclamp.plan.bound import (
     Linear,
     Noisy,
     NormedAdd,
+    PositionRange,
     Projection,
     Rotation,
+    Span,
     Store,
     check_one_way,
     is_vector,
@@ -68,12 +70,14 @@ class Decided(msgspec.Struct):
 
     bits: the depth and the point where each bit is set
     latches: the same of each latch, and the lowest position that sets it
+    spans: the bit that each latch of a span keeps, and the depth where it is read
     probes: the names of the probes that are kept
     reading: the op that keeps a probe, while nothing but its tests follow
     """
 
     bits: dict[int, tuple[int, int]] = {}
     latches: dict[int, tuple[int, int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     probes: set[str] = set()
     reading: BoundOp | None = None
 
@@ -107,6 +111,7 @@ def verify(
             _check_op(op, frame)
         except PatchclampError as error:
             raise error.under(op.path[:MAX_PATH]) from None
+    _need(not frame.decided.spans, "a span whose latch is not kept")
     check_one_way(bound.ops, sites.label)
 
 
@@ -337,7 +342,24 @@ def _latch(action: Latch, op: BoundOp, frame: Frame, width: int) -> None:
     _read_bit(action.bit, op, frame)
     [point] = op.points
     _need(bool(op.ranges), "a latch at no position")
+    if action.last:
+        bit, depth = frame.decided.spans.pop(action.latch, (-1, 0))
+        kept = bit == action.bit and frame.sites.depth(point) > depth and frame.sites.points[point].rows == "tokens"
+        _need(kept and op.ranges == (PositionRange(frame.prompt, frame.limit),), "a latch of another span")
+    _need(action.last or action.latch not in frame.decided.spans, f"latch {action.latch}")
     frame.decided.latches[action.latch] = frame.sites.depth(point), point, op.ranges[0].start
+
+
+@_check_action.register
+def _span(action: Span, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(op.ranges == (PositionRange(frame.prompt, frame.limit),), "a span at other positions")
+    _need(0 <= min(action.opening, action.closing) != max(action.opening, action.closing) < frame.sites.d_vocab,
+          "delimiters that are no tokens")  # fmt: skip
+    latch, decided = action.latch, frame.decided
+    _need(0 <= latch < LATCHES and latch not in decided.latches and latch not in decided.spans, f"latch {latch}")
+    for bit in (action.bit, action.bit + 1):
+        _set_bit(bit, op, frame)
+    decided.spans[latch] = action.bit + 1, frame.sites.depth(op.points[0])
 
 
 def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:

@@ -26,7 +26,7 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, TooLarge, describe_error
 from patchclamp.plan import ALL, CAPTURE, LATCH, STORE, TEST, BoundProgram
-from patchclamp.plan.bound import ADD_NORMED, APPLY, BLEND, LINEAR, NOISE, PROJECT, ROTATE, acted_on
+from patchclamp.plan.bound import ADD_NORMED, APPLY, BLEND, LINEAR, NOISE, PROJECT, ROTATE, SPAN, acted_on
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import SiteMap
 
@@ -41,7 +41,7 @@ FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
          STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", ADD_NORMED: "add_normed",
-         ROTATE: "rotate"}  # fmt: skip
+         ROTATE: "rotate", SPAN: "between"}  # fmt: skip
 SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
