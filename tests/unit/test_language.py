@@ -110,6 +110,15 @@ programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(cap
 # -- laws
 
 
+@pytest.mark.parametrize(("text", "terms"), [
+    ("calm", [("calm", 1.0, None)]), ("- 2 * calm+.5 b.c-d", [("calm", -2.0, None), ("b.c-d", 0.5, None)]),
+    (" 1e-1 calm - honest @ generated[0:8] - prompt ",
+     [("calm", 0.1, pc.generated[0:8] - pc.prompt), ("honest", -1.0, pc.generated[0:8] - pc.prompt)]),
+])  # fmt: skip
+def test_the_short_form_of_a_mix(text, terms):
+    assert pc.Program.parse(text) == Program(tuple(pc.Use(*term) for term in terms))
+
+
 @given(sites())
 def test_a_site_reads_back_from_its_text(made):
     assert pc.site(str(made)) == made
@@ -465,6 +474,14 @@ ERRORS = [
      'role("user", 1): the chat has 1 messages of that role, numbered from 0'),
     (lambda: pc.role("user")[3].find([("user", [1, 2])]), pc.TokensError,
      'role("user")[3]: there is no position 3; these messages have 2 tokens'),
+    (lambda: pc.Program.parse("0.3 calm 0.2 b"), pc.ProgramError,
+     "expected +, - or @ SELECTION, got '0.2 b' at character 9 of '0.3 calm 0.2 b'"),
+    (lambda: pc.Program.parse("0.3 calm - + b"), pc.ProgramError,
+     "expected [NUMBER] NAME, got '+ b' at character 11 of '0.3 calm - + b'"),
+    (lambda: pc.Program.parse("0.3 9b"), pc.ProgramError, "expected NAME, got '9b' at character 4 of '0.3 9b'"),
+    (lambda: pc.Program.parse(" "), pc.ProgramError, "expected [NUMBER] NAME, got '' at character 1 of ' '"),
+    (lambda: pc.Program.parse("calm @ nowhere"), pc.UnknownName,
+     "tokens: no group of tokens 'nowhere'; there are: prompt, generated, every, image"),
     (lambda: pc.between(5, 5), pc.TokensError, "closing: between(5, 5): expected two different delimiters"),
     (lambda: pc.between("", 5), pc.TokensError, "opening: span('') selects nothing: give the text of the tokens to select"),
     (lambda: pc.image[0:2], pc.ProgramError,
