@@ -429,6 +429,17 @@ class Activation(InPlace):
             vector = self._vector(as_number(value, "as a value:"))
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
+    def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
+        """Applies `pc.Add`: adds scale · value, for numbers or a read of the trace, with norm="match" scaled to the
+        length of each row."""
+        if isinstance(value, Arithmetic):
+            read = value.expression().one_read
+            if read is None:
+                refuse("a value that is computed, added by a method,")
+            self._record(Add, source=read, scale=scale, norm=norm)
+        else:
+            self._record(Add, self._vector(as_number(value, "as a value:")), scale=scale, norm=norm)
+
     def ablate(self, directions: Any) -> None:
         """Applies `pc.Ablate`: removes the span of the directions."""
         self._record(Ablate, directions)
