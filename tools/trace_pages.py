@@ -130,7 +130,7 @@ def coming_page() -> str:
 def _imports() -> str:
     source = inspect.getsource(explicit)
     constants = re.findall(r"^(?:LAST|LOGITS) = .*$", source, re.M)
-    prompts = re.findall(r"^CLEAN, CORRUPT = .*$", inspect.getsource(traced), re.M)
+    prompts = re.findall(r"^(?:CLEAN, CORRUPT|ORACLE) = .*$", inspect.getsource(traced), re.M)
     return "\n".join(["import torch", "", "import patchclamp as pc", "", *prompts, *constants])
 
 

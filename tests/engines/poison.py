@@ -22,7 +22,7 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": Tru
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
 FULL = LENGTH // BLOCK * BLOCK
-KINDS = ["add", "add a row each", "replace", "replace where masked", "zero", "scale", "ablate", "low rank", "clamp", "noise",
+KINDS = ["add", "add a row each", "add normed", "rotate", "replace", "replace where masked", "zero", "scale", "ablate", "low rank", "clamp", "noise",
          "relative noise", "mean", "use", "same run", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
          "generated"]  # fmt: skip
 GREEDY = {"ignore_eos": True}
@@ -39,6 +39,8 @@ def edits(width: int) -> dict[str, list]:
     return {
         "add": [pc.Add(v, post, pc.prompt[40], scale=2.0)],
         "add a row each": [pc.Add(np.stack([v, w]), pc.resid_pre[1], pc.prompt[43, 36])],
+        "add normed": [pc.Add(v, post, span, norm="match")],
+        "rotate": [pc.Rotate(np.stack([v, w]), 70, mid, span)],
         "replace": [pc.Replace(v, pc.attn_out[0], span, alpha=0.5)],
         "replace where masked": [pc.Replace(w, mid, span, mask=x > 0)],
         "zero": [pc.Zero(pc.mlp_out[0:2], span)],

@@ -307,11 +307,13 @@ class Storm:
         return [self.any(
             lambda: pc.Add(self.vector(D), at, tokens, scale=float(self.random.uniform(-2, 2))),
             lambda: pc.Add(self.vector(rows, D), at, tokens),
+            lambda: pc.Add(self.vector(rows, D), at, tokens, norm="match"),
             lambda: pc.Replace(self.vector(D), at, tokens, alpha=float(self.random.uniform(0, 1))),
             lambda: pc.Replace(self.vector(rows, D), at, tokens, mask=self.random.random(D)),
             lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens),
             lambda: pc.Zero(at, tokens), lambda: pc.Scale(float(self.random.uniform(-1, 2)), at, tokens),
             lambda: pc.Ablate(self.vector(self.number(1, 4), D), at, tokens),
+            lambda: pc.Rotate(self.vector(2, D), self.number(0, 360), at, tokens, relative=self.chance(0.5)),
             lambda: pc.Clamp(self.vector(D), at, tokens, low=-0.2, high=1.0),
             lambda: pc.Ablate(self.vector(D), at, tokens, strength=float(self.random.uniform(-1, 2))),
             lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens, basis=self.vector(2, D)),

@@ -83,6 +83,8 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
             lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, basis=vector),
             lambda: pc.Replace(vector, at=stream, tokens=tokens, mask=(draw.random(lm.model.d_model) < 0.5).astype("f4")),
             lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
+            lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.random()), norm="match"),
+            lambda: pc.Rotate([vector, vector[::-1]], float(draw.normal()) * 90, at=stream, tokens=tokens),
         ][int(draw.integers(10))]()  # fmt: skip
 
     return [[edit() for _ in range(int(draw.integers(4)))] for _ in range(count)]

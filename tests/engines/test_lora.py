@@ -67,6 +67,35 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max())
 
 
+def test_an_activation_oracle_under_an_adapter(lm, hubs, adapters):
+    """Rows of the base model, added to placeholders of a question to the adapter's; against plain hooks on the merged
+    weights, which scale each row to the length of the one that it is added to."""
+    question, few = [7, 8, 9, 9, 9, 10, 11, 12], slice(2, 5)
+    sites = [pc.resid_post[lm.model.layers * percent // 100] for percent in (25, 50, 75)]
+    target = lm.run(IDS[:12], max_tokens=1, capture=[site @ pc.prompt[-3:] for site in dict.fromkeys(sites)])
+    edits = [[pc.Add(pc.From(target, site, pc.prompt[-3:]), pc.resid_post[0], pc.prompt[few], norm="match")]
+             for site in sites]  # fmt: skip
+    runs = lm.run(
+        [question] * 3, edits=edits, lora=adapters["linear"], max_tokens=1, capture=[pc.resid_post, pc.logits]
+    )
+    net = hubs["linear"].engine._net
+    for site, run in zip(sites, runs, strict=True):
+        rows = torch.as_tensor(target[site])
+
+        def inject(module, inputs, output, rows=rows):
+            stream = output[0] if isinstance(output, tuple) else output
+            h = stream[0, few].clone()
+            stream[0, few] = h + rows * (h.norm(dim=1) / rows.norm(dim=1))[:, None]
+
+        hook = net.model.layers[0].register_forward_hook(inject)
+        with torch.no_grad():
+            expected = net(torch.tensor([question]), output_hidden_states=True)
+        hook.remove()
+        assert worst_row(torch.as_tensor(run[pc.resid_post[0]]), expected.hidden_states[1][0]) < 1e-4
+        assert worst_row(torch.as_tensor(run[pc.logits]), expected.logits[0, -1:]) < 1e-4
+    assert not torch.allclose(runs[0][pc.logits], runs[2][pc.logits], atol=1e-3)
+
+
 def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
     """Two adapters, one that must wait for room, and none; some of each edited; in one call."""
     assert list(lm.sites.withdrawn) == ["lens"]

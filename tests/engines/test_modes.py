@@ -111,7 +111,7 @@ def test_the_comparison_sees_what_is_wrong(modes):
 
 def test_the_programs_say_every_op_and_every_selection():
     used = {type(op) for acts in PROGRAMS.values() for op, _ in acts}
-    assert used == {pc.Capture, pc.Add, pc.Replace, pc.Zero, pc.Scale, pc.Ablate, pc.Clamp, pc.Noise}
+    assert used == {pc.Capture, pc.Add, pc.Replace, pc.Zero, pc.Scale, pc.Ablate, pc.Clamp, pc.Rotate, pc.Noise}
     assert {op.at.name for acts in PROGRAMS.values() for op, _ in acts} == {
         "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits"
     }  # fmt: skip

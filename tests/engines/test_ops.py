@@ -26,6 +26,7 @@ WORD[[198, 260]] = 1.0, 0.5  # tokens
 EDITS = {
     "add": pc.Add(V1, pc.resid_post[3], pc.prompt[-1], scale=2.0),
     "add a row each": pc.Add(np.stack([V1, V2]), pc.resid_pre[5], pc.prompt[1:3]),
+    "add at the row's length": pc.Add(np.stack([V1, V2]), pc.resid_post[4], pc.prompt[1, 2], 0.5, norm="match"),
     "replace": pc.Replace(V1, pc.attn_out[5], pc.every[2], alpha=0.5),
     "replace where masked": pc.Replace(V2, pc.resid_mid[6], pc.prompt[1:], alpha=0.75, mask=MASK),
     "zero": pc.Zero(pc.mlp_out[4], pc.every[1, 3]),
@@ -37,6 +38,8 @@ EDITS = {
     "low rank": pc.LowRank(0.1 * np.stack([V1, MASK]), [0.5, -1.0], np.stack([V2, V1]), pc.mlp_out[5]),
     "clamp": pc.Clamp(V1, pc.resid_mid[7], low=-0.5, high=0.5),
     "clamp below": pc.Clamp(V2, pc.mlp_out[6], pc.prompt[-1], high=-20.0),
+    "rotate": pc.Rotate(np.stack([V1, V1 + V2]), 120, pc.resid_post[5], pc.prompt[1:]),
+    "rotate by an angle": pc.Rotate(np.stack([V1, V2]), -40, pc.resid_mid[6], relative=True),
     "noise": pc.Noise(0.05, pc.resid_post[1], pc.prompt, seed=(1 << 40) + 7),
     "relative noise": pc.Noise(0.2, pc.embed, seed=3, relative=True),
     "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[4], pc.generated, relative=True),

@@ -181,7 +181,9 @@ def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
             "add to a part": pc.Add(part, few), "scale a part": pc.Scale(-1.0, few), "clear a part": pc.Zero(few),
             "noise in a part": pc.Noise(0.5, few, seed=4, relative=True), "ablate in a part": pc.Ablate(part, few),
             "low rank in a part": pc.LowRank(part, [0.3], -part, few),
-            "clamp in a part": pc.Clamp(part, few, low=1.0), "source of a part": pc.Replace(pc.From(source, few), few, pc.prompt[4]),
+            "clamp in a part": pc.Clamp(part, few, low=1.0), "add normed to a part": pc.Add(part, few, norm="match"),
+            "rotate a part": pc.Rotate(torch.stack([part, part.flip(0)]), 50, few),
+            "source of a part": pc.Replace(pc.From(source, few), few, pc.prompt[4]),
         }  # fmt: skip
         edits = [[pc.Capture(op.at), op, pc.Capture(op.at)] for op in asked.values()]
         for what, run in zip(
@@ -346,6 +348,8 @@ def test_two_workers_do_what_one_does(start, alone, options):
         for op in (
             pc.Ablate(VECTOR, pc.z[1]),
             pc.Clamp(VECTOR, pc.q[1], low=0.0),
+            pc.Add(VECTOR, pc.z[1], norm="match"),
+            pc.Rotate(np.eye(2, len(VECTOR)), 30, pc.q[1]),
             pc.Noise(0.1, pc.z[1], relative=True),
         ):
             with pytest.raises(

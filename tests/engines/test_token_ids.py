@@ -33,6 +33,8 @@ def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
     asked = [
         lambda ids: pc.token(*ids), lambda ids: pc.generated & pc.token(*ids), lambda ids: pc.every - pc.token(*ids),
         lambda ids: pc.prompt[0] | pc.token(*ids), lambda ids: (pc.generated[0:7] - pc.token(ids[0])) | pc.token(ids[1]),
+        lambda ids: pc.between(ids[1], ids[0]), lambda ids: pc.generated & pc.between(ids[0], ids[0] + 1),
+        lambda ids: pc.every[2:] - pc.between(ids[0], ids[1]) - pc.token(ids[0]),
         lambda ids: pc.token(49151) | (pc.generated[2:] & pc.token(*range(0, 49152, 13), *ids)),
     ]  # fmt: skip
     cases = [(i, choose((often[i], run.prompt_token_ids[-1]))) for i, run in enumerate(plain) for choose in asked]

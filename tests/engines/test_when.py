@@ -95,6 +95,13 @@ def test_two_requests_with_one_prefix_share_no_block_that_differs(shallow, thres
             assert np.allclose(again.logprobs, alone[name].logprobs, atol=1e-4)
 
 
+def pair_of(lm: pc.LM, prompts: list[list[int]]) -> tuple[int, int]:
+    """Two tokens that are generated early."""
+    runs = lm.run(prompts, max_tokens=12, sampling={"ignore_eos": True})
+    first, *others = dict.fromkeys(token for run in runs for token in run.token_ids)
+    return first, others[-1]
+
+
 @pytest.mark.slow
 def test_preempted_requests_decide_the_same(shallow, thresholds):
     """Requests are thrown out and recomputed, their prompt and what they generated in one step: with the probe in an
@@ -106,14 +113,16 @@ def test_preempted_requests_decide_the_same(shallow, thresholds):
     programs = [pc.When(p > thresholds[0] + 2, pc.Add(PUSH, at=pc.resid_post[4]), scope="onwards"),
                 pc.When(later > thresholds[0] + 2, pc.Add(PUSH / 4, at=site), scope="onwards"),
                 pc.When(p[1] > thresholds[1], pc.Add(PUSH / 4, at=pc.resid_post[5]), scope="token")]  # fmt: skip
+    programs.append(pc.Add(PUSH, at=pc.resid_post[4], tokens=pc.generated & pc.between(*pair_of(roomy, prompts))))
     wanted = {"max_tokens": 40, "sampling": {"ignore_eos": True}, "capture": pc.resid_post[6]}
     for program in programs:
         before = small.engine.status()["preemptions"]
         crowded = small.run(prompts, edits=program, **wanted)
         assert small.engine.status()["preemptions"] > before
         alone = [roomy.run(prompt, edits=program, **wanted) for prompt in prompts]
-        assert any(run.acted["edits[0].edits[0]"] for run in alone)
+        assert any(positions for run in alone for positions in run.acted.values())
         for run, other in zip(crowded, alone, strict=True):
             assert (run.token_ids, run.acted) == (other.token_ids, other.acted)
-            assert torch.allclose(run.probes["p"], other.probes["p"], rtol=1e-3, atol=1e-2)
+            for name, scores in run.probes.items():
+                assert torch.allclose(scores, other.probes[name], rtol=1e-3, atol=1e-2)
             assert torch.allclose(run[pc.resid_post[6]], other[pc.resid_post[6]], rtol=1e-3, atol=0.05)

@@ -420,6 +420,7 @@ def _programs(width: int, vocabulary: int) -> dict[str, list[Any]]:
         "logits": [these, pc.Add(more, pc.logits, pc.generated[5:12], scale=2.0)],
         "noise": [these, pc.Noise(0.5, at=pc.mlp_out, seed=7, relative=True)],
         "noise of logits": [these, pc.Noise(0.005, at=pc.logits, seed=9, relative=True)],
+        "logits, at the row's length": [these, pc.Add(more, pc.logits, scale=0.1, norm="match")],
         "clamped logits": [these, pc.Clamp(more, pc.logits, low=5.0)],
         "a token": [these, pc.Scale(0.2, pc.resid_pre[2], pc.token(5))],
     }

@@ -19,6 +19,8 @@ def ops(mode: str, lm) -> None:
     width, rng = lm.model.d_model, np.random.default_rng()
     v, w = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
     unit, mask = v / np.linalg.norm(v), rng.random(width).astype(np.float32)
+    plane = pc.language.values.orthonormal(pc.Vector.of(np.stack([v, w]))).rows()
+    turn = np.float32(np.cos(np.radians(75))), np.float32(np.sin(np.radians(75)))
     at = pc.resid_post[1]
     point = lm.sites.points[lm.sites.resolve(at)[0].point]
     site = noise_stream(point.kind, point.layer)
@@ -27,6 +29,9 @@ def ops(mode: str, lm) -> None:
         return noise.normals(77, position, site, width)
 
     asked = {
+        "Add, at the row's length": (pc.Add(v, at, scale=0.5, norm="match"),
+                                     lambda h, _: reference.add_normed(h, v, np.float32(0.5))),
+        "Rotate": (pc.Rotate(np.stack([v, w]), 75, at), lambda h, _: reference.rotate(h, *plane, *turn, False)),
         "Scale": (pc.Scale(0.5, at), lambda h, _: 0.5 * h),
         "Ablate": (pc.Ablate(v, at), lambda h, _: reference.project(h, unit, np.float32(0), np.float32(0))),
         "Ablate, in part": (pc.Ablate(v, at, strength=0.5), lambda h, _: h - 0.5 * (h @ unit) * unit),

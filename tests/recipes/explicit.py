@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import patchclamp as pc
-from tests.recipes.traced import CLEAN, CORRUPT
+from tests.recipes.traced import CLEAN, CORRUPT, ORACLE
 
 LAST = pc.prompt[-1]
 LOGITS = pc.logits @ LAST
@@ -91,6 +91,17 @@ def patchscope(lm: pc.LM):
     prompt = "cat -> cat; 1135 -> 1135; hello -> hello; ?"
     run = lm.run(prompt, max_tokens=6, edits=edits, capture=[target @ LAST, LOGITS])
     return {"written": run[target][0], "logits": run[pc.logits][0], "tokens": run.token_ids}
+
+
+def activation_oracle(lm: pc.LM):
+    begin, end = (len(lm.tokens(ORACLE[:length])) for length in (len("Layer:"), len("Layer: ? ? ?")))
+    read, placeholders, at = pc.prompt[begin - end :], pc.prompt[begin:end], pc.resid_post[1]
+    sites = [pc.resid_post[lm.model.layers * percent // 100] for percent in (25, 50, 75)]
+    target = lm.run(CLEAN, max_tokens=1, capture=[site @ read for site in dict.fromkeys(sites)])
+    edits = [[pc.Add(pc.From(target, site, read), at, placeholders, norm="match")] for site in sites]
+    runs = lm.run([ORACLE] * 3, max_tokens=6, edits=edits, capture=[at @ placeholders, LOGITS])
+    written, logits = (torch.cat([torch.as_tensor(run[site]) for run in runs]) for site in (at, pc.logits))
+    return {"written": written, "logits": logits, "tokens": [token for run in runs for token in run.token_ids]}
 
 
 def fuzzing(lm: pc.LM):

@@ -7,10 +7,11 @@ import torch
 import patchclamp as pc
 
 __all__ = [
-    "ablation", "activation_patching", "attention_heads", "caching", "clone_and_replace", "fuzzing", "logit_lens",
+    "ablation", "activation_oracle", "activation_patching", "attention_heads", "caching", "clone_and_replace", "fuzzing", "logit_lens",
     "neurons", "patchscope", "steering", "streaming", "two_traces", "within_one_run",
 ]  # fmt: skip
 CLEAN, CORRUPT = "The Eiffel Tower is in the city of", "The Colosseum is in the city of"
+ORACLE = "Layer: ? ? ?\nWhich city is this about? It is about"
 
 
 def clone_and_replace(lm: pc.LM):
@@ -136,6 +137,30 @@ def patchscope(lm: pc.LM):
             b.layers[target].output[-1] = a.layers[source].output[-1]
             written, logits = b.layers[target].output[-1].save(), b.logits[-1].save()
     return {"written": written, "logits": logits, "tokens": b.token_ids}
+
+
+def activation_oracle(lm: pc.LM):
+    """Ask an oracle what rows of three depths mean: add them, as long as the rows there, to placeholders of a question
+    after its second layer. A trained oracle is the model under a LoRA adapter: on vLLM, a second run with `lora=`.
+
+    Source: Karvonen et al. 2025 (arXiv:2512.15674).
+    """
+    begin, end = (len(lm.tokens(ORACLE[:length])) for length in (len("Layer:"), len("Layer: ? ? ?")))
+    written, logits, oracles = [], [], []
+    with lm.trace(max_tokens=6) as t:
+        target = t.invoke(CLEAN)
+        for percent in (25, 50, 75):
+            rows = target.layers[lm.model.layers * percent // 100].output[begin - end :]
+            with t.invoke(ORACLE) as oracle:
+                oracle.layers[1].output[begin:end].add(rows, norm="match")
+                written.append(oracle.layers[1].output[begin:end].save())
+                logits.append(oracle.logits[-1].save())
+                oracles.append(oracle)
+    return {
+        "written": torch.cat(written),
+        "logits": torch.stack(logits),
+        "tokens": [token for oracle in oracles for token in oracle.token_ids],
+    }
 
 
 def fuzzing(lm: pc.LM):

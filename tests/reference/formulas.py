@@ -35,7 +35,8 @@ def _numbers(op: Any, field: str) -> torch.Tensor | None:
 
 def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers: int) -> torch.Tensor:
     if isinstance(op, pc.Add):
-        return h + op.scale * v.double()
+        v = v.double()
+        return h + op.scale * (v if op.norm is None else v * h.norm() / v.norm())
     if isinstance(op, pc.Replace):
         if op.basis is not None:
             return h + op.alpha * _within(_numbers(op, "basis"), v.double() - h)
@@ -58,6 +59,14 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
         unit = unit / unit.norm()
         low, high = (-np.inf if op.low is None else op.low), (np.inf if op.high is None else op.high)
         return h + ((h @ unit).clamp(low, high) - h @ unit) * unit
+    if isinstance(op, pc.Rotate):
+        first, second = _numbers(op, "plane")
+        first = first / first.norm()
+        second = second - (second @ first) * first
+        second = second / second.norm()
+        inside = (h @ first) * first + (h @ second) * second
+        angle = np.radians(op.degrees) + (np.arctan2(h @ second, h @ first) if op.relative else 0.0)
+        return h - inside + inside.norm() * (np.cos(angle) * first + np.sin(angle) * second)
     assert isinstance(op, pc.Noise), op
     e = torch.from_numpy(normals(op.seed, position, noise_stream(*point(op.at, layers)), len(h))).double()
     return h + op.std * (h.square().mean().sqrt() if op.relative else 1.0) * e

@@ -87,7 +87,8 @@ def programs(width: int, layers: int, words: str, begin: int) -> dict[str, Acts]
         return site[layer * layers // 30]
 
     mix = [
-        lambda s, t: pc.Scale(0.5, s, t), add(0.3, v1), lambda s, t: pc.Ablate(np.stack([v1, v2]), s, t),
+        lambda s, t: pc.Scale(0.5, s, t), add(0.3, v1), lambda s, t: pc.Add(v2, s, t, 0.3, "match"),
+        lambda s, t: pc.Rotate(np.stack([v2, v3]), 200, s, t), lambda s, t: pc.Ablate(np.stack([v1, v2]), s, t),
         lambda s, t: pc.Clamp(v3, s, t, low=0.5, high=0.5), lambda s, t: pc.Replace(v2, s, t, alpha=0.4, mask=mask),
         lambda s, t: pc.Noise(0.1, s, t, seed=8, relative=True), lambda s, t: pc.Noise(0.05, s, t, seed=(1 << 33) + 1),
     ]  # fmt: skip

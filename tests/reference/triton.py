@@ -20,6 +20,7 @@ import torch
 
 from patchclamp.kernels import cuda, fused, moves, noise
 from patchclamp.plan import (
+    ADD_NORMED,
     APPLY,
     BLEND,
     CAPTURE,
@@ -28,6 +29,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     Batch,
     ProgramTable,
@@ -91,7 +93,7 @@ def records(
                         BLEND,
                         NOISE,
                         *[APPLY] * coded,
-                        *[PROJECT] * sums,
+                        *[PROJECT, ADD_NORMED, *[ROTATE] * (point < POINTS - 1)] * sums,
                         *[STORE] * bool(stores),
                         *[LOW_RANK] * (sums and point < POINTS - 1),
                     ]
@@ -119,6 +121,8 @@ def records(
             elif kind == LOW_RANK:
                 x, y = float(rng.choice([0.0, 0.0, 0.05])), float(rng.integers(1, 4))
                 step *= int(x != 0)
+            elif kind == ROTATE:  # by vectors that are not orthonormal; rows must not grow too much
+                step, (x, y), other = 0, rng.choice([-0.1, 0.0, 0.1], 2), int(rng.integers(0, 2))
             elif kind == NOISE:
                 step, value, other = (
                     int(sums and rng.random() < 0.5),
@@ -180,6 +184,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
     bank = torch.cat([bank, torch.zeros(STORED + 8 * 256 * MAX_STORES - len(bank))])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
+    token[rng.random(batch.rows) < 0.3] %= 4  # delimiters
     stride, behind = 16 * int(rng.integers(0, 9)), int(rng.integers(0, 4))
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device, stride, behind)
     kept = torch.zeros(in_bytes.size + behind * stride + 16, dtype=torch.uint8, device=device)

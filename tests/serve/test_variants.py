@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import openai
 import pytest
 
@@ -35,10 +36,35 @@ def test_a_variant_is_its_program(server, local, calm):
     assert response.model == calm
     ours = response.model_extra["patchclamp"]
     assert ours["fingerprint"] == run.program.fingerprint
-    assert ours["variant"] == {"name": "calm", "edits": 1}
+    used = {"type": "use", "name": "calm", "scale": 1.0, "tokens": None}
+    assert ours["variant"] == {"name": "calm", "edits": 1, "program": [used]}
     chunks = list(ask(server, calm, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == run.text
     assert {chunk.model for chunk in chunks} == {calm}
+
+
+def test_a_mix_of_programs_is_a_model(server, local, calm):
+    added = [
+        msgspec.structs.replace(STEERED, scale=STEERED.scale * factor, tokens=pc.generated[1:9]) for factor in (0.5, -2)
+    ]
+    run = local.run(PROMPT, max_tokens=6, edits=added, logprobs=True)
+    mix = "0.5 calm - 2 calm @ generated[1:9]"
+    response = ask(server, f"{server.model}:{mix}", logprobs=1)
+    assert response.choices[0].logprobs.token_logprobs == pytest.approx(run.logprobs, abs=1e-5)
+    assert response.model == f"{server.model}:{mix}"
+    told = response.model_extra["patchclamp"]["variant"]
+    assert (told["name"], told["edits"]) == (mix, 2)
+    assert [(use["name"], use["scale"], use["tokens"]) for use in told["program"]] == [
+        ("calm", 0.5, "generated[1:9]"), ("calm", -2.0, "generated[1:9]")
+    ]  # fmt: skip
+    chunks = list(ask(server, f"{server.model}:{mix}", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == run.text
+    with pytest.raises(openai.NotFoundError, match="no program 'angry'"):
+        ask(server, f"{server.model}:0.5 calm + angry")
+    with pytest.raises(openai.BadRequestError, match=r"expected \+, - or @ SELECTION, got '2 calm' at character 9"):
+        ask(server, f"{server.model}:0.5 calm 2 calm")
+    with pytest.raises(openai.NotFoundError, match="no program 'calm'"):
+        ask(server, f"{server.model}:2 calm", key="another-key")
 
 
 def test_a_variant_in_a_chat(server, local, calm):

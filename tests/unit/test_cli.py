@@ -833,17 +833,18 @@ class TestRun:
             lm.bank.save(tmp_path / "bank.safetensors")
             lm.bank.load(tmp_path / "bank.safetensors")
             expected = lm.run(messages=[{"role": "user", "content": "hello"}], max_tokens=3, edits=[pc.Use("quiet")])
-        program = '{"type": "use", "name": "quiet"}'
-        status, output = run("run", "fake", "hello", "--engine", "fake", "--chat", "--bank",
-                             str(tmp_path / "bank.safetensors"), "--edit", program, "--max-tokens", "3")  # fmt: skip
-        assert (status, output.strip("\n")) == (0, expected.text.strip("\n")), output
+        for program in ('{"type": "use", "name": "quiet"}', "quiet @ every"):
+            status, output = run("run", "fake", "hello", "--engine", "fake", "--chat", "--bank",
+                                 str(tmp_path / "bank.safetensors"), "--edit", program, "--max-tokens", "3")  # fmt: skip
+            assert (status, output.strip("\n")) == (0, expected.text.strip("\n")), output
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
             (("--capture", "embed"), "--out: expected a file"),
             (("--out", "x.safetensors"), "--capture: expected a site"),
-            (("--edit", "zero"), "--edit: expected an op as JSON"),
+            (("--edit", "{zero}"), "--edit: expected an op as JSON"),
+            (("--edit", "0.3 calm 0.2 loud"), "--edit: expected +, - or @ SELECTION, got '0.2 loud' at character 9"),
             (("--edit", "nowhere.json"), "--edit: nowhere.json cannot be read"),
             (("--edit", '{"type": "zer", "at": "embed"}'), "edits[0].type: no op 'zer'"),
             (("--capture", "resid_pots", "--out", "x"), "--capture: "),

@@ -17,8 +17,10 @@ from patchclamp.plan.bound import (
     Condition,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     pack_columns,
     position_ranges,
     run_key,
@@ -48,7 +50,8 @@ def random_op(draw: np.random.Generator, number: int) -> BoundOp:
         0: (Linear(float(draw.random()), 0.5), keys), 1: (Linear(0.0, 0.0), ()),
         2: (Blend(0.5, f"v:mask{draw.integers(2)}"), keys), 3: (Projection(-1.0, float(draw.random())), ("v:two",)),
         4: (Noisy(0.1, int(draw.integers(1 << 40)), False, tuple(range(7, 7 + count))), ()),
-    }[int(draw.integers(5))]  # fmt: skip
+        5: (NormedAdd(float(draw.random())), keys), 6: (Rotation(0.6, 0.8, bool(draw.integers(2))), ("v:plane",)),
+    }[int(draw.integers(7))]  # fmt: skip
     condition = Condition(f"v:ids{draw.integers(2)}", bool(draw.integers(2))) if draw.random() < 0.3 else None
     columns = pack_columns((2, 6)) if draw.random() < 0.3 else 0
     return BoundOp(f"edits[{number}]", action, points, values, ranges, True, columns, condition)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from patchclamp.kernels import fused, noise, reference
 from patchclamp.plan import (
+    ADD_NORMED,
     BLEND,
     CAPTURE,
     LINEAR,
@@ -19,6 +20,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     STORE,
     TEST,
     Batch,
@@ -71,6 +73,8 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
             elif kind == NOISE:
                 value, other, step = draw.integers(1 << 31), draw.integers(1 << 62), step * (PROJECT in kinds)
                 x = 4.0 * draw.integers(0, 5)
+            elif kind == ROTATE:
+                other, step = int(draw.integers(0, 2)), 0
             elif kind == PROJECT:
                 x, y, step = min(x, y), max(x, y), 0
             elif kind == LOW_RANK:
@@ -90,13 +94,14 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
 
 
 EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE, STORE]
+SUMS = [PROJECT, ADD_NORMED, ROTATE, LOW_RANK]  # over the row
 DECIDING = [*EXACT, TEST]  # with records that decide whether others act
 
 
 @st.composite
 def steps(draw, kinds: list[int] = EXACT) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table, stores = Table(4, POINTS, 100, SAMPLED), itertools.count()
+    table, stores = Table(4, POINTS, 200, SAMPLED), itertools.count()
     for _ in range(draw(st.integers(1, 4))):
         table.admit(*records(rng, kinds, stores))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
@@ -194,6 +199,17 @@ def by_definition(
         return s + g @ d, max(largest, most)
     if record["kind"] == LINEAR:
         terms = x * s, y * v
+    elif record["kind"] == ROTATE:
+        ways = [v, bank[begin + width : begin + 2 * width]]
+        a, b = (float(s @ way) for way in ways)
+        to = x * np.hypot(a, b), y * np.hypot(a, b)
+        to = (a * x - b * y, a * y + b * x) if other else to
+        terms = (s, *((new - old) * way for new, old, way in zip(to, (a, b), ways, strict=True)))
+        largest = max(largest, *(abs(old) * np.abs(way).max() for old, way in zip((a, b), ways, strict=True)),
+                      *(np.abs(s * way).max() for way in ways))  # fmt: skip
+    elif record["kind"] == ADD_NORMED:
+        v = v if within is None else np.where(within, v, 0)
+        terms = s, y * np.linalg.norm(s) * v / (np.linalg.norm(v) or 1)
     elif record["kind"] == BLEND:
         terms = (1 - y * m) * s, y * m * v
     else:
@@ -213,7 +229,7 @@ def kept_of(record: np.void, s: np.ndarray, bank: np.ndarray, largest: float) ->
     return np.array([sum(row * s[first:end]) for row in rows]), max(np.abs(row * s[first:end]).max() for row in rows)
 
 
-@given(steps([*EXACT, PROJECT, LOW_RANK, LOW_RANK]))
+@given(steps([*EXACT, *SUMS, *SUMS]))
 def test_fused_sums_over_rows_as_the_reference_does(step):
     """To the last bits but a few: the sums are in another order.  Directions are short, or rows would grow and grow."""
     vectors = step.bank[:BANK]
@@ -228,7 +244,7 @@ def test_fused_sums_over_rows_as_the_reference_does(step):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=1))
 
 
-@given(steps([*EXACT, PROJECT, LOW_RANK]))
+@given(steps([*EXACT, *SUMS]))
 def test_reference_is_what_the_records_say(step):
     """Each row again, from the definitions of the ops, in double precision."""
     kept = step.kept.copy()
@@ -325,6 +341,30 @@ def test_a_factor_of_zero_leaves_nan_out(kernel):
         assert apply(table, plan, h, bank, kernel)[0].tolist() == [expected]
     table, plan = program((0, 1, LINEAR, 0, 0, 1.0, 1.0), rows=1)
     assert np.isnan(apply(table, plan, nan, bank, kernel)[0]).all()
+
+
+@both
+def test_an_added_vector_gets_the_length_of_the_row(kernel):
+    bank = np.array([0] * 4 + [3, 0, 0, 4], np.float32)
+    table, plan = program((0, 9, ADD_NORMED, 1, 0, 0.0, 2.0), rows=2)
+    rows = np.array([[1, 2, 2, 4], [1, 2, 2, 4]])
+    assert apply(table, plan, rows, bank, kernel)[0].tolist() == [
+        [1, 2, 2, 4],
+        [7, 2, 2, 12],
+    ]  # a v of zeros is not added
+    table, plan = program((0, 9, ADD_NORMED, 0, 4, 0.0, 1.0, 0, 0, pack_columns((2, 4))), rows=1)
+    assert apply(table, plan, np.array([[9, 9, 3, 4]]), bank, kernel)[0].tolist() == [[9, 9, 3, 9]]
+
+
+@both
+def test_a_rotation_keeps_the_length_and_what_is_outside_the_plane(kernel):
+    bank, row = np.array([1, 0, 0, 0, 0, 0, 1, 0], np.float32), np.array([[3, 5, 4, 6]])
+    cases = [((1, 0, 0), [5, 5, 0, 6]), ((0, 1, 0), [0, 5, 5, 6]), ((-1, 0, 0), [-5, 5, 0, 6]),
+             ((0, 1, 1), [-4, 5, 3, 6]), ((1, 0, 1), [3, 5, 4, 6])]  # fmt: skip
+    for (cos, sin, relative), expected in cases:
+        table, plan = program((0, 1, ROTATE, 0, 0, float(cos), float(sin), relative), rows=1)
+        assert apply(table, plan, row, bank, kernel)[0].tolist() == [expected]
+        assert apply(table, plan, row * [[0, 1, 0, 1]], bank, kernel)[0].tolist() == [[0, 5, 0, 6]]
 
 
 @both

@@ -60,6 +60,7 @@ selections = st.recursive(
     | st.builds(lambda a, key: a[key], roles, st.integers(-9, 9))
     | images
     | st.builds(ImageTokens, st.integers(-9, 9), image_keys)
+    | st.builds(pc.between, texts | st.integers(0, 9), texts.map(lambda text: text + ".") | st.integers(10, 99))
     | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
     lambda inner: st.builds(Joined, st.sampled_from(["|", "&", "-"]), inner, inner),
     max_leaves=5,
@@ -85,10 +86,11 @@ def has_directions(given: pc.Vector) -> bool:
     return bool(given.array().any(axis=-1).all())
 
 
+planes = names | st.just(pc.Vector.of([[1.0, 0.0, 2.0], [0.0, 3.0, 0.5]]))
 captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES), st.none() | vectors() | names)
 ops = (
     captures
-    | st.builds(pc.Add, values, sites(), selections, factors)
+    | st.builds(pc.Add, values, sites(), selections, factors, st.none() | st.just("match"))
     | st.builds(pc.Replace, values, sites(), selections, factors)
     | st.builds(pc.Zero, sites(), selections)
     | st.builds(pc.Mean, values, sites(), selections)
@@ -99,12 +101,22 @@ ops = (
     | st.builds(
         pc.Clamp, rows.filter(has_directions), sites(), selections, st.floats(-9, 0), st.none() | st.floats(0, 9)
     )
+    | st.builds(pc.Rotate, planes, factors, sites(), selections, st.booleans())
     | st.builds(pc.Noise, st.floats(0, 9), sites(), selections, st.integers(0, (1 << 63) - 1), st.booleans())
 )
 programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(captures, max_size=3).map(tuple))
 
 
 # -- laws
+
+
+@pytest.mark.parametrize(("text", "terms"), [
+    ("calm", [("calm", 1.0, None)]), ("- 2 * calm+.5 b.c-d", [("calm", -2.0, None), ("b.c-d", 0.5, None)]),
+    (" 1e-1 calm - honest @ generated[0:8] - prompt ",
+     [("calm", 0.1, pc.generated[0:8] - pc.prompt), ("honest", -1.0, pc.generated[0:8] - pc.prompt)]),
+])  # fmt: skip
+def test_the_short_form_of_a_mix(text, terms):
+    assert pc.Program.parse(text) == Program(tuple(pc.Use(*term) for term in terms))
 
 
 @given(sites())
@@ -462,6 +474,16 @@ ERRORS = [
      'role("user", 1): the chat has 1 messages of that role, numbered from 0'),
     (lambda: pc.role("user")[3].find([("user", [1, 2])]), pc.TokensError,
      'role("user")[3]: there is no position 3; these messages have 2 tokens'),
+    (lambda: pc.Program.parse("0.3 calm 0.2 b"), pc.ProgramError,
+     "expected +, - or @ SELECTION, got '0.2 b' at character 9 of '0.3 calm 0.2 b'"),
+    (lambda: pc.Program.parse("0.3 calm - + b"), pc.ProgramError,
+     "expected [NUMBER] NAME, got '+ b' at character 11 of '0.3 calm - + b'"),
+    (lambda: pc.Program.parse("0.3 9b"), pc.ProgramError, "expected NAME, got '9b' at character 4 of '0.3 9b'"),
+    (lambda: pc.Program.parse(" "), pc.ProgramError, "expected [NUMBER] NAME, got '' at character 1 of ' '"),
+    (lambda: pc.Program.parse("calm @ nowhere"), pc.UnknownName,
+     "tokens: no group of tokens 'nowhere'; there are: prompt, generated, every, image"),
+    (lambda: pc.between(5, 5), pc.TokensError, "closing: between(5, 5): expected two different delimiters"),
+    (lambda: pc.between("", 5), pc.TokensError, "opening: span('') selects nothing: give the text of the tokens to select"),
     (lambda: pc.image[0:2], pc.ProgramError,
      "one image is named by its number, as in image[0] | image[1]; image is all of them"),
     (lambda: pc.tokens("image[0:2]"), pc.ProgramError,
@@ -513,6 +535,11 @@ ERRORS = [
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: expected a number, got str 'much'"),
     (lambda: pc.Replace([1.0], "embed", mask=[[1.0]]), pc.ShapeError, "mask: expected one row [D], got [1, 1]"),
     (lambda: pc.Ablate([[1.0, 0.0], [0.0, 0.0]], "embed"), pc.ShapeError, "directions: a direction is all zeros"),
+    (lambda: pc.Rotate([[1.0, 2.0], [2.0, 4.0]], 9, "embed"), pc.ShapeError,
+     "plane: expected two linearly independent rows [2, D], got [2, 2]"),
+    (lambda: pc.Rotate([1.0, 2.0], 9, "embed"), pc.ShapeError,
+     "plane: expected two linearly independent rows [2, D], got [2]"),
+    (lambda: pc.Add([1.0], "embed", norm="mean"), pc.UnknownName, "norm: no norm 'mean'; there are: match"),
     (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: expected a bound: low, high or both"),
     (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),
     (lambda: pc.Clamp([0.0], "embed", low=2), pc.ShapeError, "direction: a direction is all zeros"),
@@ -653,7 +680,8 @@ def test_every_op_names_its_fields():
         name: getattr(pc, name) for name in language.ops.__all__
     }
     for kind in OPS.values():
-        named = {pc.Use: {"name", "tokens"}, pc.When: {"condition", "edits"}}.get(kind, {"at", "tokens"})
+        by_name = (pc.Use, pc.Features, pc.SetFeature, pc.Reconstruct)
+        named = {pc.When: {"condition", "edits"}, **dict.fromkeys(by_name, {"name", "tokens"})}.get(kind, {"at", "tokens"})
         assert named <= set(kind.__struct_fields__)
 
 

@@ -39,8 +39,10 @@ from patchclamp.plan.bound import (
     Keep,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     block_key,
     lowest_capture,
     lowest_edit,
@@ -214,7 +216,9 @@ def test_blocks_of_the_cache_tell_noise_and_masks_apart():
         pc.Noise(0.5, "embed"), pc.Noise(0.5, "embed", seed=1), pc.Noise(0.5, "embed", relative=True),
         pc.Noise(0.25, "embed"), pc.Noise(0.5, "resid_mid[0]"), pc.Replace(v, "embed"), pc.Replace(v, "embed", mask=v),
         pc.Replace(v, "embed", mask=[0.0, 0.0, 4.0, 0.0]), pc.Ablate(v, "embed"), pc.Clamp(v, "embed", low=0),
-        pc.Scale(0.0, "embed"), pc.Scale(0.5, "embed"),
+        pc.Scale(0.0, "embed"), pc.Scale(0.5, "embed"), pc.Add(v, "embed"), pc.Add(v, "embed", norm="match"),
+        pc.Rotate([v, v[::-1]], 0, "embed"), pc.Rotate([v, v[::-1]], 5, "embed"), pc.Rotate([v[::-1], v], 5, "embed"),
+        pc.Rotate([v, v[::-1]], 5, "embed", relative=True),
     ]  # fmt: skip
     assert len({key(op) for op in different}) == len(different)
     assert key(pc.Noise(0.5, "embed")) == key(pc.Noise(0.5, "embed", seed=0))
@@ -763,6 +767,7 @@ def test_an_edit_reaches_the_first_token_that_attends_to_it():
 ACTIONS = (
     (Linear(1.0, 1.0), {"h_scale": 2.0, "v_scale": 2.0}), (Blend(0.5, "m"), {"alpha": 1.0, "mask": "n"}),
     (Projection(0.0, 1.0), {"low": -1.0, "high": 2.0}),
+    (NormedAdd(1.0), {"scale": 2.0}), (Rotation(0.0, 1.0, False), {"cos": 1.0, "sin": 0.0, "relative": True}),
     (Noisy(0.5, 1, False, (7,)), {"std": 1.0, "seed": 2, "relative": True, "streams": (8,), "first_column": 4}),
 )  # fmt: skip
 

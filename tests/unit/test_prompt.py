@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ ids = st.integers(0, 5)
 leaves = st.one_of(
     st.builds(pc.token, ids), st.builds(pc.token, ids, ids, ids), st.just(pc.generated), st.just(pc.prompt),
     st.builds(lambda a, b: pc.every[a:b], st.integers(0, 9), st.integers(0, 9)),
-    st.builds(lambda a: pc.generated[a:], st.integers(0, 4)),
+    st.builds(lambda a: pc.generated[a:], st.integers(0, 4)), st.just(pc.between(1, 2)),
 )  # fmt: skip
 selections = st.recursive(leaves, lambda inner: st.builds(Joined, st.sampled_from("|&-"), inner, inner), max_leaves=6)
 
@@ -31,11 +32,39 @@ def test_images_are_where_they_are_read():
     assert [(case.positions.tolist(), case.ids) for case in with_ids] == [([10, 11], ()), ([20, 21, 22, 23, 24], (7,))]
 
 
+def is_between(tokens: list[int], opening: int, closing: int) -> bool:
+    """True if the last token is strictly between delimiters."""
+    delimiters = [token for token in tokens if token in (opening, closing)]
+    return delimiters[-1:] == [opening] and tokens[-1] not in (opening, closing)
+
+
+def test_delimiters_of_text():
+    """Of one token, as its id; of several, by the prompt's text alone."""
+    words = ["<think>", " a", "</", "think>", " b", "<think>", " c", " d"]
+    offsets, text = [], ""
+    for word in words:
+        offsets.append((len(text), len(text) + len(word)))
+        text += word
+    ids, known = [7, 1, 8, 9, 2, 7, 3, 4], {"<think>": [7], "</think>": [8, 9], "</": [8]}
+    asked = Prompt(ids, lambda: (text, offsets), bare=lambda text: known[text])
+    thought = pc.between("<think>", "</think>")
+    assert asked.select(thought, 20).tolist() == [1, 6, 7]
+    assert asked.select(pc.between(7, "</"), 20).tolist() == [1, 6, 7]
+    assert asked.select(pc.between("</think>", "<think>"), 20).tolist() == [4]
+    [case] = asked.cases(pc.prompt & thought, 20)
+    assert (case.positions.tolist(), case.alone) == ([1, 6, 7], True)
+    with pytest.raises(pc.TokensError, match="'</think>' is not one token"):
+        asked.cases(thought, 20)
+    open_end = asked.cases(pc.between("<think>", "</"), 10)
+    assert [(case.positions.tolist(), case.inside) for case in open_end] == [([1, 6, 7], None), ([8, 9], True)]
+
+
 @given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
 def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, prompt, generated):
     limit = len(prompt) + len(generated)
     tokens, asked = np.array([*prompt, *generated]), Prompt(prompt, lambda: ("", []))
     expected = asked.select(selection, limit, tokens)
+    between = [p for p in range(limit) if is_between(tokens[: p + 1].tolist(), 1, 2)]
     found: list[int] = []
     cases = asked.cases(selection, limit)
     for case in cases:
@@ -43,12 +72,13 @@ def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, pr
         under = (
             np.isin(tokens[case.positions], case.ids) != case.others if case.ids else np.ones(len(case.positions), bool)
         )
+        under &= case.inside is None or np.isin(case.positions, between) == case.inside
         found += case.positions[under].tolist()
     assert sorted(found) == sorted(set(expected.tolist()))
     assert len(set(found)) == len(found)
-    assert all(case.ids for case in cases[1:])
+    assert all(case.ids or case.inside is not None for case in cases[1:])
     assert all(case.alone == (len(cases) == 1) for case in cases[:1])
-    assert len(cases) == 1 or ids_in(selection)
+    assert len(cases) == 1 or ids_in(selection) or "between" in str(selection)
 
 
 @given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
@@ -56,9 +86,11 @@ def test_where_there_are_fewer_rows_every_means_those_and_no_other_position_does
     """Of the rows that there are the same are selected; a row that is not there, only where it is named otherwise."""
     limit, lowest = len(prompt) + len(generated), len(prompt) - 1
     tokens, asked = np.array([*prompt, *generated]), Prompt(prompt, lambda: ("", []))
+    between = [p for p in range(limit) if is_between(tokens[: p + 1].tolist(), 1, 2)]
     found: list[int] = []
     for case in asked.cases(selection, limit, lowest):
         alike = np.isin(tokens[case.positions], case.ids) != case.others if case.ids else case.positions >= 0
+        alike = alike & (case.inside is None or np.isin(case.positions, between) == case.inside)
         found += case.positions[alike].tolist()
     expected = set(asked.select(selection, limit, tokens).tolist())
     assert {p for p in found if p >= lowest} == {p for p in expected if p >= lowest}

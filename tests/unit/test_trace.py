@@ -253,8 +253,10 @@ class TestWriting:
             (lambda x, v: x[-1].__itruediv__(2), [pc.Scale]),
             (lambda x, v: x[-1].__imul__((v > 0).float()), [pc.Replace]),
             (lambda x, v: x[-1].replace(v, alpha=0.5), [pc.Replace]),
+            (lambda x, v: x[-1].add(v, 0.5, norm="match"), [pc.Add]),
             (lambda x, v: x[-1].ablate(v), [pc.Ablate]),
             (lambda x, v: x[-1].clamp_along(v, high=0.5), [pc.Clamp]),
+            (lambda x, v: x[-1].rotate([v.numpy(), v.flip(0).numpy()], 30), [pc.Rotate]),
             (lambda x, v: x[-1].noise(0.5, seed=3), [pc.Noise]),
         ],
     )  # fmt: skip

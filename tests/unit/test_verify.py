@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     BLEND,
     LINEAR,
     PROJECT,
+    ROTATE,
     All,
     Blend,
     BoundOp,
@@ -25,8 +29,10 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     RunCode,
     own_key,
     pack_columns,
@@ -55,6 +61,10 @@ EDITS = [
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
     pc.Capture("attn_out", "prompt[1:]", "float16", ROWS), pc.Ablate(ROWS, "resid_post[1]", strength=0.5),
     pc.LowRank(ROWS, [1.0, -1.0], ROWS, "mlp_out[0:2]"), pc.Replace(ROWS, "resid_mid[1]", "prompt[0, 3]", basis=V),
+    pc.Add(ROWS, "mlp_out[0]", "prompt[1, 2]", 2.0, "match"),
+    pc.Add(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]", norm="match"),
+    pc.Add(V, "embed", "generated & between(3, 4)"), pc.Scale(2.0, "mlp_out[1]", "every - between(4, 3) - token(5)"),
+    pc.Rotate(ROWS, 30, "resid_mid[1]", "every[2:]"), pc.Rotate(ROWS, -90, "final_norm", relative=True),
 ]  # fmt: skip
 
 
@@ -89,6 +99,7 @@ def test_all_at_once_passes_on_the_wire():
 
 ADD, NOISE, KEEP = pc.Add(V, "resid_post[1]"), pc.Noise(0.5, "resid_mid[1]"), pc.Capture("embed")
 KEY, PAIR, PROJECTED = vector_key(pc.Vector.of(V)), vector_key(pc.Vector.of(ROWS)), pc.Capture("embed", project=ROWS)
+ROTATED = pc.Rotate(ROWS, 30, "resid_mid[1]")
 WRONG = {
     "points beyond": (ADD, {"points": (10_000,)}),
     "points before": (ADD, {"points": (-1,)}),
@@ -124,6 +135,14 @@ WRONG = {
     "a number that is none": (ADD, {"action": Linear(float("nan"), 1.0)}),
     "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
     "bounds": (ADD, {"action": Projection(float("-inf"), 0.0)}),
+    "an endless scale": (ADD, {"action": NormedAdd(float("inf"))}),
+    "a plane of one row": (ADD, {"action": Rotation(1.0, 0.0, False)}),
+    "a plane for each position": (ROTATED, {"ranges": (PositionRange(0, 1, 0, 1),)}),
+    "a plane beyond": (ROTATED, {"ranges": (PositionRange(0, 1, 1),)}),
+    "another run's rows for a plane": (ROTATED, {"values": (f"r:ran:{point('resid_post[1]')}",)}),
+    "an angle": (ROTATED, {"action": Rotation(float("nan"), 0.0, False)}),
+    "rotated logits": (ROTATED, {"points": (point("logits"),), "reaches_cache": False}),
+    "no value to scale": (ADD, {"action": NormedAdd(1.0), "values": ()}),
     "code": (ADD, {"action": RunCode(1)}),
     "no stream": (NOISE, {"action": Noisy(0.5, 0, False, ())}),
     "a stream": (NOISE, {"action": Noisy(0.5, 0, False, (1 << 40,))}),
@@ -131,6 +150,30 @@ WRONG = {
     "a first column": (NOISE, {"action": Noisy(0.5, 0, False, (1,), 9)}),
     "ids that are nowhere": (ADD, {"condition": Condition("v:" + "0" * 64, False)}),
 }
+
+
+SPANNED = {
+    "a delimiter below": (0, {"opening": -1}), "one delimiter": (0, {"opening": 4}),
+    "a delimiter beyond": (0, {"closing": SITES.d_vocab}), "no such latch": (0, {"latch": 8}),
+    "another latch": (0, {"latch": 1}), "no such bit": (0, {"bit": 22}), "bits set twice": (0, {"bit": 1}),
+    "another bit is kept": (2, {"bit": 0}), "a first position is kept": (2, {"last": False}),
+    "kept where it is read": (2, {"points": (point("embed"),)}), "kept at once": (2, {"ranges": (PositionRange(6, 8),)}),
+    "read from the prompt on": (0, {"ranges": (PositionRange(4, 8),)}), "read at the end": (0, {"points": (point("logits"),)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "changes"), SPANNED.values(), ids=SPANNED)
+def test_delimiters_of_another_form_are_refused(number, changes):
+    program, sizes = bound([pc.Add(V, "embed", "generated & between(3, 4)")])
+    assert [op.kind for op in program.ops] == [15, 9, 10, LINEAR]
+    ops = list(program.ops)
+    field = {name: value for name, value in changes.items() if name in ("points", "ranges")}
+    action = msgspec.structs.replace(ops[number].action, **{k: v for k, v in changes.items() if k not in field})
+    ops[number] = msgspec.structs.replace(ops[number], action=action, **field)
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check(msgspec.structs.replace(program, ops=tuple(ops)), sizes)
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check(msgspec.structs.replace(program, ops=(*program.ops[:2], program.ops[3])), sizes)
 
 
 OWN = own_key(0, point("embed"))
@@ -283,7 +326,7 @@ def test_a_key_is_the_content_of_its_rows():
 def cells_and_sizes():
     """One cell for each edit that grading runs in batches, and one of all of them."""
     programs, sizes = [], {}
-    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and "SameRun" not in str(edit)]
+    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and not re.search("SameRun|between", str(edit))]
     for several in [*([edit] for edit in edits), edits]:
         program, own = bound(several)
         programs.append(program)
@@ -345,6 +388,7 @@ def test_columns_of_wide_rows():
 
 @pytest.mark.parametrize("edit", [
     pc.Ablate(V, "z[1]"), pc.Ablate(V, "z[1]", strength=0.5), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
+    pc.Add(V, "z[1]", norm="match"), pc.Rotate(ROWS, 5, "z[1]"),
     pc.Replace(pc.From("ran", "z[1]"), "resid_post[1]", "prompt[1:3]"),
     pc.Replace(pc.From("ran", "resid_post[1]"), "z[1]", "prompt[1:3]"),
 ], ids=str)  # fmt: skip
@@ -396,10 +440,11 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
                         refused += 1
                         continue
                     records, _ = place(group, placed)
-                    reads = (records["kind"] == LINEAR) | (records["kind"] == BLEND) | (records["kind"] == PROJECT)
+                    reads = np.isin(records["kind"], (LINEAR, BLEND, PROJECT, ADD_NORMED, ROTATE))
                     reads &= group.key >= 0
                     first = records["value"]
-                    last = first + ((records["stop"] - records["start"] - 1) * records["step"] + 1) * width[group.key]
+                    several = (records["stop"] - records["start"] - 1) * records["step"] + (records["kind"] == ROTATE)
+                    last = first + (several + 1) * width[group.key]
                     assert ((first >= begin[group.key]) & (last <= end[group.key]))[reads].all(), (of, name, at, value)
                     assert (records["start"] >= 0).all()
                     assert (records["stop"] < PROMPT + MAX_TOKENS).all()

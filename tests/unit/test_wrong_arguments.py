@@ -104,6 +104,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Apply": (pc.Apply, {"fn": lambda x: x, "at": AT}),
     "Capture": (pc.Capture, {"at": AT}),
     "Lens": (pc.Lens, {"at": AT, "translators": {1: np.eye(16)}}),
+    "Rotate": (pc.Rotate, {"plane": np.eye(2, 16), "degrees": 30.0, "at": AT}),
     "Clamp": (pc.Clamp, {"direction": VECTOR, "at": AT, "low": 0.0}),
     "Noise": (pc.Noise, {"std": 1.0, "at": AT}),
     "Scale": (pc.Scale, {"factor": 1.0, "at": AT}),

@@ -408,7 +408,8 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in other commands, or the URL of a server.")],
     prompt: Annotated[str, typer.Argument(help="The text of the prompt.")],
     edit: Annotated[list[str] | None, typer.Option(
-        help='An op as JSON, such as {"type": "zero", "at": "mlp_out[5]"}, or a .json file; repeatable.')] = None,
+        help='An op as JSON, such as {"type": "zero", "at": "mlp_out[5]"}, a .json file, or named programs, such as '
+             '"0.3 calm + 0.2 honest @ generated"; repeatable.')] = None,
     capture: Annotated[list[str] | None, typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the captures into this safetensors file.")] = None,
     bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
@@ -449,13 +450,15 @@ def run(
 
 
 def read_edits(text: str) -> list[Any]:
-    """The ops of `--edit`: one as JSON, a list of them, or those of a file."""
+    """The ops of `--edit`: one as JSON, a list of them, those of a file, or a mix of named programs."""
     from patchclamp.language import Program
 
     if text.endswith(".json"):
         from patchclamp.studies.inputs import lines_of
 
         text = "\n".join(lines_of(Path(text)))
+    if not text.lstrip().startswith(("{", "[")):
+        return list(Program.parse(text).edits)
     try:
         data = json.loads(text)
     except ValueError as error:

@@ -58,7 +58,7 @@ def prompt_of(
 ) -> Prompt:
     """Return the prompt to bind programs to. `text`: its original text, if known; `images` as in `Prompt`."""
     turns = None if chat is None else functools.cache(lambda: tokenizer.turns(ids, chat.messages, chat.options))
-    return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images)
+    return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images, tokenizer.bare)
 
 
 def find_turns(

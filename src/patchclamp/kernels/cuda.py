@@ -28,6 +28,7 @@ COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
 APPLY, STORE, LOW_RANK = (tl.constexpr(n) for n in (plan.APPLY, plan.STORE, plan.LOW_RANK))
+ADD_NORMED, ROTATE, SPAN = (tl.constexpr(n) for n in (plan.ADD_NORMED, plan.ROTATE, plan.SPAN))
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
@@ -66,17 +67,28 @@ def _dot(a, b, inside):
 
 
 @triton.jit
-def _factor(total, width, kind, x, y):
-    """The factor of v or ε, from the sum over the row."""
+def _factor(total, other, kind, x, y):
+    """The factor of v or ε, from the sum over the row, and from what its square is divided by: the number of columns,
+    or the sum of v's squares."""
     projection = total.to(tl.float32)
     clamped = tl.minimum(tl.maximum(projection, x), y) - projection
-    size = tl.sqrt(tl.where(kind == PROJECT, 0.0, total) / width).to(tl.float32)
+    none = (kind == PROJECT) | (other == 0)
+    size = tl.sqrt(tl.where(none, 0.0, total) / tl.where(none, 1, other)).to(tl.float32)
     return tl.where(kind == PROJECT, clamped, y * size)
 
 
 @triton.jit
+def _turned(a, b, cos, sin, is_relative):
+    """The changes of two coordinates that turn them to an angle, or by it."""
+    cos, sin, length = cos.to(tl.float64), sin.to(tl.float64), tl.sqrt(a * a + b * b)
+    to_a = tl.where(is_relative, a * cos - b * sin, length * cos) - a
+    to_b = tl.where(is_relative, a * sin + b * cos, length * sin) - b
+    return to_a.to(tl.float32), to_b.to(tl.float32)
+
+
+@triton.jit
 def _needs_a_sum(kind, step):
-    return (kind == PROJECT) | ((kind == NOISE) & (step != 0))
+    return (kind == PROJECT) | (kind == ADD_NORMED) | ((kind == NOISE) & (step != 0))
 
 
 @triton.jit
@@ -107,7 +119,8 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
-    needs = (kind == BLEND) | (kind == PROJECT) | (kind == TEST) | ((kind == LINEAR) & (y != 0.0))
+    needs = (kind == BLEND) | (kind == PROJECT) | (kind == TEST) | (kind == ADD_NORMED)
+    needs = needs | ((kind == LINEAR) & (y != 0.0))
     needs = needs & (position >= start) & (position < stop)
     return tl.load(bank + begins + columns, mask=columns < tl.where(needs, width, 0), other=0.0)
 
@@ -211,6 +224,20 @@ def _when(latch, bit, position, bits, latches):
 
 
 @triton.jit
+def _spanned(token, position, rank, start, opening, closing, is_inside, latch):
+    """1 if a row's token is strictly between delimiters, plus 2 if the last delimiter up to it opens."""
+    far, back, found = tl.minimum(rank, position - start), 0, 0
+    while (back <= far) & (found == 0):  # back through the step's rows of this request
+        id = _look(token - back).to(tl.float32)
+        found = tl.where(id == opening, 2, tl.where(id == closing, 1, 0))
+        back += 1
+    before = tl.where(position - far == start, is_inside, tl.load(latch) & 1)
+    after = tl.where(found == 0, before, found - 1)
+    is_delimiter = (found != 0) & (back == 1)
+    return tl.where(is_delimiter, 0, after) + 2 * after
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
@@ -271,8 +298,15 @@ def _walk(
                 bits = (bits & ~(1 << step)) | (alike.to(tl.int32) << step)
             elif kind == LATCH:
                 is_set = (bits >> step) & 1
-                tl.atomic_min(latches + value, position, mask=(is_set != 0) & KEEP)
-                bits = bits | (is_set << (BITS + value.to(tl.int32)))
+                tl.atomic_min(latches + value, position, mask=(is_set != 0) & (x == 0.0) & KEEP)
+                tl.atomic_max(latches + value, 2 * position + is_set, mask=(x != 0.0) & KEEP)
+                bits = bits | (tl.where(x == 0.0, is_set, 0) << (BITS + value.to(tl.int32)))
+            elif kind == SPAN:
+                is_inside = _look((record + 8).to(tl.pointer_type(tl.int64))).to(tl.int32)
+                both = _spanned(token_of_row + row, position, _look(rank_of_row + row), start, x, y, is_inside,
+                                latches + value)  # fmt: skip
+                bits = (bits & ~(3 << step)) | (both << step)
+                tl.store(latches + value, 0, mask=(position == start) & KEEP)
             elif kind == WHEN:
                 held = _when(value, step, position, bits, latches)
                 matched = held.to(tl.int32)
@@ -293,6 +327,27 @@ def _walk(
                     total = _low_rank(h, bank, value, x, record, columns, inside & changed, width, position, start,
                                       step, y.to(tl.int32))  # fmt: skip
                     h = tl.where(changed & (total != 0.0), h + total, h)
+            elif kind == ADD_NORMED:
+                edited = 1
+                added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                if WHOLE:
+                    part = inside & changed
+                    factor = _factor(_dot(h, h, part), _dot(added, added, part), kind, x, y)
+                else:
+                    factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
+                if factor != 0.0:
+                    h = tl.where(changed, h + factor * added, h)
+            elif kind == ROTATE:
+                edited = 1
+                if WHOLE:  # sampled rows are not rotated
+                    is_relative = _look((record + 8).to(tl.pointer_type(tl.int64))) != 0
+                    a, b = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+                    for turn in range(4):  # both products, then both changes: two vectors at once need more registers
+                        unit = tl.load(bank + value + (turn & 1) * width + columns, mask=inside, other=0.0)
+                        product = _dot(h, unit, inside & changed)
+                        a, b = tl.where(turn == 0, product, a), tl.where(turn == 1, product, b)
+                        to_a, to_b = _turned(a, b, x, y, is_relative)
+                        h = tl.where(changed & (turn > 1), h + tl.where(turn == 2, to_a, to_b) * unit, h)
             else:
                 edited, factor = 1, y
                 if step != 0:
@@ -332,7 +387,7 @@ def _sums(
             matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
         if holds & _needs_a_sum(kind, step):
             y = _look((record + 7).to(tl.pointer_type(tl.float32)))
-            total = tl.zeros([], tl.float64)
+            total, other = tl.zeros([], tl.float64), tl.where(kind == ADD_NORMED, 0, width).to(tl.float64)
             for block in range(PASSES):
                 columns = block * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < width
@@ -344,7 +399,11 @@ def _sums(
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
                 else:
                     total += _dot(h, h, inside)
-            tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
+                if kind == ADD_NORMED:
+                    begins = value + (position - start).to(tl.int64) * step * width
+                    added = tl.load(bank + begins + columns, mask=inside, other=0.0)
+                    other += _dot(added, added, inside)
+            tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, other, kind, x, y))
             tl.debug_barrier()  # threads of this program read it next
         record += WORDS
 

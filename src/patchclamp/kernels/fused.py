@@ -17,6 +17,7 @@ import torch
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan import (
+    ADD_NORMED,
     APPLY,
     BLEND,
     CAPTURE,
@@ -27,6 +28,8 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -97,6 +100,10 @@ def apply(
                 _rows(bank_B, h_AW.shape[1]).index_copy_(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
                 )
+            elif kind == SPAN:
+                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                _span(named(alike, SPAN), at[some], token_R, bits_R, rows, table)
             elif kind in DECIDE:
                 assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
                 _decide(int(kind), h_AW, some, named(alike, int(kind)), at, bits_R, rows, table, bank_B)
@@ -197,14 +204,36 @@ def _decide(
     row, bit = at[index], fields["bit"].astype(np.int64)
     if kind == LATCH:
         is_set = bits_R[row] >> bit & 1 == 1
-        slot, latch = rows.slot[row[is_set]], fields["latch"][is_set]
-        np.minimum.at(table.latches, (slot, latch), rows.position[row[is_set]])
+        last, first = fields["last"] == 1, is_set & (fields["last"] == 0)
+        np.maximum.at(table.latches, (rows.slot[row[last]], fields["latch"][last]),
+                      2 * rows.position[row[last]] + is_set[last])  # fmt: skip
+        np.minimum.at(table.latches, (rows.slot[row[first]], fields["latch"][first]), rows.position[row[first]])
         return
     if kind == TEST:
         held = _tested(h_AW, index, fields, bank_B) > fields["threshold"]
     else:
         held = ((bits_R[row] & fields["mask"]) == fields["wanted"]) != (fields["negated"] != 0)
     bits_R[row] = bits_R[row] & ~(1 << bit) | held << bit
+
+
+def _span(
+    fields: np.ndarray, row: np.ndarray, token_R: torch.Tensor, bits_R: np.ndarray, rows: RowLabels, table: ProgramTable
+) -> None:
+    """Set the bits of rows whose tokens are between delimiters; the rows of a request follow one another."""
+    ids, every, bit = token_R.cpu().numpy(), np.arange(len(token_R)), fields["bit"].astype(np.int64)
+    far = np.minimum(rows.rank[row], rows.position[row] - fields["start"])
+    before = np.where(rows.position[row] - far == fields["start"], fields["inside"] != 0,
+                      table.latches[rows.slot[row], fields["latch"]] & 1 == 1)  # fmt: skip
+    pairs, pair_A = np.unique(fields[["opening", "closing"]], return_inverse=True)
+    for i, (opening, closing) in enumerate(pairs.tolist()):
+        of = pair_A == i
+        delimiter_R = np.isin(ids, (opening, closing))
+        last = np.maximum.accumulate(np.where(delimiter_R, every, -1))[row[of]]
+        after = np.where(last >= row[of] - far[of], ids[last] == opening, before[of])
+        both = (after & ~delimiter_R[row[of]]) | after.astype(np.int64) << 1
+        bits_R[row[of]] = bits_R[row[of]] & ~(3 << bit[of]) | both << bit[of]
+    begins = rows.position[row] == fields["start"]
+    table.latches[rows.slot[row[begins]], fields["latch"][begins]] = 0
 
 
 def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
@@ -241,14 +270,19 @@ def _edit(
         _EDITS[kind](h_AW, index, records, position, bank_B)
         return
     index_A = _on(h_AW, index)
+    within_AW = _within(h_AW, records)
+    part_AW = torch.where(within_AW, h_AW[index_A], 0.0)
+    _EDITS[kind](part_AW, np.arange(len(index)), records, position, bank_B)
+    h_AW[index_A] = torch.where(within_AW, part_AW, h_AW[index_A])
+
+
+def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
+    """True for the columns of each record, bool [A, W]."""
     first = records["columns"].astype(np.int64) & 0xFFFF
     end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
     end = np.where(records["columns"] == 0, h_AW.shape[1], end)
     column_W = torch.arange(h_AW.shape[1], device=h_AW.device)
-    within_AW = (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
-    part_AW = torch.where(within_AW, h_AW[index_A], 0.0)
-    _EDITS[kind](part_AW, np.arange(len(index)), records, position, bank_B)
-    h_AW[index_A] = torch.where(within_AW, part_AW, h_AW[index_A])
+    return (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
@@ -318,6 +352,32 @@ def _low_rank(
         h_AW[index_A] = torch.where(sum_AW == 0, before_AW, before_AW + sum_AW)
 
 
+def _add_normed(
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    _, scale_A1 = _scalars(h_AW, records)
+    index_A = _on(h_AW, index)
+    v_AW, before_AW = _values(h_AW, records, position, bank_B), h_AW[index_A]
+    v_AW = torch.where(_within(h_AW, records), v_AW, 0.0)
+    h_A1, v_A1 = (row_AW.double().square().sum(1, keepdim=True) for row_AW in (before_AW, v_AW))
+    factor_A1 = torch.where(v_A1 == 0, 0.0, scale_A1 * (h_A1 / v_A1).sqrt().float())
+    h_AW[index_A] = torch.where(factor_A1 == 0, before_AW, before_AW + factor_A1 * v_AW)
+
+
+def _rotate(
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    cos_A1, sin_A1 = (scalar_A1.double() for scalar_A1 in _scalars(h_AW, records))
+    index_A, row, width = _on(h_AW, index), _value_rows(records, position, h_AW.shape[1]), h_AW.shape[1]
+    a_AW, b_AW = (_rows(bank_B, width).index_select(0, _on(h_AW, row + i)) for i in range(2))
+    before_AW, relative_A1 = h_AW[index_A], _on(h_AW, records["other"] != 0)[:, None]
+    a_A1, b_A1 = ((before_AW.double() * unit_AW.double()).sum(1, keepdim=True) for unit_AW in (a_AW, b_AW))
+    length_A1 = (a_A1 * a_A1 + b_A1 * b_A1).sqrt()
+    to_a_A1 = torch.where(relative_A1, a_A1 * cos_A1 - b_A1 * sin_A1, length_A1 * cos_A1)
+    to_b_A1 = torch.where(relative_A1, a_A1 * sin_A1 + b_A1 * cos_A1, length_A1 * sin_A1)
+    h_AW[index_A] = before_AW + (to_a_A1 - a_A1).float() * a_AW + (to_b_A1 - b_A1).float() * b_AW
+
+
 def _noise(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
@@ -338,7 +398,8 @@ def _noise(
 
 MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
 MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
-_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise, LOW_RANK: _low_rank}
+_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, LOW_RANK: _low_rank, ADD_NORMED: _add_normed,
+          ROTATE: _rotate, NOISE: _noise}  # fmt: skip
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -21,6 +22,8 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -75,6 +78,15 @@ def apply(
                 _set(bits_R, r, record, _product(h_RW[r], record, bank_B) > record["threshold"])
             elif kind == ALL:
                 _set(bits_R, r, record, (bits_R[r] & record["mask"] == record["wanted"]) != bool(record["negated"]))
+            elif kind == SPAN:
+                assert token_R is not None
+                inside, after = between(rows, r, token_R, record, table.latches[slot])
+                if position == record["start"]:
+                    table.latches[slot, record["latch"]] = 0
+                bits_R[r] = bits_R[r] & ~(3 << int(record["bit"])) | (inside | after << 1) << int(record["bit"])
+            elif kind == LATCH and record["last"]:
+                kept = 2 * position + int(bits_R[r] >> record["bit"] & 1)
+                table.latches[slot, record["latch"]] = max(table.latches[slot, record["latch"]], kept)
             elif kind == LATCH:
                 if bits_R[r] >> record["bit"] & 1:
                     table.latches[slot, record["latch"]] = min(table.latches[slot, record["latch"]], position)
@@ -94,6 +106,19 @@ def apply(
             else:
                 h_RW[r, columns_of(record)], edited_R[r] = _edited(h_RW[r], record, position, bank_B), True
     return edited_R
+
+
+def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
+    """True if a row's token is strictly between delimiters, and True if the last delimiter up to it opens."""
+    opening, closing = int(record["opening"]), int(record["closing"])
+    for row in range(r, r - rows.rank[r] - 1, -1):  # back through the step's rows of this request
+        if rows.position[row] < record["start"]:
+            return bool(record["inside"]), bool(record["inside"])
+        if token_R[row] in (opening, closing):
+            return row < r and token_R[row] == opening, token_R[row] == opening
+    first = rows.position[r] - rows.rank[r]
+    inside = bool(record["inside"] if first == record["start"] else latches[record["latch"]] & 1)
+    return inside, inside
 
 
 def _set(bits_R: np.ndarray, r: int, record: np.void, held: bool) -> None:
@@ -129,6 +154,11 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
         return linear(h_W[columns], v_W, record["h_scale"], record["v_scale"])
     if kind == PROJECT:
         return project(h_W[columns], v_W, record["low"], record["high"])
+    if kind == ADD_NORMED:
+        return add_normed(h_W[columns], v_W, record["scale"])
+    if kind == ROTATE:
+        other_W = bank_B[begin + width : begin + 2 * width][columns]
+        return rotate(h_W[columns], v_W, other_W, record["cos"], record["sin"], bool(record["relative"]))
     assert kind == BLEND
     mask_W = bank_B[record["mask"] : record["mask"] + width][columns]
     return blend(h_W[columns], v_W, record["alpha"] * mask_W)
@@ -177,6 +207,24 @@ def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32)
     along = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
     move = np.minimum(np.maximum(along, low), high) - along
     return h_W + move * v_W if move != 0 else h_W
+
+
+def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarray:
+    """h + scale·(|h| / |v|)·v, with lengths from sums in fp64; h is unchanged where v is 0."""
+    squares = [np.sum(row_W.astype(np.float64) ** 2) for row_W in (h_W, v_W)]
+    factor = scale * np.float32(np.sqrt(squares[0] / squares[1])) if squares[1] else 0
+    return h_W + factor * v_W if factor != 0 else h_W
+
+
+def rotate(
+    h_W: np.ndarray, a_W: np.ndarray, b_W: np.ndarray, cos: np.float32, sin: np.float32, relative: bool
+) -> np.ndarray:
+    """Turn h's part in the plane of two orthonormal vectors a and b to an angle, or by it; h + (a′ − a)·a + (b′ − b)·b
+    with coordinates in fp64."""
+    a, b = (float(h_W.astype(np.float64) @ unit_W.astype(np.float64)) for unit_W in (a_W, b_W))
+    length, cos64, sin64 = np.sqrt(a * a + b * b), float(cos), float(sin)
+    to_a, to_b = (a * cos64 - b * sin64, a * sin64 + b * cos64) if relative else (length * cos64, length * sin64)
+    return h_W + np.float32(to_a - a) * a_W + np.float32(to_b - b) * b_W
 
 
 def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:

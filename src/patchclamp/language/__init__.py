@@ -7,6 +7,7 @@ from patchclamp.language.program import Program
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site
 from patchclamp.language.tokens import (
+    Between,
     ImageTokens,
     Positions,
     Range,
@@ -14,6 +15,7 @@ from patchclamp.language.tokens import (
     TextSpan,
     TokenIds,
     Tokens,
+    between,
     every,
     generated,
     image,
@@ -26,8 +28,8 @@ from patchclamp.language.tokens import (
 from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SAE", "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout", "Role",
-    "SameRun", "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated",
-    "image", "parse_site", "parse_tokens", "prompt", "role", "span", "token",
+    "SAE", "SITES", "At", "Between", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Readout",
+    "Role", "SameRun", "Site", "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "between",
+    "every", "generated", "image", "parse_site", "parse_tokens", "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

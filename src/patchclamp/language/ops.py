@@ -44,6 +44,7 @@ from patchclamp.language.values import (
     as_number,
     as_numbers,
     as_plain,
+    as_plane,
     as_seed,
     as_strength,
     as_value,
@@ -55,7 +56,7 @@ from patchclamp.language.values import (
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
     "Ablate", "Add", "Apply", "Capture", "Clamp", "Features", "Lens", "LowRank", "Mean", "Noise", "Probe",
-    "Reconstruct", "Replace", "Scale", "SetFeature", "Use", "When", "Zero",
+    "Reconstruct", "Replace", "Rotate", "Scale", "SetFeature", "Use", "When", "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
 FEATURE_MODES = ("set", "add", "scale")  # of `SetFeature`
@@ -63,6 +64,7 @@ MAX_FEATURES = 1024  # of one op
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
 MAX_TOP = 128  # likeliest tokens of a lens, or largest features
 DEFAULT_TOP = 32  # largest features
+NORMS = ("match",)  # of added vectors
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
@@ -492,13 +494,18 @@ class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
-    Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681).
+    With norm="match" v is scaled to the length of each row, which adds scale · (|h| / |v|) · v; a v of zeros adds
+    nothing. The lengths are measured where the model runs, in fp64.
+
+    Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681). Matched
+    norms: activation oracles; Karvonen et al. 2025 (arXiv:2512.15674).
     """
 
     value: Value = field(converter=as_value)
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     scale: float = field(converter=as_number, default=1.0)
+    norm: str | None = field(converter=optional(one_of("norm", NORMS)), default=None)
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -640,6 +647,25 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
             raise ProgramError("expected a bound: low, high or both", "low")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ProgramError(f"low ({self.low}) is above high ({self.high})", "low")
+
+
+class Rotate(SiteOp, frozen=True, forbid_unknown_fields=True):
+    """Rotate h within the plane of two directions, `plane` [2, D], to an angle of `degrees`; its length is kept.
+
+    The plane has an orthonormal basis b₁, b₂ by Gram-Schmidt: b₁ has the direction of the first row, and b₂ is on the
+    side of the second. The part P h of h in the plane becomes |P h| (cos θ b₁ + sin θ b₂): at 0 degrees it points along
+    b₁, at 90 along b₂ and at 180 away from b₁. With `relative` it is turned by θ from where it is, from b₁ towards b₂.
+    A row without a part in the plane is unchanged.
+
+    Source: angular steering; Vu and Nguyen 2025 (arXiv:2510.26243). Its adaptive form, which rotates only rows along a
+    direction, is `When(probe > 0, Rotate(...))`.
+    """
+
+    plane: Vector | Named = field(converter=as_plane)
+    degrees: float = field(converter=as_number)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    relative: bool = field(converter=as_flag, default=False)
 
 
 class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):

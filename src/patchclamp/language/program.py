@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -34,13 +35,13 @@ from patchclamp.language.ops import (
 )
 from patchclamp.language.site import SITES, At, Site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.tokens import Selection
+from patchclamp.language.tokens import Selection, read_tokens
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions", "project", "weight", "bias"}  # fields that hold vectors
+VECTORS = {"value", "mask", "direction", "directions", "plane", "project", "weight", "bias"}  # fields that hold vectors
 # fields that later versions added, with what they do not write: older programs keep their fingerprint
-LATER = {"project": None, "pool": None, "translators": None, "basis": None, "strength": 1.0}
+LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0}
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
@@ -118,8 +119,42 @@ class Program(PublicStruct, frozen=True):
             raise ProgramError(f"not JSON: {error}") from None
         return from_dict(data)
 
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Parse the short form of a mix of named programs: `0.3 calm + 0.2 honest @ generated`.
+
+        Each term is `Use(name, scale)`: a name after its scale, which is 1 by default, and `-` negates. The selection
+        after `@` gives the tokens of all edits. Raises `ProgramError` with the position of what is not as expected.
+        """
+        terms, at, tokens = text.partition("@")
+        chosen = read_tokens(tokens.strip(), "tokens") if at else None
+        edits, begin = list[Op](), 0
+
+        def take(pattern: re.Pattern[str], expected: str) -> str | None:
+            nonlocal begin
+            found = pattern.match(terms, begin)
+            if found is not None:
+                begin = found.end()
+                return found[1]
+            if expected:
+                rest = terms[begin:].lstrip()
+                place = f"got {rest!r:.40} at character {len(terms) - len(rest)} of {text!r:.200}"
+                raise ProgramError(f"expected {expected}, {place}")
+            return None
+
+        while not edits or begin < len(terms):
+            sign = take(_SIGN, "+, - or @ SELECTION" if edits else "")
+            number = take(_NUMBER, "")
+            name = take(_NAME, "NAME" if number else "[NUMBER] NAME")
+            edits.append(Use(str(name), float(number or 1.0) * (-1.0 if sign == "-" else 1.0), chosen))
+        return cls(tuple(edits))
+
     def __bool__(self) -> bool:
         return bool(self.edits or self.capture)
+
+
+_SIGN, _NAME = re.compile(r"\s*([+-])"), re.compile(r"\s*([A-Za-z_][\w.-]*)\s*")
+_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)(?:\s*\*|\s)")
 
 
 def to_dict(program: Program) -> dict[str, Any]:

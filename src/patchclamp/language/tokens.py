@@ -1,6 +1,7 @@
 """Tokens: selections of a request's positions, and the hashable indices and ranges that sites use too.
 
-`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`.
+`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`,
+`between("<think>", "</think>")`.
 Positions are absolute and 0-based, starting with the prompt; `generated[0]` is the first sampled token *as an input*.
 A selection is a predicate on positions and tokens; it does not depend on which engine step computes a position.
 """
@@ -357,6 +358,33 @@ class TextSpan(Selection, frozen=True, tag="span"):
         return f"span({text})" if self.occurrence is None else f"span({text}, {self.occurrence})"
 
 
+class Between(Selection, frozen=True, tag="between"):
+    """The tokens strictly between an `opening` delimiter and the next `closing` one, or the end if there is none.
+
+    A delimiter is a token's id, or text. Text that is one token of the model's tokenizer means that token. Longer text
+    is found in the prompt, where every token that shares a character with it belongs to the delimiter.
+    """
+
+    opening: str | int
+    closing: str | int
+
+    def __post_init__(self) -> None:
+        for name in ("opening", "closing"):
+            value = getattr(self, name)
+            try:
+                if isinstance(value, str):
+                    TextSpan(value)
+                else:
+                    msgspec.structs.force_setattr(self, name, TokenIds((value,)).ids[0])
+            except PatchclampError as error:
+                raise error.under(name) from None
+        if self.opening == self.closing:
+            raise TokensError(f"{self}: expected two different delimiters", "closing")
+
+    def __str__(self) -> str:
+        return f"between({', '.join(json.dumps(each, ensure_ascii=False) for each in (self.opening, self.closing))})"
+
+
 class TokenIds(Selection, frozen=True, tag="token"):
     """Every prompt or generated token whose id is in `ids`."""
 
@@ -426,7 +454,7 @@ def _size(selection: Selection) -> tuple[int, int, int]:
     return 1 + max(left[0], right[0]), left[1] + right[1], left[2] + right[2]
 
 
-Tokens = Positions | TextSpan | Role | TokenIds | ImageTokens | Joined
+Tokens = Positions | TextSpan | Role | TokenIds | Between | ImageTokens | Joined
 TokensLike = Selection | str | int | slice | range | Sequence[int]
 
 prompt: Positions = Positions("prompt")
@@ -452,19 +480,32 @@ def token(*ids: int) -> TokenIds:
     return TokenIds(ids)
 
 
+def between(opening: str | int, closing: str | int) -> Between:
+    """The tokens strictly between two delimiters, each a token's id or text: `pc.between("<think>", "</think>")`, for
+    reasoning models. A span that is not closed runs to the end."""
+    return Between(opening, closing)
+
+
 def ids_in(selection: Selection) -> list[TokenIds]:
     """The selections by token id within a selection."""
+    return [leaf for leaf in leaves(selection) if isinstance(leaf, TokenIds)]
+
+
+def leaves(selection: Selection) -> list[Selection]:
+    """The selections that a selection is joined of, from left to right."""
     if isinstance(selection, Joined):
-        return ids_in(selection.left) + ids_in(selection.right)
-    return [selection] if isinstance(selection, TokenIds) else []
+        return leaves(selection.left) + leaves(selection.right)
+    return [selection]
 
 
 _OPEN, _CLOSE = re.compile(r"\s*\(\s*"), re.compile(r"\s*\)\s*")
 _GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
 _TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
-_CALL = r'\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*'
+_QUOTED = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
+_CALL = rf"\(\s*(?P<text>{_QUOTED})\s*(?:,\s*(?P<n>-?\d{{1,9}})\s*)?\)\s*"
 _SPAN = re.compile(r"\s*span" + _CALL)
 _ROLE = re.compile(r"\s*role" + _CALL + r"(?:\[(?P<keys>[^\]]*)\])?\s*")
+_BETWEEN = re.compile(rf"\s*between\(\s*({_QUOTED}|\d{{1,9}})\s*,\s*({_QUOTED}|\d{{1,9}})\s*\)\s*")
 _IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\]\s*)?)?")
 
 
@@ -473,7 +514,7 @@ MAX_TEXT = 1 << 15  # characters of a selection's text form
 
 def parse_tokens(text: TokensLike) -> Tokens:
     """Parse a selection from its text form or from positions of `every`; return a selection unchanged."""
-    if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
+    if isinstance(text, (Positions, TextSpan, Role, TokenIds, Between, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
@@ -523,6 +564,8 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
         return Role(_unquote(match["text"]), number, _keys(match["keys"], text)), match.end()
     if match := _TOKEN.match(text, at):
         return TokenIds(tuple(map(int, match["ids"].split(",")))), match.end()
+    if match := _BETWEEN.match(text, at):
+        return Between(*(int(each) if each.isdigit() else _unquote(each) for each in match.groups())), match.end()
     if match := _IMAGE.match(text, at):
         return _image(match, text), match.end()
     if match := _GROUP.match(text, at):

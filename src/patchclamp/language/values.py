@@ -443,6 +443,19 @@ def as_directions(value: ValueLike) -> Vector | Named:
     return vector
 
 
+def check_plane(vector: Vector, field: str = "") -> Vector:
+    """Raise `ShapeError` unless the vector has two rows [2, D] that are linearly independent."""
+    if vector.shape[:-1] != (2,) or not vector.array().any(axis=-1).all() or len(orthonormal(vector).rows()) != 2:
+        raise ShapeError(f"expected two linearly independent rows [2, D], got {list(vector.shape)}", field)
+    return vector
+
+
+def as_plane(value: ValueLike) -> Vector | Named:
+    """Convert to numbers [2, D]. Raises `ShapeError` for rows that do not span a plane."""
+    vector = as_numbers(value)
+    return check_plane(vector) if isinstance(vector, Vector) else vector
+
+
 def as_direction(value: ValueLike) -> Vector | Named:
     """Convert to numbers [D]. Raises `ShapeError` for zeros."""
     return as_row(as_directions(value))

@@ -7,6 +7,7 @@ Batch         --make_plan--->  StepPlan       the slot of each row, and the buff
 
 from patchclamp.plan.bind import Code, SourceRun, bind
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -18,6 +19,8 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -30,7 +33,7 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
-    "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "LOW_RANK", "MATCH", "NOISE", "PROJECT", "RECORD",
-    "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt",
-    "SourceRun", "StepPlan", "bind", "make_plan",
+    "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "LOW_RANK", "MATCH", "NOISE",
+    "PROJECT", "RECORD", "ROTATE", "SPAN", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code",
+    "PositionRange", "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -46,8 +47,8 @@ from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, co
 from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
-from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
+from patchclamp.language.tokens import Between, Joined, Positions, Selection, ids_in, leaves
+from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, check_plane, orthonormal
 from patchclamp.plan.bound import (
     BITS,
     LATCHES,
@@ -65,9 +66,12 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     PositionRange,
     Projection,
+    Rotation,
     RunCode,
+    Span,
     Store,
     check_one_way,
     noise_stream,
@@ -228,7 +232,10 @@ def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) ->
 
 @lower.register
 def _add(op: ops.Add, context: Context) -> Lowered:
-    return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
+    if op.norm is None:
+        return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
+    context.needs_whole_rows(op)
+    return Lowered(NormedAdd(op.scale), *context.value(as_value(op.value)))
 
 
 @lower.register
@@ -307,6 +314,16 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
     bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
     return Lowered(Projection(*bounds), (context.put(unit),))
+
+
+@lower.register
+def _rotate(op: ops.Rotate, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite("logits are not rotated: rotate final_norm, in the plane of two directions there", "at")
+    basis = orthonormal(check_plane(context.vector(op.plane, "plane"), "plane"))
+    angle = math.radians(op.degrees)
+    return Lowered(Rotation(math.cos(angle), math.sin(angle), op.relative), (context.put(basis),))
 
 
 @lower.register
@@ -440,13 +457,15 @@ class _Binder:
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
+        self._spans: dict[tuple[int | None, ...], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
+        self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
-        """Bind all ops. Every comparison of a probe is made where the program first reads it, so that later edits at
-        its site change no decision."""
+        """Bind all ops, after those that find delimiters. Every comparison of a probe is made where the program first
+        reads it, so that later edits at its site change no decision."""
         ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
         return tuple(
-            each for op in ops
+            each for op in (*self._span_ops, *ops)
             for each in (op, *(self._tests.get(op.action.probe, ()) if isinstance(op.action, Keep) else ()))
         )  # fmt: skip
 
@@ -531,9 +550,7 @@ class _Binder:
 
         guard = Guard(bit_of(asked))
         if op.scope != "token":
-            latch = next(self._latches)
-            if latch >= LATCHES:
-                raise ProgramError(f"a program has at most {LATCHES} conditions with scope prompt or onwards", "scope")
+            latch = self._next_latch()
             if op.scope == "prompt":
                 end = len(self.prompt.ids) - 1
                 where = tuple(PositionRange(end, end + 1) for each in where if each.start <= end < each.stop)
@@ -586,6 +603,14 @@ class _Binder:
         if bit >= BITS:
             raise ProgramError(f"the conditions of a program have more than {BITS} parts")
         return bit
+
+    def _next_latch(self) -> int:
+        latch = next(self._latches)
+        if latch >= LATCHES:
+            raise ProgramError(
+                f"a program has at most {LATCHES} conditions with scope prompt or onwards, and pairs of delimiters"
+            )
+        return latch
 
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
         """The op that reads a probe, where the program names it first. Raises `ProgramError` for a probe whose scores
@@ -641,6 +666,8 @@ class _Binder:
         assert isinstance(edit, SiteOp)
         try:
             bound = self._bind(path, edit)
+            if any(op.guard is not None for op in bound):
+                raise TokensError(f"{edit.tokens}: generated tokens between delimiters have one condition", "tokens")
             for op in bound:
                 if isinstance(op.action, Encoded):
                     raise ProgramError(
@@ -683,7 +710,44 @@ class _Binder:
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
         self._edits_at.update(ref.point for ref in refs)
-        return [bound for case in cases for bound in _OpBinder(self, path, op, refs, case, False).bound()]
+        return [bound for case in cases for bound in self._bind_case(path, op, refs, case)]
+
+    def _bind_case(self, path: str, op: SiteOp, refs: list[SiteRef], case: Case) -> list[BoundOp]:
+        bound = _OpBinder(self, path, op, refs, case, False).bound()
+        if case.inside is None:
+            return bound
+        if isinstance(op, Apply) or self.sites.points[refs[0].point].rows == "sampled":
+            raise TokensError("code and logits are not edited between delimiters of generated tokens", "tokens")
+        guard = self._span(path, op.tokens)[not case.inside]
+        return [msgspec.structs.replace(each, guard=guard) if each.is_edit else each for each in bound]
+
+    def _span(self, path: str, tokens: Tokens) -> tuple[Guard, Guard]:
+        """The guards of generated tokens inside a selection's `between`, and outside. The first op that needs them sets
+        their bits, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding,
+        and written where the stream ends, since rows of one point are in no order."""
+        [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
+        pair = tuple(self.prompt.token_of(each) for each in (between.opening, between.closing))
+        if pair not in self._spans:
+            if self.sites.stages > 1:
+                raise UnsupportedSite(
+                    f"{between} in generated tokens: a model in pipeline stages has no such state", "at"
+                )
+            inside, opened, outside = (self._next_bit() for _ in range(3))
+            begin, latch = len(self.prompt.ids), self._next_latch()
+            delimiters = np.flatnonzero(np.isin(self.prompt.ids, pair))
+            is_open = bool(len(delimiters)) and self.prompt.ids[delimiters[-1]] == pair[0]
+            first, last = (
+                self.sites.resolve(Site("embed")),
+                self.sites.resolve(Site("resid_post", self.sites.layers - 1)),
+            )
+            decisions = [(Span(*pair, is_open, inside, latch), first), (All(outside, 1 << inside, 0), first),
+                         (Latch(opened, latch, True), last)]  # fmt: skip
+            self._span_ops += [
+                BoundOp(f"{path}.tokens", action, (ref.point,), (), (PositionRange(begin, self.limit),))
+                for action, [ref] in decisions
+            ]
+            self._spans[pair] = Guard(inside), Guard(outside)
+        return self._spans[pair]
 
     def dictionary(self, name: str) -> Dictionary:
         """The SAE that was attached under a name."""

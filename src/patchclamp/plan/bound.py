@@ -31,9 +31,12 @@ APPLY = 6  # fn(h), arbitrary code
 STORE = 7  # write the row to the bank, for a later layer of the same run
 TEST = 8  # a bit of the row: a product with the row is above a threshold
 ALL = 9  # a bit of the row: some of its bits have given values
-LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
+LATCH = 10  # the first position at which a bit of the row is set, or the bit of the last row, for later steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
 LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for products p with k others
+ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
+ROTATE = 14  # the part of h in the plane of two unit vectors, turned within it
+SPAN = 15  # two bits of the row: its token is between delimiters, and the next one is unless it is a delimiter
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
@@ -111,6 +114,20 @@ class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
     toward: float = 0.0
 
 
+class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
+    kind: ClassVar[int] = ADD_NORMED
+    scale: float
+
+
+class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
+    """cos, sin: of the angle to the first row of the value; if `relative`, of the angle to h"""
+
+    kind: ClassVar[int] = ROTATE
+    cos: float
+    sin: float
+    relative: bool
+
+
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
     """streams: the noise stream of each point (`noise_stream`), so that points get different noise
     first_column: the first column of the worker's shard
@@ -176,9 +193,27 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position at which bit `bit` is set as latch `latch` of the request."""
+    """Keep the lowest position at which bit `bit` is set as latch `latch` of the request. With `last` the latch has the
+    greatest position, twice, plus the bit of its row."""
 
     kind: ClassVar[int] = LATCH
+    bit: int
+    latch: int
+    last: bool = False
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
+    """Set bit `bit` of a generated token's row if it is strictly between the tokens `opening` and `closing`, and the
+    next bit if the last of these up to it is `opening`. A step reads its own tokens, and for those before them the bit
+    in latch `latch`, which a step's last row leaves there at a later point.
+
+    inside: True if the prompt ends between the two
+    """
+
+    kind: ClassVar[int] = SPAN
+    opening: int
+    closing: int
+    inside: bool
     bit: int
     latch: int
 
@@ -190,8 +225,24 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | Factored | Noisy | RunCode | Encoded | Compare | All | Latch
-DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
+Action = (
+    Store
+    | Keep
+    | Linear
+    | Blend
+    | Projection
+    | Factored
+    | NormedAdd
+    | Rotation
+    | Noisy
+    | RunCode
+    | Encoded
+    | Compare
+    | All
+    | Latch
+    | Span
+)
+DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
@@ -438,9 +489,10 @@ def noise_stream(kind: str, layer: int | None) -> int:
 Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # of a `Compare`: positions, and products there
 
 
-def decided(bound: BoundProgram, count: int, products: Products) -> Callable[[Guard], np.ndarray]:
-    """Returns a function of a guard: True for each of `count` positions where it held, from the products that the
-    kernel compared. It repeats the kernel's decisions."""
+def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callable[[Guard], np.ndarray]:
+    """Returns a function of a guard: True for each position of the tokens `ids` where it held, from the products that
+    the kernel compared. It repeats the kernel's decisions."""
+    count = len(ids)
     bits, latches, position = np.zeros(count, np.int64), dict[int, int](), np.arange(count)
     for op in bound.ops:
         action, within = op.action, np.zeros(count, bool)
@@ -454,6 +506,12 @@ def decided(bound: BoundProgram, count: int, products: Products) -> Callable[[Gu
         elif isinstance(action, All):
             held = ((bits & action.mask) == action.wanted) != action.negated
             bits = np.where(within, bits & ~(1 << action.bit) | held << action.bit, bits)
+        elif isinstance(action, Span):
+            first = min(op.ranges[0].start, count)
+            delimiter = np.isin(ids[first:], (action.opening, action.closing))
+            last = np.maximum.accumulate(np.where(delimiter, position[first:], -1))
+            after = np.where(last < 0, action.inside, ids[last] == action.opening)
+            bits[first:] |= (after & ~delimiter) << action.bit | after << action.bit + 1
         elif isinstance(action, Latch):
             latches[action.latch] = int(position[within & (bits >> action.bit & 1 == 1)].min(initial=NEVER))
     return lambda guard: position >= latches[guard.latch] if guard.latch >= 0 else bits >> guard.bit & 1 == 1
@@ -482,7 +540,7 @@ def acted(
 ) -> dict[str, np.ndarray]:
     """The positions that each edit acted on, ascending, by path. `products`: as for `decided`."""
     positions: dict[str, np.ndarray] = {}
-    held = decided(bound, len(ids), products) if any(op.guard for op in bound.ops) else None
+    held = decided(bound, ids, products) if any(op.guard for op in bound.ops) else None
     for op in bound.ops:
         if op.is_edit:
             mine = acted_on(op, ids, ids_of, held)
@@ -517,9 +575,12 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
 
 
 def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
-    """The first position that must be computed rather than read from a cache, because it is captured or stored. Spans
-    of bidirectional attention (`seen_whole`, as in `block_key`) are computed together, from their first position on."""
-    lowest = min((op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE) and op.ranges), default=None)
+    """The first position that must be computed rather than read from a cache, because it is captured, stored, or read
+    for later positions. Spans of bidirectional attention (`seen_whole`, as in `block_key`) are computed together, from
+    their first position on."""
+    lowest = min(
+        (op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE, SPAN) and op.ranges), default=None
+    )
     return None if lowest is None else min([lowest, *(first for first, stop in seen_whole if first <= lowest < stop)])
 
 

@@ -6,13 +6,14 @@ checks the condition once the token is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import TokensError
 from patchclamp.language.tokens import (
+    Between,
     ImageTokens,
     Joined,
     Positions,
@@ -22,6 +23,7 @@ from patchclamp.language.tokens import (
     TokenIds,
     Tokens,
     ids_in,
+    leaves,
 )  # fmt: skip
 
 
@@ -31,12 +33,14 @@ class Case(msgspec.Struct):
     ids: ascending; the token's id must be one of them; empty: no condition
     others: the token's id must not be in `ids` instead
     alone: True if the selection has no other positions, whichever tokens are generated
+    inside: True if the token must be inside the selection's `between`, False if outside; None: no such condition
     """
 
     positions: np.ndarray
     ids: tuple[int, ...] = ()
     others: bool = False
     alone: bool = False
+    inside: bool | None = None
 
 
 class Prompt(msgspec.Struct):
@@ -45,12 +49,14 @@ class Prompt(msgspec.Struct):
     spell: returns the text, and each token's (first, last + 1) character, for spans
     turns: returns each chat message's role and the positions of its tokens, for roles; None if the prompt is not a chat
     images: the positions of each image's placeholder tokens
+    bare: encodes text without special tokens, for delimiters; None: no tokenizer
     """
 
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
     turns: Callable[[], list[tuple[str, list[int]]]] | None = None
     images: Sequence[Sequence[int]] = ()
+    bare: Callable[[str], Sequence[int]] | None = None
 
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
         """The selected positions below `limit`, ascending unless the selection is an unsorted list.
@@ -59,27 +65,88 @@ class Prompt(msgspec.Struct):
         lowest: as in `cases`
         """
         token = np.asarray((self.ids if ids is None else ids)[:limit], np.int64)
-        return self._select(tokens, limit, lambda leaf: np.flatnonzero(np.isin(token, leaf.ids)), lowest)
+
+        def match(leaf: TokenIds | Between) -> np.ndarray:
+            return self._inside(leaf, token) if isinstance(leaf, Between) else np.flatnonzero(np.isin(token, leaf.ids))
+
+        return self._select(tokens, limit, match, lowest)
+
+    def _inside(self, between: Between, token: np.ndarray) -> np.ndarray:
+        """The positions between two delimiters among the tokens with these ids, [T]."""
+        opening, closing = (self._delimiter(each, token, between) for each in (between.opening, between.closing))
+        at, delimiter = np.arange(len(token)), opening | closing
+        last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the last delimiter up to each position
+        return at[opening[last] & ~delimiter]
+
+    def _delimiter(self, delimiter: str | int, token: np.ndarray, selection: object) -> np.ndarray:
+        """True for the tokens of a delimiter, [T]."""
+        known = self.token_of(delimiter)
+        if known is not None:
+            return token == known
+        if len(token) > len(self.ids):
+            raise self._not_one_token(delimiter, selection)
+        text, offsets = self.spell()
+        spans = [TextSpan(str(delimiter), i).find(offsets, text) for i in range(text.count(str(delimiter)))]
+        return np.isin(np.arange(len(token)), [position for span in spans for position in span])
+
+    def _not_one_token(self, delimiter: str | int, selection: object) -> TokensError:
+        return TokensError(
+            f"{selection}: {delimiter!r} is not one token of this model, so only the prompt is searched for it: select "
+            "prompt & between(...)"
+        )
+
+    def token_of(self, delimiter: str | int) -> int | None:
+        """The id of a delimiter that is one token."""
+        if isinstance(delimiter, int):
+            return delimiter
+        ids = [] if self.bare is None else self.bare(delimiter)
+        return ids[0] if len(ids) == 1 else None
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
         """The distinct positions of a selection below `limit`: first the unconditional ones, then those with a
         condition. `lowest`: the first position that has rows; `every`, or a range of it, starts there.
         """
-        leaves, first = ids_in(tokens), len(self.ids)
+        spans = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
+        if not spans or len(self.ids) >= limit:
+            return self._cases(tokens, limit, lowest, False)
+        if len(spans) > 1:
+            raise TokensError(f"{tokens}: a selection of generated tokens has one pair of delimiters, got {len(spans)}")
+        of_sides = {inside: self._cases(tokens, limit, lowest, inside) for inside in (True, False)}
+        certain = np.intersect1d(*(cases[0].positions for cases in of_sides.values()))
+        conditional = [
+            msgspec.structs.replace(case, positions=positions, alone=False, inside=inside)
+            for inside, cases in of_sides.items() for case in cases
+            if len(positions := np.setdiff1d(case.positions, certain))
+        ]  # fmt: skip
+        if not conditional:
+            return of_sides[False]
+        for delimiter in (part for span in spans for part in (span.opening, span.closing)):
+            if self.token_of(delimiter) is None:
+                raise self._not_one_token(delimiter, tokens)
+        return [Case(certain), *conditional]
+
+    def _cases(self, tokens: Tokens, limit: int, lowest: int, inside: bool) -> list[Case]:
+        """`cases`, if all generated tokens are inside `between`, or outside."""
+        by_id, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
-        if not leaves or first >= limit:
+        if first >= limit or not (by_id or inside):
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
         # token ids by signature (the leaves that contain them): ids with one signature select the same positions
-        ids_of: dict[tuple[bool, ...], list[int]] = {(False,) * len(leaves): []}
-        named = np.unique(np.concatenate([leaf.ids for leaf in leaves]))
-        for token, among in zip(named.tolist(), np.stack([np.isin(named, leaf.ids) for leaf in leaves]).T, strict=True):
+        ids_of: dict[tuple[bool, ...], list[int]] = {(False,) * len(by_id): []}
+        named = np.unique(np.concatenate([np.zeros(0, np.int64), *(leaf.ids for leaf in by_id)]))
+        among_leaves = np.array([np.isin(named, leaf.ids) for leaf in by_id]).reshape(len(by_id), len(named)).T
+        for token, among in zip(named.tolist(), among_leaves, strict=True):
             ids_of.setdefault(tuple(among.tolist()), []).append(token)
         # by selected positions: these, the ids that select them, and True if all ids outside the leaves do, too
         outcomes: dict[bytes, tuple[np.ndarray, list[int], bool]] = {}
         for signature, ids in ids_of.items():
             hits = iter(signature)
-            chosen = self._select(tokens, limit, lambda leaf, hits=hits: later if next(hits) else none)
+
+            def match(leaf: TokenIds | Between, hits: Iterator[bool] = hits) -> np.ndarray:
+                return later if (inside if isinstance(leaf, Between) else next(hits)) else none
+
+            chosen = self._select(tokens, limit, match)
             chosen = np.sort(chosen[chosen >= first])
             _, selecting, unnamed = outcomes.setdefault(chosen.tobytes(), (chosen, [], False))
             selecting.extend(ids)
@@ -94,9 +161,10 @@ class Prompt(msgspec.Struct):
         return [Case(certain, alone=not conditional), *conditional]
 
     def _select(
-        self, tokens: Selection, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
+        self, tokens: Selection, limit: int, match: Callable[[TokenIds | Between], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
-        """The positions of a selection. `match` returns those of each selection by token id in it, called in order."""
+        """The positions of a selection. `match` returns those of each selection in it that depends on tokens, called in
+        order."""
         if isinstance(tokens, Joined):
             left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]
@@ -110,7 +178,7 @@ class Prompt(msgspec.Struct):
             return np.asarray(tokens.find(self.turns()), np.int64)
         if isinstance(tokens, ImageTokens):
             return np.asarray(tokens.find(self.images), np.int64)
-        if isinstance(tokens, TokenIds):
+        if isinstance(tokens, (TokenIds, Between)):
             return match(tokens)
         assert isinstance(tokens, Positions)
         chosen = np.asarray(tokens.select(len(self.ids), limit), np.int64)

@@ -28,6 +28,7 @@ import numpy as np
 
 from patchclamp.language.values import DTYPES
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     ALL,
     APPLY,
     BLEND,
@@ -40,6 +41,8 @@ from patchclamp.plan.bound import (
     NEVER,
     NOISE,
     PROJECT,
+    ROTATE,
+    SPAN,
     STORE,
     TEST,
     WHEN,
@@ -54,8 +57,11 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
     Projection,
+    Rotation,
     RunCode,
+    Span,
     Store,
 )
 from patchclamp.store.tensors import PROBE
@@ -322,9 +328,12 @@ FIELDS: dict[int, dict[str, str]] = {
     STORE: {"row_step": "step", "vector": "value"},
     TEST: {"row_step": "step", "vector": "value", "threshold": "x", "bit": "other"},
     ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
-    LATCH: {"latch": "value", "bit": "step"},
+    LATCH: {"latch": "value", "bit": "step", "last": "x"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
     LOW_RANK: {"row_step": "step", "vector": "value", "toward": "x", "rank": "y", "factors": "other"},
+    ADD_NORMED: {"row_step": "step", "vector": "value", "scale": "y"},
+    ROTATE: {"row_step": "step", "vector": "value", "cos": "x", "sin": "y", "relative": "other"},
+    SPAN: {"latch": "value", "bit": "step", "opening": "x", "closing": "y", "inside": "other"},
 }
 
 
@@ -481,7 +490,14 @@ def _all(first: All, fields: np.ndarray, actions: Sequence[All], addresses: Seve
 
 @_write.register
 def _latch(first: Latch, fields: np.ndarray, actions: Sequence[Latch], addresses: Several, ordinal: int) -> None:
-    fields["latch"], fields["bit"] = (_column([getattr(a, name) for a in actions]) for name in ("latch", "bit"))
+    for name in ("latch", "bit", "last"):
+        fields[name] = _column([getattr(action, name) for action in actions])
+
+
+@_write.register
+def _span(first: Span, fields: np.ndarray, actions: Sequence[Span], addresses: Several, ordinal: int) -> None:
+    for name in ("latch", "bit", "opening", "closing", "inside"):
+        fields[name] = _column([getattr(action, name) for action in actions])
 
 
 @_write.register
@@ -510,6 +526,19 @@ def _low_rank(
     factors = [known[action.factors][0] for action, known in zip(actions, addresses, strict=True)]
     fields["toward"], fields["rank"] = (_column([getattr(a, name) for a in actions]) for name in ("toward", "rank"))
     fields["factors"] = _column(factors)
+
+
+@_write.register
+def _add_normed(
+    first: NormedAdd, fields: np.ndarray, actions: Sequence[NormedAdd], addresses: Several, ordinal: int
+) -> None:
+    fields["scale"] = _column([action.scale for action in actions])
+
+
+@_write.register
+def _rotate(first: Rotation, fields: np.ndarray, actions: Sequence[Rotation], addresses: Several, ordinal: int) -> None:
+    for name in ("cos", "sin", "relative"):
+        fields[name] = _column([getattr(action, name) for action in actions])
 
 
 @_write.register
@@ -542,7 +571,7 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the device copy was last updated
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
-    deciding: slots with `TEST` records
+    deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, the positions of the latches of each slot, which kernels on the host write
     """
 
@@ -577,7 +606,7 @@ class ProgramTable:
         self._acting += np.count_nonzero(counts, axis=0)
         self._add_captures(slots, places, records, counts)
         self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
-        self.deciding.update(slots[(records["kind"] == TEST).any(axis=1)].tolist())
+        self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
         self.latches[slots] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])

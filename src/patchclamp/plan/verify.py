@@ -23,6 +23,7 @@ from patchclamp.language.ops import MAX_FEATURES, as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
+    ADD_NORMED,
     APPLY,
     BITS,
     BLEND,
@@ -33,6 +34,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    ROTATE,
     TEST,
     Action,
     All,
@@ -46,7 +48,11 @@ from patchclamp.plan.bound import (
     Latch,
     Linear,
     Noisy,
+    NormedAdd,
+    PositionRange,
     Projection,
+    Rotation,
+    Span,
     Store,
     check_one_way,
     is_vector,
@@ -67,12 +73,14 @@ class Decided(msgspec.Struct):
 
     bits: the depth and the point where each bit is set
     latches: the same of each latch, and the lowest position that sets it
+    spans: the bit that each latch of a span keeps, and the depth where it is read
     probes: the names of the probes that are kept
     reading: the op that keeps a probe, while nothing but its tests follow
     """
 
     bits: dict[int, tuple[int, int]] = {}
     latches: dict[int, tuple[int, int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     probes: set[str] = set()
     reading: BoundOp | None = None
 
@@ -111,6 +119,7 @@ def verify(
             _check_op(op, frame)
         except PatchclampError as error:
             raise error.under(op.path[:MAX_PATH]) from None
+    _need(not frame.decided.spans, "a span whose latch is not kept")
     check_one_way(bound.ops, sites.label)
 
 
@@ -160,12 +169,12 @@ def _check_group(
     columns = records["columns"].astype(np.int64) & 0xFFFFFFFF
     first, end = columns & 0xFFFF, np.where(columns, columns >> 16, width[point])
     match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
-    low_rank = kind == LOW_RANK
+    normed, rotate, low_rank = kind == ADD_NORMED, kind == ROTATE, kind == LOW_RANK
     gated = low_rank & (x == 0)
-    reads = linear | blend | project | (low_rank & ~gated)
+    reads = linear | blend | project | normed | rotate | (low_rank & ~gated)
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
-    sums = project | low_rank | (noise & (step == 1))  # over the row
+    sums = project | normed | rotate | low_rank | (noise & (step == 1))  # over the row
     after = np.roll(match, 1, axis=1)  # a condition precedes it
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
@@ -188,7 +197,9 @@ def _check_group(
         "gates of another form": gated
         & ((key < 0) | (rows[key] != y) | (size[key] != 5) | (shards_read[key] != 0) | (value != 0) | (step != 0)),
         "logits in a sum of their own": low_rank & sampled[point],
-        "an address": (other != 0) & ~noise,
+        "an address": (other != 0) & ~noise & ~(rotate & (other == 1)),
+        "a rotation of another form": rotate
+        & ((rows[key] != 2) | (value != 0) | (step != 0) | (shards_read[key] != 0) | sampled[point]),
         "noise of another form": noise & ((key >= 0) | (value < 0) | (value >= 1 << 31) | (x != 0) | (other < 0)),
         "a sum over a row that is cut": sums
         & (first * shards[point] // width[point] != (end - 1) * shards[point] // width[point]),
@@ -256,7 +267,9 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
         _need(not cut, "rows that are cut differently among workers")
-    if isinstance(op.action, (Projection, Factored)) or (isinstance(op.action, Noisy) and op.action.relative):
+    if isinstance(op.action, (Projection, Factored, NormedAdd, Rotation)) or (
+        isinstance(op.action, Noisy) and op.action.relative
+    ):
         columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
         whole = all(sites.whole(SiteRef("", None, point, columns=columns)) for point in op.points)
         _need(whole, "a sum over a row that is cut")
@@ -345,7 +358,24 @@ def _latch(action: Latch, op: BoundOp, frame: Frame, width: int) -> None:
     _read_bit(action.bit, op, frame)
     [point] = op.points
     _need(bool(op.ranges), "a latch at no position")
+    if action.last:
+        bit, depth = frame.decided.spans.pop(action.latch, (-1, 0))
+        kept = bit == action.bit and frame.sites.depth(point) > depth and frame.sites.points[point].rows == "tokens"
+        _need(kept and op.ranges == (PositionRange(frame.prompt, frame.limit),), "a latch of another span")
+    _need(action.last or action.latch not in frame.decided.spans, f"latch {action.latch}")
     frame.decided.latches[action.latch] = frame.sites.depth(point), point, op.ranges[0].start
+
+
+@_check_action.register
+def _span(action: Span, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(op.ranges == (PositionRange(frame.prompt, frame.limit),), "a span at other positions")
+    _need(0 <= min(action.opening, action.closing) != max(action.opening, action.closing) < frame.sites.d_vocab,
+          "delimiters that are no tokens")  # fmt: skip
+    latch, decided = action.latch, frame.decided
+    _need(0 <= latch < LATCHES and latch not in decided.latches and latch not in decided.spans, f"latch {latch}")
+    for bit in (action.bit, action.bit + 1):
+        _set_bit(bit, op, frame)
+    decided.spans[latch] = action.bit + 1, frame.sites.depth(op.points[0])
 
 
 def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:
@@ -438,6 +468,21 @@ def _encoded(action: Encoded, op: BoundOp, frame: Frame, width: int) -> None:
     _need(all(0 <= each < found.card.features for each in action.ids), "features that there are not")
     _need(len(action.gates) == len(action.ids) <= MAX_FEATURES, "features without numbers")
     _check_numbers(*(number for gate in action.gates for number in gate))
+
+
+@_check_action.register
+def _add_normed(action: NormedAdd, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.scale)
+    _check_values(op, frame, width, needed=True)
+
+
+@_check_action.register
+def _rotate(action: Rotation, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.cos, action.sin)
+    _check_values(op, frame, width, needed=True)
+    _need(all(is_vector(key) and frame.sizes.get(key, (0, 0))[0] == 2 for key in op.values), "a plane of other rows")
+    _need(all(each.row == each.step == 0 for each in op.ranges), "a plane for each position")
+    _need(all(frame.sites.points[point].rows == "tokens" for point in op.points), "a rotation of logits")
 
 
 @_check_action.register

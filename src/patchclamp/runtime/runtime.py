@@ -559,8 +559,8 @@ class Runtime:
         """Restrict a program to this worker, and assign places to the rows that it reads."""
         if self.store.keeps_last and any(op.kind == LATCH for op in arrival.bound.ops):
             raise UnsupportedSite(
-                "with speculative decoding a condition has scope 'token', since a drafted token that is rejected would "
-                "decide for those after it"
+                "with speculative decoding a condition has scope 'token', and pc.between selects tokens of the prompt "
+                "alone, since a drafted token that is rejected would decide for those after it"
             )
         # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))

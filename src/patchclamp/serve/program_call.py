@@ -2,7 +2,7 @@
 
 A `ProgramCall` reads the object. `edited` replaces vLLM's `generate`: it binds the program to each prompt, runs it, and
 adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs that are
-served to their owner as the model `MODEL:NAME`.
+served to their owner as the model `MODEL:NAME`, or mixed as `MODEL:0.3 calm + 0.2 honest` (`Program.parse`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunE
 from patchclamp.language import Program, Readout, SiteOp, Use
 from patchclamp.language.conditions import ProbeCondition, comparisons
 from patchclamp.language.ops import FUZZ_NAMES, Features, Lens, check_words, fuzz, is_ours
-from patchclamp.language.program import condition_from_dict, from_dict
+from patchclamp.language.program import condition_from_dict, from_dict, to_dict
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
@@ -42,23 +42,25 @@ from patchclamp.plan.table import record_work
 from patchclamp.run import Run
 from patchclamp.serve import monitoring
 from patchclamp.serve.capture_files import captured_file, finite
-from patchclamp.serve.kept import KeptObjects, check_name
+from patchclamp.serve.kept import NAME, KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
 from patchclamp.stream import ProbeWatch, scored_names
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A request's model that is a stored program on a base model.
+    """A request's model that is a stored program, or a mix of some, on a base model.
 
     asked: the model as named in the request
     model: the base model
-    name: the name of the program
+    name: the name of the program, or the text of the mix
+    uses: the mix, as a program of `Use` ops
     """
 
     asked: str
     model: str
     name: str
     program: Program
+    uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
         """The error with a note that its path counts the variant's edits first."""
@@ -67,23 +69,33 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
-    """The base model and the program's name in `MODEL:NAME`; None for a model of vLLM or an unknown base model.
+    """The base model and the rest in `MODEL:NAME` or `MODEL:MIX`; None for a model of vLLM or an unknown base model.
     `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
         return None
     known = {card.id for card in (await models.show_available_models()).data}
-    model, _, name = asked.rpartition(":")
-    return (model, name) if asked not in known and model in known else None
+    bases = [model for model in known if asked.startswith(f"{model}:")]
+    model = max(bases, key=len, default=None)
+    return None if asked in known or model is None else (model, asked[len(model) + 1 :])
 
 
 async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> Variant | None:
-    """The variant that a request's `model` names, if any. Raises `MissingSource` if the owner has no such program."""
+    """The variant that a request's `model` names, if any. Raises `MissingSource` if the owner has no such program, and
+    `ProgramError` for a mix that cannot be read."""
     if (words := await split_variant(asked, models)) is None:
         return None
     try:
-        return Variant(asked, *words, kept.entry(owner, "program", words[1]))
+        if NAME.fullmatch(words[1]):
+            return Variant(asked, *words, kept.entry(owner, "program", words[1]), Program((Use(words[1]),)))
+        mix = Program.parse(words[1])
+        for use in mix.edits:
+            assert isinstance(use, Use)
+            kept.entry(owner, "program", use.name)
+        return Variant(asked, *words, mix, mix)
     except MissingSource as error:
         raise MissingSource(f"the model {asked!r} does not exist: {error.message}", "model") from None
+    except PatchclampError as error:
+        raise error.under("model") from None
 
 
 def with_variants(cards: list[dict[str, Any]], kept: KeptObjects, owner: str) -> list[dict[str, Any]]:
@@ -262,7 +274,8 @@ class ProgramCall:
             "runs": [await self._run_answer(choice, *self.runs[choice], most) for choice in sorted(self.runs)],
         }
         if self.variant is not None:
-            answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits)}
+            uses = to_dict(self.variant.uses)["edits"]
+            answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits), "program": uses}
         for choice, told in zip(sorted(self.runs), answer["runs"], strict=True):
             if not self.keep and told.get("captures") is not None:
                 kept.let_go(self.owner, *self.runs[choice])

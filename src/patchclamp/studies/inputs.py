@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, ParamSpec, SupportsIndex, TypeVar, g
 import msgspec
 
 from patchclamp.call import is_token_id
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
@@ -22,7 +23,6 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain
 from patchclamp.lm import LM
-from patchclamp.plan import Prompt as PlanPrompt
 from patchclamp.plots.style import visible
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
@@ -132,7 +132,7 @@ def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
     """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
     try:
-        prompt = PlanPrompt(words.ids, lambda: lm.tokenizer.spell(words.ids, words.text))
+        prompt = prompt_of(lm.tokenizer, words.ids, words.text, None)
         selected = prompt.select(selection(tokens), len(words.ids)).tolist()
     except PatchclampError as error:
         raise error.under(path) from None

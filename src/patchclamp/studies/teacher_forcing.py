@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import GradeJob
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import CapacityError, ProgramError, TokensError
 from patchclamp.grade import Pace
 from patchclamp.language import Capture, From, Op, Program, Replace, Site
@@ -179,7 +180,7 @@ def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]])
 def fixed(lm: LM, item: Forced) -> Iterator[Op]:
     """An item's edits with their positions as numbers, because the continuation is now part of the prompt."""
     ids = [*item.prompt, *item.continuation[:-1]]
-    prompt = Prompt(item.prompt, lambda: lm.tokenizer.spell(item.prompt, item.text))
+    prompt = prompt_of(lm.tokenizer, item.prompt, item.text, None)
     for path, op in Program.of(list(item.edits)).ops:
         if not isinstance(op, SiteOp):
             raise ProgramError("a program by its name has no place here: give its edits", path)

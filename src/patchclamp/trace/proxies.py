@@ -21,7 +21,7 @@ from patchclamp.errors import (
     near,
     unknown,
 )
-from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace, Scale, SiteOp, Vector, Zero
+from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace, Rotate, Scale, SiteOp, Vector, Zero
 from patchclamp.language.site import NNTERP, SITES, Site, elsewhere, parse_site
 from patchclamp.language.tokens import Positions, Range, Selection, Tokens, as_integer, every, prompt
 from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
@@ -429,6 +429,17 @@ class Activation(InPlace):
             vector = self._vector(as_number(value, "as a value:"))
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
+    def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
+        """Applies `pc.Add`: adds scale · value, for numbers or a read of the trace, with norm="match" scaled to the
+        length of each row."""
+        if isinstance(value, Arithmetic):
+            read = value.expression().one_read
+            if read is None:
+                refuse("a value that is computed, added by a method,")
+            self._record(Add, source=read, scale=scale, norm=norm)
+        else:
+            self._record(Add, self._vector(as_number(value, "as a value:")), scale=scale, norm=norm)
+
     def ablate(self, directions: Any) -> None:
         """Applies `pc.Ablate`: removes the span of the directions."""
         self._record(Ablate, directions)
@@ -436,6 +447,10 @@ class Activation(InPlace):
     def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
         """Applies `pc.Clamp`: bounds the projection onto a direction."""
         self._record(Clamp, direction, low=low, high=high)
+
+    def rotate(self, plane: Any, degrees: float, relative: bool = False) -> None:
+        """Applies `pc.Rotate`: rotates within a plane to an angle, or by it."""
+        self._record(Rotate, plane, degrees, relative=relative)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
         """Applies `pc.Noise`: adds seeded noise."""

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import (
     MissingSource,
     PatchclampError,
@@ -470,7 +471,7 @@ class Recording:
     def bound_prompt(self) -> Prompt:
         assert self.prompt is not None
         ids, text = self.prompt
-        return Prompt(ids, lambda: self.lm.tokenizer.spell(ids, text))
+        return prompt_of(self.lm.tokenizer, ids, text, None)
 
     @property
     def limit(self) -> int:

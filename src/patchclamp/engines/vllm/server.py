@@ -36,7 +36,18 @@ from patchclamp.errors import (
 from patchclamp.language.dictionaries import PRECISIONS, SAEOption
 from patchclamp.language.sae import SAE
 from patchclamp.plan import ALL, CAPTURE, LATCH, STORE, TEST, BoundProgram
-from patchclamp.plan.bound import APPLY, BLEND, LINEAR, LOW_RANK, NOISE, PROJECT, acted_on
+from patchclamp.plan.bound import (
+    ADD_NORMED,
+    APPLY,
+    BLEND,
+    LINEAR,
+    LOW_RANK,
+    NOISE,
+    PROJECT,
+    ROTATE,
+    SPAN,
+    acted_on,
+)
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import Dictionary, SiteMap, placed
 
@@ -50,7 +61,8 @@ CONFIG = "--additional-config"
 FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
-         STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank"}  # fmt: skip
+         STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank", ADD_NORMED: "add_normed",
+         ROTATE: "rotate", SPAN: "between"}  # fmt: skip
 SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
