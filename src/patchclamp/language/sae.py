@@ -228,8 +228,6 @@ def _folded(sae: SAE, fold: Fold) -> SAE:
     changed: dict[str, Any] = {}
     with np.errstate(all="ignore"):  # numbers that overflow are refused by SAE
         if fold.subtract:
-            if len(sae.decoder_bias) != sae.width:
-                raise ProgramError("a transcoder's decoder bias cannot be subtracted from its rows", "decoder_bias")
             bias = sae.decoder_bias.astype(np.float64)
             blocks = np.array_split(sae.encoder, 1 + sae.encoder.size // 2**24)  # each is copied to fp64
             changed["encoder_bias"] = sae.encoder_bias - np.concatenate([block @ bias for block in blocks])
