@@ -130,6 +130,7 @@ def relu(x: np.ndarray) -> np.ndarray:
         ("gemma-scope-2b-pt-mlp/layer_1/width_16k/average_l0_9", "mlp_out[1]", "", "gemma-2-2b"),
         ("gemma-scope-2b-pt-transcoders/layer_7/width_16k", "mlp_in[7]", "mlp_out[7]", "gemma-2-2b"),
         ("gemma-scope-2b-pt-res/embedding/width_4k", "embed", "", "gemma-2-2b"),
+        ("transcoder/layer_3/gemma-scope-2b-pt-res/layer_20/width_16k", "resid_post[20]", "", "gemma-2-2b"),
         ("here/layer_7", "", "", ""),
     ],
 )
@@ -263,7 +264,7 @@ KINDS = {
     "relu": lambda rng: {},
     "topk": lambda rng: {"k": 3},
     "all": lambda rng: {"k": F},
-    "jumprelu": lambda rng: {"threshold": numbers(rng, F), "site": "z[2]", "model": "m"},
+    "jumprelu": lambda rng: {"threshold": numbers(rng, F), "site": "z[2, 1]", "model": "m"},
     "gated": lambda rng: {"gain": abs(numbers(rng, F)) + 0.1, "offset": numbers(rng, F), "site": "resid_post[2]"},
     "gated_above": lambda rng: {"gain": abs(numbers(rng, F)) + 0.1, "offset": numbers(rng, F), "threshold": numbers(rng, F)},
     "layer_norm": lambda rng: {"normalize": "layer_norm", "k": 4},
@@ -348,7 +349,8 @@ def test_what_a_call_lacks_is_named():
         ({"k": "3"}, "k"), ({"gain": np.ones(F)}, "offset"), ({"offset": np.ones(F)}, "gain"),
         ({"normalize": "batch"}, "normalize"), ({"threshold": np.ones(F - 1)}, "threshold"),
         ({"threshold": np.full(F, np.nan)}, "threshold"), ({"skip": np.ones((D, D + 1))}, "skip"),
-        ({"width": D + 1, "normalize": "rms"}, "decoder_bias"), ({"site": "nowhere[2]"}, "site"),
+        ({"width": D + 1, "normalize": "rms"}, "decoder_bias"), ({"site": "nowhere[2]"}, "site"), ({"site": "resid_post"}, "site"), ({"site": "resid_post[2:4]"}, "site"),
+        ({"site": 3}, "site"),
         ({"site_out": "nowhere[2]"}, "site_out"), ({"skip": "text"}, "skip"),
     ],
 )  # fmt: skip
@@ -422,7 +424,7 @@ def test_every_array_is_checked(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("saelens_topk", {"k": -1}), ("saelens_topk", {"k": F + 1}), ("saelens_topk", {"k": "5"}),
+        ("saelens_topk", {"k": -1}), ("saelens_topk", {"d_in": D + 1}), ("sparsify/layers.3", {"d_in": "8"}), ("saelens_topk", {"k": F + 1}), ("saelens_topk", {"k": "5"}),
         ("saelens_topk", {"k": None}), ("saelens_standard", {"architecture": "temporal"}),
         ("saelens_standard", {"architecture": 3}), ("saelens_standard", {"normalize_activations": "covariance_whitening"}),
         ("saelens_old_topk", {"activation_fn_str": "tanh-relu"}), ("saelens_old_topk", {"activation_fn_kwargs": {"k": -3}}),

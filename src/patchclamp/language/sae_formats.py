@@ -116,13 +116,13 @@ class SaeLensConfig(msgspec.Struct):
     apply_b_dec_to_input: bool = True
     normalize_activations: str | bool | None = None
     rescale_acts_by_decoder_norm: bool = False
-    finetuning_scaling_factor: bool = False
     k: int | None = None
     activation_fn: str | None = None
     activation_fn_str: str | None = None
     activation_fn_kwargs: dict[str, Any] | None = None
     hook_name: str | None = None
     hook_point: str | None = None
+    hook_head_index: int | None = None
     model_name: str | None = None
     metadata: dict[str, Any] = {}
 
@@ -135,7 +135,6 @@ SAELENS_NORMS = {
 
 
 def read_saelens(files: list[Path], which: Which) -> Parts:
-
     config, weights = _config(files[0], SaeLensConfig), Weights(files[-1])
     architecture = config.architecture
     activation = config.activation_fn or config.activation_fn_str or "relu"
@@ -161,13 +160,14 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
             raise ProgramError("expected k, the number of active features", "k")
     if "skip" in architecture:
         fields["skip"] = weights["W_skip"]
-    if "scaling_factor" in weights and config.finetuning_scaling_factor:
-        fields["decoder"] = (
-            fields["decoder"] * _fits("scaling_factor", weights["scaling_factor"], fields["decoder"][..., 0])[:, None]
-        )
+    if "scaling_factor" in weights and not (weights["scaling_factor"] == 1).all():
+        raise ProgramError("SAEs with finetuned scales are not read, nor by SAELens 6", "scaling_factor")
     names = {name: value for name, value in config.metadata.items() if isinstance(value, str)}
     sites = [names.get(f"hf_{name}") or names.get(name) for name in ("hook_name", "hook_name_out")]
     fields |= _places(sites[0] or config.hook_name or config.hook_point, sites[1])
+    head = config.metadata.get("hook_head_index", config.hook_head_index)
+    if fields["site"].startswith("z[") and head is not None:
+        fields["site"] = f"{fields['site'][:-1]}, {head}]"
     fields["model"] = names.get("model_name") or config.model_name or ""
     fields["normalize"] = "none" if norm == "scale" else norm
     scale = _scale(which) if norm == "scale" else 1.0
@@ -175,9 +175,8 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
     _check_widths(fields, config.d_in, is_transcoder)
     if is_transcoder and fields["normalize"] != "none":
         raise ProgramError("a transcoder cannot scale its output back", "normalize_activations")
-    return fields, Fold(
-        config.apply_b_dec_to_input and not is_transcoder, config.rescale_acts_by_decoder_norm, scale, scale
-    )
+    subtract = config.apply_b_dec_to_input and not is_transcoder
+    return fields, Fold(subtract, config.rescale_acts_by_decoder_norm, scale_in=scale, scale_out=scale)
 
 
 def write_saelens(
@@ -215,12 +214,13 @@ def write_saelens(
         architecture, config["d_out"] = "_".join(kind for kind, is_one in kinds.items() if is_one), outputs
     if skip is not None:
         arrays["W_skip"] = skip
-    names = {"model_name": model, "hook_name": _hook_name(site), "hook_name_out": _hook_name(site_out)}
+    (hook_name, head), (hook_name_out, _) = _hook_name(site), _hook_name(site_out)
+    names = {"model_name": model, "hook_name": hook_name, "hook_name_out": hook_name_out, "hook_head_index": head}
     config |= {
         "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False, "architecture": architecture,
         "normalize_activations": {"rms": "constant_norm_rescale"}.get(normalize, normalize),
         "reshape_activations": "hook_z" if site.startswith("z[") else "none",
-        "metadata": {"sae_lens_version": "6.54.0"} | {name: text for name, text in names.items() if text},
+        "metadata": {"sae_lens_version": "6.54.0"} | {name: text for name, text in names.items() if text != ""},
     }  # fmt: skip
     folder = Path(as_file(path, "path"))
     try:
@@ -245,9 +245,9 @@ class GemmaConfig(msgspec.Struct):
 
 
 GEMMA_SITES = {
-    r"embedding": ("embed", ""), r"transcoder": ("mlp_in[{}]", "mlp_out[{}]"),
-    r"resid_post|-res\b": ("resid_post[{}]", ""),
-    r"attn_out|-att\b": ("z[{}]", ""), r"mlp_out|-mlp\b": ("mlp_out[{}]", ""),
+    "embedding": ("embed", ""), "transcoder": ("mlp_in", "mlp_out"), "resid_post": ("resid_post", ""),
+    "-res/": ("resid_post", ""), "attn_out": ("z", ""), "-att/": ("z", ""), "mlp_out": ("mlp_out", ""),
+    "-mlp/": ("mlp_out", ""),
 }  # fmt: skip
 
 
@@ -265,10 +265,12 @@ def read_gemma_scope(files: list[Path], which: Which) -> Parts:
     }  # fmt: skip
     if config.affine_connection or "affine_skip_connection" in weights:
         fields["skip"] = weights["affine_skip_connection"].T
-    layer = re.search(r"layer_(\d+)", path)
-    here = [sites for kind, sites in GEMMA_SITES.items() if re.search(kind, path)]
-    if not fields["site"] and here and (layer or here[0][0] == "embed"):
-        fields |= dict(zip(("site", "site_out"), (text.format(layer and layer[1]) for text in here[0]), strict=True))
+    layer, kind = re.search(r".*layer_(\d+)", path), re.search(f".*({'|'.join(GEMMA_SITES)})", path)  # the last ones
+    if not fields["site"] and kind and (layer or kind[1] == "embedding"):
+        places = (
+            f"{name}[{layer[1]}]" if layer and name not in ("", "embed") else name for name in GEMMA_SITES[kind[1]]
+        )
+        fields |= dict(zip(("site", "site_out"), places, strict=True))
     if not fields["model"] and (named := re.search(r"gemma-scope-(2-)?(\w+)-(pt|it)\b", path)):
         fields["model"] = (
             f"gemma-3-{named[2]}-{named[3]}" if named[1] else f"gemma-2-{named[2]}" + "-it" * (named[3] == "it")
@@ -284,7 +286,7 @@ def read_gemma_scope(files: list[Path], which: Which) -> Parts:
 
 def read_qwen_scope(files: list[Path], which: Which) -> Parts:
     path, weights = files[-1].absolute().as_posix(), Weights(files[-1])
-    named = re.search(r"SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
+    named = re.search(r".*SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
     k = which.pop("k", int(named[2]) if named else None)
     if k is None:
         raise ProgramError("expected k=, the number of active features: the path does not have it (…-L0_50/…)", "k")
@@ -324,10 +326,8 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
 
     config, weights = _config(files[0], OpenMossConfig), Weights(files[-1])
     if config.sae_type != "sae" or config.use_glu_encoder or config.act_fn not in ("relu", "jumprelu", "topk"):
-        words = (
-            f"got {config.sae_type!r:.50} with {config.act_fn!r:.50}" + " and a gated encoder" * config.use_glu_encoder
-        )
-        raise ProgramError(f"expected an SAE with relu, jumprelu or topk, {words}", "act_fn")
+        words = f"{config.sae_type!r:.50} with {config.act_fn!r:.50}" + " and a GLU" * config.use_glu_encoder
+        raise ProgramError(f"expected an SAE with relu, jumprelu or topk, got {words}", "act_fn")
     averages = config.dataset_average_activation_norm or {}
     prefix = "dataset_average_activation_norm."
     averages |= {
@@ -421,8 +421,8 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
     if config.layer is not None and re.match("resid_post|None|$", str(config.submodule_name or "")):
         fields["site"] = f"resid_post[{config.layer}]"
     fields["model"] = config.lm_name or ""
-    # its loader gives an AutoEncoder decoders of norm 1
-    return fields, Fold(kind not in ("AutoEncoderNew", "JumpReluAutoEncoder"), kind == "AutoEncoder")
+    subtract = kind not in ("AutoEncoderNew", "JumpReluAutoEncoder")
+    return fields, Fold(subtract, unit_norm=kind == "AutoEncoder")  # its loader scales the decoder to norms of 1
 
 
 # -- EleutherAI sparsify: cfg.json and sae.safetensors, in a folder named after the module; encoder.weight [F, D],
@@ -500,9 +500,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
     for name, tensor in loaded.items():
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name := str(name))
-            if (
-                tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
-            ):  # a view larger than its data
+            if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view that repeats its data
                 raise ProgramError("expected as many numbers in the file as the shape says", name)
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).detach().numpy()
     return found
@@ -546,9 +544,7 @@ def _scale(which: Which) -> float:
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
         words = "trained on rows scaled to an average norm of sqrt(D), by a factor that the file lacks"
-        raise ProgramError(
-            f"{words}; give scale=, or scale=1 if it is folded into the weights; got {scale!r:.100}", "scale"
-        )
+        raise ProgramError(f"{words}; expected scale=, 1 if the weights contain it, got {scale!r:.100}", "scale")
     return float(scale)
 
 
@@ -576,10 +572,10 @@ def _place(text: str | None) -> str:
     return f"{part}[{int(module[1])}]" if module and part else ""
 
 
-def _hook_name(site: str) -> str:
-    """The name of a site in TransformerLens, or "" without one."""
-    if not site:
-        return ""
-    parsed = parse_site(site)
-    aliases = SITES[parsed.name].transformer_lens
-    return aliases[0].format(l=site.partition("[")[2].rstrip("]")) if aliases else ""
+def _hook_name(text: str) -> tuple[str, Any]:
+    """The name of a site in TransformerLens and its head; "" for none."""
+    site = parse_site(text) if text else None
+    aliases = SITES[site.name].transformer_lens if site else ()
+    if not site or not aliases:
+        return "", ""
+    return aliases[0].format(l=site.layers), "" if site.index is None else site.index
