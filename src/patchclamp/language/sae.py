@@ -167,7 +167,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         """Load an SAE or a transcoder from a folder or file; its format is recognised from the files and their content.
 
         SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
-        their packages; `.pt` files need PyTorch. `docs/sae.md` has the table.
+        their packages; `.pt` files need PyTorch. docs/sae.md has the table.
 
         layer: the layer to read from a folder of Qwen-Scope
         k: the number of active features, where a file of Qwen-Scope does not say it

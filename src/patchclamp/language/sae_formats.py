@@ -334,7 +334,7 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
         name.removeprefix(prefix): float(array.mean()) for name, array in weights.items() if name.startswith(prefix)
     }
     hooks, scales, normalize = {"in": config.hook_point_in, "out": config.hook_point_out}, (1.0, 1.0), "none"
-    if config.norm_activation == "dataset-wise" and averages:
+    if config.norm_activation == "dataset-wise" and averages and "scale" not in which:
         norms = [averages.get(hooks[end], averages.get(end, 0.0)) for end in hooks]
         if not all(0 < norm < math.inf for norm in norms):
             raise ProgramError(f"expected positive norms, got {norms}", "dataset_average_activation_norm")
@@ -382,10 +382,10 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
 class TrainerConfig(msgspec.Struct):
     dict_class: str
     k: int | None = None
-    layer: int | None = None
     activation_dim: int | None = None
-    lm_name: str | None = None
-    submodule_name: str | None = None
+    layer: Any = None
+    lm_name: Any = None
+    submodule_name: Any = None
 
 
 class DictionaryConfig(msgspec.Struct):
@@ -418,9 +418,9 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
     elif kind in ("BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder"):
         fields["threshold"] = _spread(weights["threshold"], fields["encoder_bias"])
     _check_widths(fields, config.activation_dim)
-    if config.layer is not None and re.match("resid_post|None|$", str(config.submodule_name or "")):
+    if type(config.layer) is int and str(config.submodule_name or "resid_post").startswith("resid_post"):
         fields["site"] = f"resid_post[{config.layer}]"
-    fields["model"] = config.lm_name or ""
+    fields["model"] = config.lm_name if isinstance(config.lm_name, str) else ""
     subtract = kind not in ("AutoEncoderNew", "JumpReluAutoEncoder")
     return fields, Fold(subtract, unit_norm=kind == "AutoEncoder")  # its loader scales the decoder to norms of 1
 
