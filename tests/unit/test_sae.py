@@ -445,7 +445,7 @@ def test_configs_are_checked(tmp_path, name, config):
 
 def test_a_config_that_is_no_config(tmp_path):
     for number, text in enumerate(
-        (b"", b"[]", b"{", b"[" * 100_000, b'"' + b"x" * (1 << 20) + b'"', b"\xff\xfe", b"NaN")
+        (b"", b"[]", b"{", b"[" * 100_000, b'{"d_in": 8}' + b" " * (1 << 20), b"\xff\xfe", b"NaN")
     ):
         folder = changed(tmp_path / str(number), "saelens_standard")
         (folder / "cfg.json").write_bytes(text)
