@@ -55,18 +55,20 @@ from patchclamp.errors import (
     ProgramError,
     TokensError,
     UnsupportedSite,
+    unknown,
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
 from patchclamp.language import Capture, Probe, Program, Site, every
 from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
+from patchclamp.language.sae import SAE
 from patchclamp.language.site import is_stacked, parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
 from patchclamp.run import Captures, LensResult, Rows, Run, check_range, pooled_by_run, read_lenses
-from patchclamp.sites import SiteMap, SiteRef
+from patchclamp.sites import SiteMap, SiteRef, placed
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
@@ -676,8 +678,35 @@ class LM:
         check_range(rows, position, name)
         return Rows(rows if isinstance(rows, np.ndarray) else rows.float().numpy(), run, position), way.pool
 
+    def attach(
+        self, sae: SAE, at: Site | str | None = None, *, name: str, to: Site | str | None = None,
+        precision: Literal["float32", "model"] = "float32",
+    ) -> None:  # fmt: skip
+        """Attaches a sparse autoencoder or transcoder under a name, for `Features`, `SetFeature` and `Reconstruct`. It
+        is copied to the device; on vLLM its memory is reserved with `pc.LM(sae_bytes=)`, if that is given.
+
+        at: the site of one layer that it reads; default: the one in its file
+        to: the site that it writes; default: `at`, or a transcoder's in its file
+        precision: of its matrices, "float32" or "model" (the model's dtype); products are summed in fp32
+
+        Raises `ShapeError` if the site has another width, `UnsupportedSite` for a site that workers have in parts, and
+        `CapacityError` if there is no room.
+        """
+        dictionary = placed(sae, self.sites, name, at, to)
+        if name in self.sites.dictionaries:
+            raise ProgramError(f"an SAE is attached as {name!r}: detach it first", "name")
+        self.engine.attach(name, sae, precision)
+        self.sites.dictionaries[name] = dictionary
+
+    def detach(self, name: str) -> None:
+        """Detaches an SAE and frees its memory. Runs whose features were not read can no longer read them."""
+        if name not in self.sites.dictionaries:
+            raise unknown("attached SAE", name, self.sites.dictionaries, "name")
+        self.engine.detach(name)
+        del self.sites.dictionaries[name]
+
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
-        """Reads the lenses of many runs in few engine calls, and returns `run.lens` of each."""
+        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each."""
         runs = runs_of(runs)
         read_lenses(self.engine, runs)
         return [run.lens for run in runs]

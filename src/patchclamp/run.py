@@ -15,7 +15,8 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language import Probe, Program, Site, SiteOp, Vector
 from patchclamp.language.conditions import Above, ProbeCondition, comparisons, deciding, holding
-from patchclamp.language.ops import Lens, Translator
+from patchclamp.language.dictionaries import FeatureReader
+from patchclamp.language.ops import Features, Lens, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.site import is_stacked, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -84,10 +85,10 @@ class CaptureWay(NamedTuple):
 
 
 class UnreadLens(NamedTuple):
-    """A lens at one point, and the number of rows that it reads."""
+    """A lens, or the features of an SAE, at one point, and the number of rows that it reads."""
 
     top: int
-    translator: Translator | None
+    by: Translator | FeatureReader | None
     rows: int
 
 
@@ -352,7 +353,8 @@ class Run:
     def probe_names(self) -> list[str]:
         """The names of its probes: its program's, and the engine's own."""
         monitors = () if self.answer.monitored is None else self._owner.engine.monitors
-        return list(dict.fromkeys([*self._probe_ops, *(each.probe.name for each in monitors)]))
+        own = (name for name in self._probe_ops if name in self._named_probes)  # the others are features of conditions
+        return list(dict.fromkeys([*own, *(each.probe.name for each in monitors)]))
 
     def probe_positions(self, name: str) -> list[int]:
         """The positions whose tokens a probe read."""
@@ -474,8 +476,26 @@ class Run:
     @functools.cached_property
     def _lens_ops(self) -> dict[str, int]:
         """The number under which each lens' rows are stored, by its path."""
+        return {path: number for path, number in self._kept_for_reading.items() if isinstance(self._op(path), Lens)}
+
+    @functools.cached_property
+    def _feature_ops(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        """The path of the last `Features` of each SAE by its name, with the point and the number of its rows."""
+        paths = {op.name: path for path, op in self.program.ops if isinstance(op, Features)}
+        points = {op.path: op.points[0] for op in self._ops if op.points}
+        return {name: (path, (points[path], self._kept_for_reading[path])) for name, path in paths.items()}
+
+    @functools.cached_property
+    def _kept_for_reading(self) -> dict[str, int]:
+        """The number under which the rows of each lens, and of each `Features`, are stored, by its path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.lens}  # fmt: skip
+
+    @property
+    def features(self) -> Mapping[str, FeaturesResult]:
+        """The features that its program reads, by the name of their SAE. They are computed at the first read;
+        `lm.lens(runs)` reads those of many runs together."""
+        return _FeaturesRead(self)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
         """The lenses that are still to be read, by point and op."""
@@ -487,6 +507,12 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
+        for path, key in self._feature_ops.values() if self.error is None else ():
+            op = self._op(path)
+            assert isinstance(op, Features)
+            if key not in self._lenses:
+                top = len(op.ids) if op.ids else op.top or 0
+                lenses[key] = UnreadLens(top, FeatureReader(op.name, op.ids), len(self._expected(*key)))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -921,6 +947,59 @@ class LensResult(NamedTuple):
         return f"<LensResult {self.site} {list(self.ids.shape)}>"
 
 
+class FeaturesResult(NamedTuple):
+    """Features of tokens, by an attached SAE: the largest of each token first, or those that were asked for.
+
+    positions: of the tokens, [T]
+    ids, values: int32 and fp32, [T, k]. A feature whose value is 0 is not active
+    """
+
+    name: str
+    positions: list[int]
+    ids: np.ndarray
+    values: np.ndarray
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per token and active feature: position, feature, value."""
+        import pandas
+
+        row, rank = np.nonzero(self.values)
+        positions, ids = np.array(self.positions, np.int64)[row], self.ids[row, rank]
+        return pandas.DataFrame({"position": positions, "feature": ids, "value": self.values[row, rank]})
+
+    def __repr__(self) -> str:
+        return f"<FeaturesResult {self.name} {list(self.ids.shape)}>"
+
+
+class _FeaturesRead(_Readings):
+    """`run.features`; results are computed when they are asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __getitem__(self, name: str) -> FeaturesResult:
+        run = self._run
+        run.answer  # noqa: B018  raises the run's own error
+        if name not in run._feature_ops:
+            raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
+        _, key = run._feature_ops[name]
+        read_lenses(run._owner.engine, [run], [key])
+        positions, ids, values = run._lenses[key]
+        return FeaturesResult(name, positions.tolist(), ids, values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._run._feature_ops
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._run._feature_ops)
+
+    def __len__(self) -> int:
+        return len(self._run._feature_ops)
+
+    def __repr__(self) -> str:
+        return f"<features: {', '.join(self) or 'none'}>"
+
+
 class _Lenses(_Readings):
     """`run.lens`; results are computed when they are asked for."""
 
@@ -977,21 +1056,27 @@ class _Lenses(_Readings):
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
-    """Compute the unread lenses of runs, in few calls of the engine; with `wanted`, those that are translated only at
-    these points and ops, since each sends its matrix. Raises `MissingSource` for a closed run."""
-    by_lens: dict[tuple[int, Translator | None], list[tuple[Run, tuple[int, int], int]]] = {}
+    """Compute the unread lenses and features of runs, in few calls of the engine; with `wanted`, features and the
+    lenses that are translated only at these points and ops, since each sends its matrix. Raises `MissingSource` for a
+    closed run.
+    """
+    by_lens: dict[tuple[int, Translator | FeatureReader | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
-        for key, (top, translator, rows) in run.unread_lenses().items():
-            if translator is not None and wanted is not None and key not in wanted:
+        for key, (top, by, rows) in run.unread_lenses().items():
+            if by is not None and wanted is not None and key not in wanted:
                 continue
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
-            by_lens.setdefault((top, translator), []).append((run, key, rows))
-    for (top, translator), lenses in by_lens.items():
+            by_lens.setdefault((top, by), []).append((run, key, rows))
+    for (top, by), lenses in by_lens.items():
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
-            found = engine.lens_many([Wanted(run.key, *key) for run, key, _ in some], top, translator)
+            rows_of = [Wanted(run.key, *key) for run, key, _ in some]
+            if isinstance(by, FeatureReader):
+                found = engine.features_many(rows_of, by, top)
+            else:
+                found = engine.lens_many(rows_of, top, by)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
 

@@ -22,7 +22,7 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": Tru
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
 FULL = LENGTH // BLOCK * BLOCK
-KINDS = ["add", "add a row each", "replace", "replace where masked", "zero", "scale", "ablate", "clamp", "noise",
+KINDS = ["add", "add a row each", "replace", "replace where masked", "zero", "scale", "ablate", "low rank", "clamp", "noise",
          "relative noise", "mean", "use", "same run", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
          "generated"]  # fmt: skip
 GREEDY = {"ignore_eos": True}
@@ -44,6 +44,7 @@ def edits(width: int) -> dict[str, list]:
         "zero": [pc.Zero(pc.mlp_out[0:2], span)],
         "scale": [pc.Scale(0.2, post, pc.prompt[40] | pc.prompt[44])],
         "ablate": [pc.Ablate(np.stack([v, w, x]), pc.embed, pc.prompt[33:60] - pc.prompt[40])],
+        "low rank": [pc.Ablate(np.stack([v, w]), post, span, 0.4), pc.LowRank(v, [0.5], w / 9, mid, pc.prompt[40])],
         "clamp": [pc.Clamp(v, post, span, low=3.0)],
         "noise": [pc.Noise(0.5, mid, span, seed=5)],
         "relative noise": [pc.Noise(0.5, pc.embed, span, relative=True)],

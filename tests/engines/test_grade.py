@@ -79,9 +79,11 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
             lambda: pc.Ablate(vector, at=stream, tokens=tokens),
             lambda: pc.Clamp(vector, at=stream, tokens=tokens, low=-1.0, high=1.0),
             lambda: pc.Noise(0.3, at=pc.embed, tokens=tokens, seed=int(draw.integers(100))),
+            lambda: pc.Ablate(vector, at=stream, tokens=tokens, strength=0.5),
+            lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, basis=vector),
             lambda: pc.Replace(vector, at=stream, tokens=tokens, mask=(draw.random(lm.model.d_model) < 0.5).astype("f4")),
             lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
-        ][int(draw.integers(8))]()  # fmt: skip
+        ][int(draw.integers(10))]()  # fmt: skip
 
     return [[edit() for _ in range(int(draw.integers(4)))] for _ in range(count)]
 

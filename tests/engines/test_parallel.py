@@ -180,6 +180,7 @@ def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
             "noise": pc.Noise(0.5, site[1], seed=3), "source": pc.Replace(pc.From(source, site[1]), site[1], pc.prompt[4]),
             "add to a part": pc.Add(part, few), "scale a part": pc.Scale(-1.0, few), "clear a part": pc.Zero(few),
             "noise in a part": pc.Noise(0.5, few, seed=4, relative=True), "ablate in a part": pc.Ablate(part, few),
+            "low rank in a part": pc.LowRank(part, [0.3], -part, few),
             "clamp in a part": pc.Clamp(part, few, low=1.0), "source of a part": pc.Replace(pc.From(source, few), few, pc.prompt[4]),
         }  # fmt: skip
         edits = [[pc.Capture(op.at), op, pc.Capture(op.at)] for op in asked.values()]

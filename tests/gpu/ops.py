@@ -29,6 +29,9 @@ def ops(mode: str, lm) -> None:
     asked = {
         "Scale": (pc.Scale(0.5, at), lambda h, _: 0.5 * h),
         "Ablate": (pc.Ablate(v, at), lambda h, _: reference.project(h, unit, np.float32(0), np.float32(0))),
+        "Ablate, in part": (pc.Ablate(v, at, strength=0.5), lambda h, _: h - 0.5 * (h @ unit) * unit),
+        "Replace, in a subspace": (pc.Replace(w, at, basis=v), lambda h, _: h + ((w - h) @ unit) * unit),
+        "LowRank": (pc.LowRank(w / 9, [0.5], v, at), lambda h, _: h + (h @ (w / 9) + 0.5 - h @ v) * v),
         "Clamp": (pc.Clamp(v, at, low=2.0), lambda h, _: reference.project(h, unit, np.float32(2), np.float32(3e38))),
         "Replace, masked": (pc.Replace(w, at, alpha=0.5, mask=mask),
                             lambda h, _: reference.blend(h, w, np.float32(0.5) * mask)),

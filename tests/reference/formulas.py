@@ -37,6 +37,8 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
     if isinstance(op, pc.Add):
         return h + op.scale * v.double()
     if isinstance(op, pc.Replace):
+        if op.basis is not None:
+            return h + op.alpha * _within(_numbers(op, "basis"), v.double() - h)
         mask = _numbers(op, "mask")
         a = op.alpha if mask is None else op.alpha * mask
         return (1 - a) * h + a * v.double()
@@ -47,9 +49,10 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
     if isinstance(op, pc.Scale):
         return op.factor * h
     if isinstance(op, pc.Ablate):
-        directions = torch.atleast_2d(_numbers(op, "directions"))
-        weights = torch.linalg.lstsq(directions.T, h[:, None], rcond=1e-5, driver="gelsd").solution[:, 0]
-        return h - weights @ directions
+        return h - op.strength * _within(_numbers(op, "directions"), h)
+    if isinstance(op, pc.LowRank):
+        weight, rotation = (torch.atleast_2d(_numbers(op, name)) for name in ("weight", "rotation"))
+        return h + rotation.T @ (weight @ h + _numbers(op, "bias") - rotation @ h)
     if isinstance(op, pc.Clamp):
         unit = _numbers(op, "direction")
         unit = unit / unit.norm()
@@ -58,6 +61,12 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
     assert isinstance(op, pc.Noise), op
     e = torch.from_numpy(normals(op.seed, position, noise_stream(*point(op.at, layers)), len(h))).double()
     return h + op.std * (h.square().mean().sqrt() if op.relative else 1.0) * e
+
+
+def _within(directions: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """The component of h in the span of some directions."""
+    directions = torch.atleast_2d(directions)
+    return torch.linalg.lstsq(directions.T, h[:, None], rcond=1e-5, driver="gelsd").solution[:, 0] @ directions
 
 
 def point(at: pc.Site, layers: int) -> tuple[str, int | None]:

@@ -24,6 +24,7 @@ from patchclamp.plan import (
     BLEND,
     CAPTURE,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -84,7 +85,16 @@ def records(
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
             kind = int(
                 rng.choice(
-                    [CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT] * sums, *[STORE] * bool(stores)]
+                    [
+                        CAPTURE,
+                        LINEAR,
+                        BLEND,
+                        NOISE,
+                        *[APPLY] * coded,
+                        *[PROJECT] * sums,
+                        *[STORE] * bool(stores),
+                        *[LOW_RANK] * (sums and point < POINTS - 1),
+                    ]
                 )
             )
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))
@@ -106,6 +116,9 @@ def records(
                 step, value, x, y = 0, int(rng.integers(0, 4)), 0.0, 0.0
             elif kind == PROJECT:
                 step, (x, y) = 0, sorted(rng.choice([-10.0, -0.5, 0.0, 0.5, 10.0], 2))
+            elif kind == LOW_RANK:
+                x, y = float(rng.choice([0.0, 0.0, 0.05])), float(rng.integers(1, 4))
+                step *= int(x != 0)
             elif kind == NOISE:
                 step, value, other = (
                     int(sums and rng.random() < 0.5),

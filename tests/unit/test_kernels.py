@@ -15,6 +15,7 @@ from patchclamp.plan import (
     BLEND,
     CAPTURE,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -72,6 +73,9 @@ def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) 
                 x = 4.0 * draw.integers(0, 5)
             elif kind == PROJECT:
                 x, y, step = min(x, y), max(x, y), 0
+            elif kind == LOW_RANK:
+                x, y = float(draw.choice([0.0, 0.5, 1.0])), float(draw.integers(1, 4))
+                step *= int(x != 0)
             if kind not in (CAPTURE, STORE) and draw.random() < 0.3:
                 made.append((start, start + length, MATCH, int(draw.integers(1, 8)), BANK, float(draw.integers(0, 2))))
                 counts[point] += 1
@@ -177,6 +181,17 @@ def by_definition(
         return s + e * (np.sqrt((s * s).sum() / many) if record["step"] else 1.0), max(largest, np.abs(e).max())
     begin, other = record["value"] + (position - record["start"]) * record["step"] * width, record["other"]
     v, m = bank[begin : begin + width], bank[other : other + width]
+    if record["kind"] == LOW_RANK:
+        rank = int(y)
+        e, d = bank[other : other + 2 * rank * width].reshape(2, rank, width) * (1 if within is None else within)
+        if x:
+            g = x * (e @ (v - s))
+        else:
+            bias, threshold, offset, slope, otherwise = bank[begin : begin + 5 * rank].reshape(rank, 5).T
+            q = e @ s + bias
+            g = np.where(q > threshold, offset + slope * q, otherwise)
+        most = max(np.abs(e * s).max(), np.abs(e * v).max() if x else 0, 1) * np.abs(d).max() * max(1, np.abs(g).max())
+        return s + g @ d, max(largest, most)
     if record["kind"] == LINEAR:
         terms = x * s, y * v
     elif record["kind"] == BLEND:
@@ -198,7 +213,7 @@ def kept_of(record: np.void, s: np.ndarray, bank: np.ndarray, largest: float) ->
     return np.array([sum(row * s[first:end]) for row in rows]), max(np.abs(row * s[first:end]).max() for row in rows)
 
 
-@given(steps([*EXACT, PROJECT, PROJECT]))
+@given(steps([*EXACT, PROJECT, LOW_RANK, LOW_RANK]))
 def test_fused_sums_over_rows_as_the_reference_does(step):
     """To the last bits but a few: the sums are in another order.  Directions are short, or rows would grow and grow."""
     vectors = step.bank[:BANK]
@@ -213,7 +228,7 @@ def test_fused_sums_over_rows_as_the_reference_does(step):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=1))
 
 
-@given(steps([*EXACT, PROJECT]))
+@given(steps([*EXACT, PROJECT, LOW_RANK]))
 def test_reference_is_what_the_records_say(step):
     """Each row again, from the definitions of the ops, in double precision."""
     kept = step.kept.copy()

@@ -53,7 +53,8 @@ EDITS = [
     pc.Replace(pc.From("ran", "resid_post[0:2]", 2), "resid_post[0:2]", "prompt[1]"), pc.Add(V, "final_norm"),
     pc.Add(pc.SameRun("embed"), "resid_post[0:2]"), pc.Replace(pc.SameRun("resid_mid[0]", 2), "mlp_out[1]", "every[3:]"),
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
-    pc.Capture("attn_out", "prompt[1:]", "float16", ROWS),
+    pc.Capture("attn_out", "prompt[1:]", "float16", ROWS), pc.Ablate(ROWS, "resid_post[1]", strength=0.5),
+    pc.LowRank(ROWS, [1.0, -1.0], ROWS, "mlp_out[0:2]"), pc.Replace(ROWS, "resid_mid[1]", "prompt[0, 3]", basis=V),
 ]  # fmt: skip
 
 
@@ -343,7 +344,7 @@ def test_columns_of_wide_rows():
 
 
 @pytest.mark.parametrize("edit", [
-    pc.Ablate(V, "z[1]"), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
+    pc.Ablate(V, "z[1]"), pc.Ablate(V, "z[1]", strength=0.5), pc.Clamp(V, "z[1]", low=-1.0), pc.Noise(0.5, "z[1]", relative=True),
     pc.Replace(pc.From("ran", "z[1]"), "resid_post[1]", "prompt[1:3]"),
     pc.Replace(pc.From("ran", "resid_post[1]"), "z[1]", "prompt[1:3]"),
 ], ids=str)  # fmt: skip

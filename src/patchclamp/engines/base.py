@@ -39,8 +39,10 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Probe, Translator
 from patchclamp.language.probes import activated
+from patchclamp.language.sae import SAE
 from patchclamp.language.site import is_stacked
 from patchclamp.language.values import Vector, as_file
 from patchclamp.plan import BoundProgram
@@ -546,6 +548,18 @@ class Engine(Protocol):
         """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
         model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
         raise EngineError(f"the {self.model.engine} engine has no lens")
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        """Return `top` features of each captured row, by an attached SAE: their ids, and values in fp32."""
+        raise EngineError(f"the {self.model.engine} engine has no SAEs")
+
+    def attach(self, name: str, sae: SAE, precision: str) -> None:
+        """Copy an SAE to the device, under a name that no other has. Raises `CapacityError` if it does not fit."""
+        raise EngineError(f"SAEs are attached where the {self.model.engine} engine runs: patchclamp serve --sae")
+
+    def detach(self, name: str) -> None:
+        """Free the memory of an attached SAE."""
+        raise EngineError(f"SAEs are attached where the {self.model.engine} engine runs")
 
     def release(self, runs: list[str]) -> None:
         """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call

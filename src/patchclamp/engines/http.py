@@ -37,6 +37,7 @@ from patchclamp.engines.base import (
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
+from patchclamp.language.dictionaries import FeatureReader, FeatureRows
 from patchclamp.language.ops import Translator
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.cells import CellRecords
@@ -49,7 +50,7 @@ TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
 
 
-LARGE = ("fetch", "lens", "weight")  # routes whose response may take long
+LARGE = ("fetch", "lens", "features", "dictionary", "weight")  # routes whose response may take long
 
 
 class HttpEngine(Engine):
@@ -94,7 +95,7 @@ class HttpEngine(Engine):
         except BaseException:
             self.close()
             raise
-        self.model, self.sites = info.model, info.site_map()
+        self.model, self.sites = info.model, info.site_map(self._feature_rows)
         self.run_prefix = f"{info.owner}-{self._session}-"
         self.tokenizer = HttpTokenizer(self)
 
@@ -123,6 +124,14 @@ class HttpEngine(Engine):
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         data = self._wait(self._ask("POST", "lens", wire.LensWanted(wanted, top, translator), again=True))
         return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        data = self._wait(self._ask("POST", "features", wire.FeaturesWanted(wanted, top, reader), again=True))
+        return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
+
+    def _feature_rows(self, name: str, ids: Sequence[int]) -> FeatureRows:
+        data = self._wait(self._ask("POST", "dictionary", wire.DictionaryWanted(name, list(ids)), again=True))
+        return FeatureRows(**safetensors.numpy.load(data))
 
     @property
     def batch_refusal(self) -> str:

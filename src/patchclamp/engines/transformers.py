@@ -54,13 +54,16 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
+from patchclamp.language.sae import SAE
 from patchclamp.language.values import as_flag
 from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.runtime import Arrival, Limits, Runtime
+from patchclamp.runtime.dictionaries import dtype_of_precision
 from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.taps import attach, find, handed
@@ -228,7 +231,7 @@ class TransformersEngine(Engine):
         self, name: str, *, dtype: str | None = None, device: str | None = None, max_model_len: int | None = None,
         max_num_seqs: int = 64, padding_side: Literal["left", "right"] = "left", trust_remote_code: bool = False,
         skip_tokenizer_init: bool = False, max_records: int = Limits().max_records,
-        bank_bytes: int = Limits().bank_bytes, numerics: str = "uniform",
+        bank_bytes: int = Limits().bank_bytes, sae_bytes: int = 0, numerics: str = "uniform",
         recompute: Literal["changed", "all"] = "changed",
     ) -> None:  # fmt: skip
         import transformers
@@ -274,7 +277,8 @@ class TransformersEngine(Engine):
             f"{self.device} {getattr(whole, '_commit_hash', None)}",
         )  # fmt: skip
         self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
-        self.runtime: Runtime = Runtime(self.sites, Limits(2 * max_num_seqs, max_records, bank_bytes), self.device)
+        limits = Limits(2 * max_num_seqs, max_records=max_records, bank_bytes=bank_bytes, sae_bytes=sae_bytes)
+        self.runtime: Runtime = Runtime(self.sites, limits, self.device)
         self._room = Room(2 * max_num_seqs, max_records, bank_bytes // 4)  # for a batch and the previous one
         self._placements: dict[str, Placement] = {}  # by run
         assert isinstance(self.runtime.step, HostStep)
@@ -316,6 +320,20 @@ class TransformersEngine(Engine):
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         return self._call(self._lens, wanted, top, translator).result()
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        def read() -> list[TopTokens]:
+            captured = [self.runtime.fetch(*each) for each in wanted]
+            found = self.runtime.dictionaries.read(reader, [torch.as_tensor(rows) for _, rows in captured], top)
+            return by_capture([positions for positions, _ in captured], *found)
+
+        return self._call(read).result()
+
+    def attach(self, name: str, sae: SAE, precision: str) -> None:
+        self._call(self.runtime.dictionaries.attach, name, sae, dtype_of_precision(precision, self._net.dtype)).result()
+
+    def detach(self, name: str) -> None:
+        self._call(self.runtime.dictionaries.detach, name).result()
 
     def release(self, runs: list[str]) -> None:
         # the garbage collector may call this on any thread, so it must not take a lock

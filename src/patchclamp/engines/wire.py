@@ -8,6 +8,8 @@
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST lens        `LensWanted`; returns `base.PackedTokens`
+    POST features    `FeaturesWanted`; the same, with values of features for log-probabilities
+    POST dictionary  `DictionaryWanted`; returns safetensors, the fields of `FeatureRows`
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
                      client is considered dead unless it reconnects at once
@@ -22,8 +24,9 @@ determines who may read the run, and finds the captures of a dead client.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -32,11 +35,12 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.engines.grading import Grades, GradeTable
 from patchclamp.errors import EngineError, Packed, pack, unpack
+from patchclamp.language.dictionaries import DictionaryCard, FeatureReader, FeatureRows
 from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 7  # the protocol version; client and server must have the same
+WIRE = 8  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -50,6 +54,7 @@ class Info(msgspec.Struct):
 
     owner: the first part of the names of runs that this API key may use
     withdrawn: the sites that were not proved
+    dictionaries: the attached SAEs
     """
 
     wire: int
@@ -61,10 +66,14 @@ class Info(msgspec.Struct):
     tensor_parallel: int
     withdrawn: dict[str, str]
     stages: int = 1
+    dictionaries: list[DictionaryCard] = []
 
-    def site_map(self) -> SiteMap:
+    def site_map(self, rows: Callable[[str, Sequence[int]], FeatureRows]) -> SiteMap:
+        """The site map, in which `rows(name, ids)` are those of features."""
         sites = SiteMap(self.family, self.sizes, self.tensor_parallel, self.stages)
         sites.withdrawn = dict(self.withdrawn)
+        for card in self.dictionaries:
+            sites.dictionaries[card.name] = sites.dictionary(card, functools.partial(rows, card.name))
         return sites
 
 
@@ -118,6 +127,17 @@ class LensWanted(msgspec.Struct):
     wanted: list[Wanted]
     top: int
     translator: Translator | None = None
+
+
+class FeaturesWanted(msgspec.Struct):
+    wanted: list[Wanted]
+    top: int
+    reader: FeatureReader
+
+
+class DictionaryWanted(msgspec.Struct):
+    name: str
+    ids: list[int]
 
 
 class Free(msgspec.Struct):

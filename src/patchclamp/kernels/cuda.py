@@ -27,7 +27,7 @@ WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
-APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
+APPLY, STORE, LOW_RANK = (tl.constexpr(n) for n in (plan.APPLY, plan.STORE, plan.LOW_RANK))
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
@@ -181,6 +181,26 @@ def _capture(
 
 
 @triton.jit
+def _low_rank(h, bank, value, toward, record, columns, part, width, position, start, step, rank):
+    """The sum that a low-rank op adds to a row: products in fp64, their sum in fp32."""
+    factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
+    row = bank + value + (position - start).to(tl.int64) * step * width
+    read = h
+    if toward != 0.0:
+        read = tl.load(row + columns, mask=part, other=0.0) - h
+    total = tl.zeros_like(h)
+    for j in range(rank):
+        p = _dot(read, tl.load(factors + j * width + columns, mask=part, other=0.0), part).to(tl.float32)
+        g = toward * p
+        if toward == 0.0:
+            number = bank + value + 5 * j
+            q = p + _look(number)
+            g = tl.where(q > _look(number + 1), _look(number + 2) + _look(number + 3) * q, _look(number + 4))
+        total += g * tl.load(factors + (rank + j) * width + columns, mask=part, other=0.0)
+    return total
+
+
+@triton.jit
 def _when(latch, bit, position, bits, latches):
     """True if a bit of the row is set, or, with a latch of at least 0, if its position is not after the row's. A latch
     that this row has set itself may not be in memory yet."""
@@ -267,6 +287,12 @@ def _walk(
                     factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     h = tl.where(changed, h + factor * along, h)
+            elif kind == LOW_RANK:
+                edited = 1
+                if WHOLE:
+                    total = _low_rank(h, bank, value, x, record, columns, inside & changed, width, position, start,
+                                      step, y.to(tl.int32))  # fmt: skip
+                    h = tl.where(changed & (total != 0.0), h + total, h)
             else:
                 edited, factor = 1, y
                 if step != 0:

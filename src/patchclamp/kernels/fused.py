@@ -23,6 +23,7 @@ from patchclamp.plan import (
     DECIDE,
     LATCH,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -295,6 +296,28 @@ def _project(
     h_AW[index_A] = torch.where(move_A1 == 0, before_AW, before_AW + move_A1 * v_AW)
 
 
+def _low_rank(
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    width = h_AW.shape[1]
+    ways, way_A = np.unique(records[["value", "x", "y", "other", "columns"]], return_inverse=True)
+    for i, way in enumerate(ways):
+        some, rank, value = way_A == i, int(way["y"]), int(way["value"])
+        index_A, toward = _on(h_AW, index[some]), float(way["x"])
+        first, columns = int(way["other"]), columns_of(way)
+        e_KW, d_KW = bank_B[first : first + 2 * rank * width].view(2, rank, width).double()
+        before_AW = h_AW[index_A]
+        if toward:
+            v_AW = _values(h_AW, records[some], position[some], bank_B)
+            g_AK = toward * ((v_AW - before_AW)[:, columns].double() @ e_KW[:, columns].T).float()
+        else:
+            bias, threshold, offset, slope, otherwise = bank_B[value : value + 5 * rank].view(rank, 5).T
+            q_AK = (before_AW[:, columns].double() @ e_KW[:, columns].T).float() + bias
+            g_AK = torch.where(q_AK > threshold, offset + slope * q_AK, otherwise)
+        sum_AW = (g_AK.double() @ d_KW).float()
+        h_AW[index_A] = torch.where(sum_AW == 0, before_AW, before_AW + sum_AW)
+
+
 def _noise(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
@@ -315,7 +338,7 @@ def _noise(
 
 MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
 MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
-_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
+_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise, LOW_RANK: _low_rank}
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from patchclamp.plan import (
     CAPTURE,
     LATCH,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -115,6 +116,14 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
         e_W = normals(int(record["seed"]), position, int(record["stream"]), first + width)[first:]
         return noise(h_W[columns], e_W[columns], record["std"], bool(record["relative"]))
     begin = record["vector"] + (position - record["start"]) * record["row_step"] * width
+    if kind == LOW_RANK:
+        rank = int(record["rank"])
+        e_KW, d_KW = bank_B[record["factors"] :][: 2 * rank * width].reshape(2, rank, width)[:, :, columns]
+        if record["toward"]:
+            v_W = bank_B[begin : begin + width][columns]
+            return added(h_W[columns], record["toward"] * along(e_KW, v_W - h_W[columns]), d_KW)
+        numbers_K5 = bank_B[begin : begin + 5 * rank].reshape(rank, 5)
+        return added(h_W[columns], gated(along(e_KW, h_W[columns]), numbers_K5), d_KW)
     v_W = bank_B[begin : begin + width][columns]
     if kind == LINEAR:
         return linear(h_W[columns], v_W, record["h_scale"], record["v_scale"])
@@ -136,6 +145,24 @@ def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
     """(1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even with NaN."""
     mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
     return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
+
+
+def along(e_KW: np.ndarray, h_W: np.ndarray) -> np.ndarray:
+    """The products of a row with others, summed in fp64."""
+    return (e_KW.astype(np.float64) @ h_W.astype(np.float64)).astype(np.float32)
+
+
+def gated(p_K: np.ndarray, numbers_K5: np.ndarray) -> np.ndarray:
+    """The factors of a `plan.bound.Factored` action: offset + slope · q where q = p + bias is above the threshold."""
+    bias, threshold, offset, slope, otherwise = numbers_K5.T
+    q_K = p_K + bias
+    return np.where(q_K > threshold, offset + slope * q_K, otherwise)
+
+
+def added(h_W: np.ndarray, g_K: np.ndarray, d_KW: np.ndarray) -> np.ndarray:
+    """h + Σ g · d, where the sum is in fp64; exactly h where it is 0."""
+    sum_W = (g_K.astype(np.float64) @ d_KW.astype(np.float64)).astype(np.float32)
+    return np.where(sum_W == 0, h_W, h_W + sum_W)
 
 
 def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray:

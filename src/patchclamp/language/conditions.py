@@ -38,7 +38,7 @@ class ProbeCondition(Converted, frozen=True):
 class Above(ProbeCondition, frozen=True, tag="above"):
     """True where output `output` of a probe is above `threshold`, or, if `inclusive`, equal to it."""
 
-    probe: Any  # a `Probe`, whose module imports this one
+    probe: Any  # a `Probe` or `Features`, whose module imports this one
     threshold: float = field(converter=as_number)
     output: int = field(converter=as_integer, default=0)
     inclusive: bool = field(converter=as_flag, default=False)

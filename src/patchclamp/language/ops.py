@@ -43,6 +43,7 @@ from patchclamp.language.values import (
     as_mask,
     as_number,
     as_numbers,
+    as_plain,
     as_seed,
     as_strength,
     as_value,
@@ -53,12 +54,15 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Lens", "Mean", "Noise", "Probe", "Replace", "Scale", "Use", "When",
-    "Zero",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Features", "Lens", "LowRank", "Mean", "Noise", "Probe",
+    "Reconstruct", "Replace", "Scale", "SetFeature", "Use", "When", "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
+FEATURE_MODES = ("set", "add", "scale")  # of `SetFeature`
+MAX_FEATURES = 1024  # of one op
 ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
-MAX_TOP = 128  # likeliest tokens of a lens
+MAX_TOP = 128  # likeliest tokens of a lens, or largest features
+DEFAULT_TOP = 32  # largest features
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
@@ -101,6 +105,21 @@ def as_top(value: int) -> int:
     if not 1 <= top <= MAX_TOP:
         raise ProgramError(f"expected a number of tokens from 1 to {MAX_TOP}, got {top}")
     return top
+
+
+def as_feature_ids(value: int | Iterable[int]) -> tuple[int, ...]:
+    """Make a tuple of feature ids from one or several."""
+    several: list[Any] = [value] if hasattr(value, "__index__") else as_items(value, "")
+    ids = tuple(map(as_integer, several))
+    if not 1 <= len(ids) <= MAX_FEATURES or min(ids) < 0 or len(set(ids)) < len(ids):
+        raise ProgramError(f"expected 1 to {MAX_FEATURES} different ids, counted from 0, got {value!r:.100}")
+    return ids
+
+
+def as_feature_values(value: float | Iterable[float]) -> tuple[float, ...]:
+    """Make a tuple of numbers from one or several."""
+    numbers: Any = as_plain(value)
+    return tuple(map(as_number, numbers if isinstance(numbers, (list, tuple)) else [numbers]))
 
 
 def _translators(value: Any) -> tuple[Translator, ...] | None:
@@ -399,6 +418,77 @@ def check_lens_site(at: Site) -> None:
         raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, one row per layer: {wide}", "at")
 
 
+class FeatureOp(SiteOp, frozen=True):
+    """Base of edits by an attached SAE, at its site and on a selection of `tokens`."""
+
+    __post_init__ = Converted.__post_init__
+    name: str
+
+
+class Features(Readout, frozen=True, forbid_unknown_fields=True):
+    """The features of the SAE that was attached as `name`, at its site: the `top` largest of each selected token (32
+    if neither is given), or those of `ids`.
+
+    They are computed and selected where the model runs, when `run.features[name]` is first read.
+    Source: Cunningham et al. 2023 (arXiv:2309.08600); Bricken et al. 2023, "Towards monosemanticity".
+    """
+
+    name: str = field(converter=as_probe_name)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    top: int | None = field(converter=optional(as_top), default=None)
+    ids: tuple[int, ...] | None = field(converter=optional(as_feature_ids), default=None)
+
+    def __post_init__(self) -> None:
+        Converted.__post_init__(self)
+        if self.top is not None and self.ids is not None:
+            raise ProgramError("expected the number of the largest features, or their ids, got both", "top")
+        if self.ids is None:
+            msgspec.structs.force_setattr(self, "top", self.top or DEFAULT_TOP)
+
+    def __getitem__(self, index: int) -> Output:
+        """One of the features `ids`, to compare with a number in a condition: `features[0] > 3.5`."""
+        return Output(self, index)
+
+
+class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
+    """Change features of the SAE that was attached as `name`: h + Σ (v − f) · d over the features `id`, where f is a
+    feature's value at h, d its decoder row, and v its new value. What the SAE does not reconstruct is left as it is.
+
+    `value` is v for `mode` "set" (0 ablates a feature), v − f for "add", and v / f for "scale"; one number, or one for
+    each id. With `only_if_active`, a feature that is 0 at a token stays so. All f are those of h before this op. A
+    transcoder's features are those of the row that it reads, and their decoder rows are added where it writes.
+
+    Source: Templeton et al. 2024, "Scaling monosemanticity"; Marks et al. 2024 (arXiv:2403.19647).
+    """
+
+    name: str = field(converter=as_probe_name)
+    id: tuple[int, ...] = field(converter=as_feature_ids)
+    value: tuple[float, ...] = field(converter=as_feature_values)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    mode: str = field(converter=one_of("mode", FEATURE_MODES), default="set")
+    only_if_active: bool = field(converter=as_flag, default=False)
+
+    def __post_init__(self) -> None:
+        Converted.__post_init__(self)
+        if len(self.value) not in (1, len(self.id)):
+            raise ShapeError(
+                f"expected one number, or one for each of {len(self.id)} ids, got {len(self.value)}", "value"
+            )
+        if len(self.value) < len(self.id):
+            msgspec.structs.force_setattr(self, "value", self.value * len(self.id))
+
+
+class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
+    """Replace h by its reconstruction by the SAE that was attached as `name`, to measure what the SAE misses. A
+    transcoder's output replaces the row where it writes.
+
+    Source: "loss recovered"; Bricken et al. 2023, "Towards monosemanticity".
+    """
+
+    name: str = field(converter=as_probe_name)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+
+
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
@@ -414,9 +504,10 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Replace h with (1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if given; exactly v where a is 1.
 
-    With `From` this is activation patching.
+    With `From` this is activation patching. With a `basis`, [D] or [k, D], only h's component in the span of its rows
+    is replaced: h + a · Uᵀ U (v − h), where the rows of U are an orthonormal basis of the span.
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
-    (arXiv:2202.05262).
+    (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
     """
 
     value: Value = field(converter=as_value)
@@ -424,6 +515,12 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
     alpha: float = field(converter=as_number, default=1.0)
     mask: Vector | Named | None = field(converter=optional(as_mask), default=None)
+    basis: Vector | Named | None = field(converter=optional(as_directions), default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask is not None and self.basis is not None:
+            raise ProgramError("expected a mask of columns or a basis, got both", "basis")
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -497,13 +594,30 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Remove h's component in the span of `directions`, [D] or [k, D]: h − Σ (h · u) u over an orthonormal basis u.
+    """Remove h's component in the span of `directions`, [D] or [k, D]: h − s · Σ (h · u) u over an orthonormal basis u,
+    where s is `strength`: 1 removes all of the component, 2 reflects it.
 
     The basis is computed once, in fp64, by Gram-Schmidt; linearly dependent directions are dropped.
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
     """
 
     directions: Vector | Named = field(converter=as_directions)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    strength: float = field(converter=as_number, default=1.0)
+
+
+class LowRank(SiteOp, frozen=True, forbid_unknown_fields=True):
+    """Replace h with h + Rᵀ (W h + b − R h): within the subspace that the rows of R span, a linear map of h.
+
+    `weight` W and `rotation` R are [k, D] or [D], `bias` b is [k]. R is used as it is: with orthonormal rows, which
+    LoReFT learns, R h becomes W h + b.
+    Source: representation fine-tuning; Wu et al. 2024 (arXiv:2404.03592).
+    """
+
+    weight: Vector | Named = field(converter=as_numbers)
+    bias: Vector | None = field(converter=optional(as_bias))
+    rotation: Vector | Named = field(converter=as_numbers)
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
 
@@ -569,8 +683,8 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 OPS: dict[str, type[Op]] = {  # the ops with a JSON form: all but `Apply`
     kind.__name__.lower(): kind
-    for kind in (*Readout.__subclasses__(), *SiteOp.__subclasses__(), Use, When)
-    if kind not in (Apply, Readout)
+    for kind in (*Readout.__subclasses__(), *FeatureOp.__subclasses__(), *SiteOp.__subclasses__(), Use, When)
+    if kind not in (Apply, Readout, FeatureOp)
 }
 
 

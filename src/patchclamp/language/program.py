@@ -21,10 +21,12 @@ from patchclamp.language.ops import (
     OPS,
     Apply,
     CaptureLike,
+    Features,
     Lens,
     Op,
     Probe,
     Readout,
+    SetFeature,
     Translator,
     Use,
     When,
@@ -37,7 +39,8 @@ from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_p
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
 VECTORS = {"value", "mask", "direction", "directions", "project", "weight", "bias"}  # fields that hold vectors
-LATER = ("project", "pool", "translators")
+# fields that later versions added, with what they do not write: older programs keep their fingerprint
+LATER = {"project": None, "pool": None, "translators": None, "basis": None, "strength": 1.0}
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
@@ -72,6 +75,7 @@ class Program(PublicStruct, frozen=True):
         named, read = dict[str, Probe](), set[str]()  # those that are ops by themselves
         for path, op in self.ops:
             compared = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else []
+            compared = [probe for probe in compared if isinstance(probe, Probe)]  # and not features
             for probe in [op] if isinstance(op, Probe) else compared:
                 if named.setdefault(probe.name, probe) != probe or (probe is op and probe.name in read):
                     raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", f"{path}.name")
@@ -86,6 +90,8 @@ class Program(PublicStruct, frozen=True):
         named = self.probes
         for each in comparisons(check_condition(condition)):
             probe = each.probe
+            if not isinstance(probe, Probe):
+                raise ProgramError("a run ends by a probe, and not by a feature: use its encoder row as a probe")
             if probe.pool is not None:
                 raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its run has ended", "pool")
             if SITES[probe.at.name].layered and not isinstance(probe.at.layers, int):
@@ -146,10 +152,9 @@ def _data(op: Op) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op as plain data. A null field in `LATER` is omitted, so that older programs keep their
-    fingerprint."""
+    """The fields of an op as plain data, without those of `LATER` that have the value there."""
     fields = msgspec.to_builtins(op, enc_hook=str)
-    return {name: value for name, value in fields.items() if value is not None or name not in LATER}
+    return {name: value for name, value in fields.items() if name not in LATER or value != LATER[name]}
 
 
 def _texts(op: Op) -> dict[str, Any]:
@@ -183,9 +188,9 @@ def _read_ops(data: object, part: str, depth: int = 0) -> tuple[Op, ...]:
     return tuple(_read_op(op, f"{part}[{i}]", depth) for i, op in enumerate(data))
 
 
-def _read_probe(data: object, path: str) -> Probe:
+def _read_probe(data: object, path: str) -> Probe | Features:
     probe = _read_op(data, path)
-    if not isinstance(probe, Probe):
+    if not isinstance(probe, (Probe, Features)):
         raise ProgramError(f"expected a Probe, got {type(probe).__name__}", path)
     return probe
 
@@ -211,7 +216,7 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
     for field in ("at", "tokens"):
         if field in fields and not isinstance(fields[field], str) and (kind is not Use or fields[field] is not None):
             raise ProgramError("expected the text form, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
-    for field in VECTORS & fields.keys():
+    for field in VECTORS & fields.keys() if kind is not SetFeature else ():
         if fields[field] is not None:
             fields[field] = _read_value(fields[field], f"{path}.{field}")
     if kind is Lens and fields.get("translators") is not None:

@@ -14,6 +14,7 @@ from patchclamp.plan.bound import (
     DECIDE,
     LATCH,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -29,7 +30,7 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
-    "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE",
-    "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun",
-    "StepPlan", "bind", "make_plan",
+    "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "LOW_RANK", "MATCH", "NOISE", "PROJECT", "RECORD",
+    "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt",
+    "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

@@ -15,10 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    ShapeError,
+    TokensError,
+    UnsupportedSite,
+    unknown,
+)
 from patchclamp.language import (
     Apply,
     Capture,
+    Features,
     From,
     Named,
     Probe,
@@ -34,8 +43,9 @@ from patchclamp.language import (
     ops,
 )
 from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
-from patchclamp.language.ops import Op
+from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import (
@@ -48,6 +58,8 @@ from patchclamp.plan.bound import (
     BoundProgram,
     Compare,
     Condition,
+    Encoded,
+    Factored,
     Guard,
     Keep,
     Latch,
@@ -66,7 +78,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import record_work
-from patchclamp.sites import LENS, Point, SiteMap, SiteRef
+from patchclamp.sites import LENS, Dictionary, Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
@@ -78,6 +90,10 @@ class Context(Protocol):
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
         """The bank keys of a value (one per point, or one for all), and the row for each selected position (None: row
         0). Errors have the path `value`."""
+        ...
+
+    def padded(self, vector: Vector, field: str) -> Vector:
+        """A vector as wide as the site's rows, padded to those of its point."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
@@ -99,6 +115,14 @@ class Context(Protocol):
     def check_lens(self, lens: ops.Lens) -> None:
         """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens,
         `ShapeError` if translators have another width."""
+        ...
+
+    def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
+        """The SAE that the op names. Raises `ProgramError` for an id that it does not have."""
+        ...
+
+    def read_before(self, action: Action, ref: SiteRef) -> None:
+        """Add an op that acts on the same tokens at an earlier site."""
         ...
 
     def code(self, op: ops.Apply) -> int:
@@ -149,6 +173,48 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
     return Lowered(Keep(0, context.conditional, lens=True))
 
 
+@lower.register
+def _features(op: ops.Features, context: Context) -> Lowered:
+    context.dictionary(op.ids or ())
+    return Lowered(Keep(0, context.conditional, lens=True))
+
+
+@lower.register
+def _set_feature(op: ops.SetFeature, context: Context) -> Lowered:
+    dictionary = context.dictionary(op.id)
+    values = np.array(op.value, np.float64)
+    if op.mode == "add" and not op.only_if_active and not dictionary.card.normalizes:
+        added = values @ dictionary.rows(op.id).decoder
+        return Lowered(Linear(1.0, 1.0), (context.put(context.padded(Vector.of(added), "value")),))
+    still = np.zeros_like(values)
+    offset = still if op.mode == "scale" else values
+    slope = {"set": still - 1, "add": still, "scale": values - 1}[op.mode]
+    otherwise = still if op.only_if_active else offset
+    if not dictionary.card.is_local or dictionary.at != dictionary.to:
+        gates = zip(offset.tolist(), slope.tolist(), otherwise.tolist(), strict=True)
+        return _encoded(dictionary, context, op.id, tuple(gates))
+    rows = dictionary.rows(op.id)
+    along, added = (context.padded(Vector.of(each), "id") for each in (rows.encoder, rows.decoder))
+    gates = context.put(gates_of(len(op.id), rows.bias, rows.threshold, offset, slope, otherwise))
+    return Lowered(_factored(op, context, along, added), (gates,))
+
+
+@lower.register
+def _reconstruct(op: ops.Reconstruct, context: Context) -> Lowered:
+    return _encoded(context.dictionary(()), context)
+
+
+def _encoded(
+    dictionary: Dictionary, context: Context, ids: tuple[int, ...] = (),
+    gates: tuple[tuple[float, float, float], ...] = (),
+) -> Lowered:  # fmt: skip
+    """An edit that runs the whole encoder, and the op that reads its row if that is at another site."""
+    action = Encoded(dictionary.card.name, dictionary.card.content, ids, gates)
+    if dictionary.at != dictionary.to:
+        context.read_before(msgspec.structs.replace(action, reads=True), dictionary.at)
+    return Lowered(action)
+
+
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
     """The matrix of a readout, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
@@ -168,6 +234,12 @@ def _add(op: ops.Add, context: Context) -> Lowered:
 @lower.register
 def _replace(op: ops.Replace, context: Context) -> Lowered:
     values, rows = context.value(as_value(op.value))
+    if op.basis is not None:
+        context.needs_whole_rows(op)
+        basis = orthonormal(_directions(context, op.basis, "basis"))
+        if not op.alpha:
+            return Lowered(Linear(1.0, 0.0))
+        return Lowered(_factored(op, context, basis, basis, toward=op.alpha), values, rows)
     if op.mask is None:
         return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
     return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
@@ -192,7 +264,41 @@ def _scale(op: ops.Scale, context: Context) -> Lowered:
 def _ablate(op: ops.Ablate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     basis = orthonormal(_directions(context, op.directions, "directions"))
+    if op.strength != 1.0:
+        gates = context.put(gates_of(len(basis.rows()), slope=-op.strength))
+        return Lowered(_factored(op, context, basis, basis), (gates,))
     return Lowered(Projection(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
+
+
+@lower.register
+def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    weight, rotation = context.vector(op.weight, "weight"), context.vector(op.rotation, "rotation")
+    rank = len(weight.rows())
+    if len(rotation.rows()) != rank or rank > weight.shape[-1]:
+        raise ShapeError(f"expected [k, D] as the weight, {list(weight.shape)}, got {list(rotation.shape)}", "rotation")
+    if op.bias is not None and op.bias.shape != (rank,):
+        raise ShapeError(f"expected [{rank}] numbers, got {list(op.bias.shape)}", "bias")
+    change = Vector.of(weight.rows().astype(np.float64) - rotation.rows())
+    gates = context.put(gates_of(rank, 0.0 if op.bias is None else op.bias.array(), slope=1.0))
+    return Lowered(_factored(op, context, change, rotation), (gates,))
+
+
+def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
+    """The action of products with the rows of `along`, which add multiples of the rows of `added`."""
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite(f"{type(op).__name__} does not edit logits: edit final_norm", "at")
+    rows = np.concatenate([along.rows(), added.rows()])
+    return Factored(len(rows) // 2, context.put(Vector.of(rows)), toward)
+
+
+def gates_of(rank: int, bias: Any = 0.0, threshold: Any = -MAX_FP32, offset: Any = 0.0, slope: Any = 0.0,
+             otherwise: Any = 0.0) -> Vector:  # fmt: skip
+    """The numbers [k, 5] of a `Factored` action. By default its products are not thresholded."""
+    numbers = np.empty((rank, 5), np.float32)
+    for i, each in enumerate((bias, threshold, offset, slope, otherwise)):
+        numbers[:, i] = each
+    return Vector.of(numbers)
 
 
 @lower.register
@@ -333,6 +439,7 @@ class _Binder:
         self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
+        self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
         """Bind all ops. Every comparison of a probe is made where the program first reads it, so that later edits at
@@ -379,9 +486,13 @@ class _Binder:
         """Bind conditional edits: first what reads the probes and decides, then the edits with their guard."""
         ops: list[BoundOp] = []
         points: dict[int, Point] = {}  # that its probes read, by depth
+        try:
+            asked = self._by_probes(op.condition)
+        except PatchclampError as error:
+            raise error.under("condition") from None
         within = np.ones(self.limit, bool)  # the positions that all of them read
         try:
-            for each in comparisons(op.condition):
+            for each in comparisons(asked):
                 ops += self._read(f"{path}.condition", each.probe, is_compared=True)
                 point, read = self._comparison(f"{path}.condition", each)
                 within &= np.isin(np.arange(self.limit), read)
@@ -418,7 +529,7 @@ class _Binder:
             mask, set_bits = sum(1 << bit for bit in wanted), sum(one << bit for bit, one in wanted.items())
             return decide(All(self._next_bit(), mask, set_bits, negated))
 
-        guard = Guard(bit_of(op.condition))
+        guard = Guard(bit_of(asked))
         if op.scope != "token":
             latch = next(self._latches)
             if latch >= LATCHES:
@@ -436,6 +547,39 @@ class _Binder:
         return [*ops, *itertools.chain.from_iterable(
             self._conditional(f"{path}.edits[{i}]", edit, guard, last, first) for i, edit in enumerate(op.edits)
         )]  # fmt: skip
+
+    def _by_probes(self, condition: ProbeCondition) -> ProbeCondition:
+        """A condition in which every feature is the probe that it is: its encoder row, for a local SAE."""
+        if isinstance(condition, Not):
+            return Not(self._by_probes(condition.condition))
+        if isinstance(condition, Every):
+            return Every(tuple(map(self._by_probes, condition.conditions)))
+        assert isinstance(condition, Above)
+        features = condition.probe
+        if not isinstance(features, Features):
+            return condition
+        if features.ids is None or not -len(features.ids) <= condition.output < len(features.ids):
+            raise ProgramError("a condition compares features of a list: pc.Features(name, ids=[...])[0] > t", "ids")
+        number, dictionary = features.ids[condition.output], self.dictionary(features.name)
+        card, limit = dictionary.card, condition.threshold
+        if number >= card.features:
+            raise ProgramError(f"expected a feature from 0 to {card.features - 1}, got {number}", "ids")
+        if not card.is_local:
+            raise ProgramError(
+                f"a feature of {card.name!r} depends on the others or on the norm of the row: a condition needs an SAE "
+                "without k and normalisation", "name"
+            )  # fmt: skip
+        if limit < 0 or (limit == 0 and condition.inclusive):
+            raise ProgramError(f"expected a number above 0, since no feature is below it, got {limit}", "threshold")
+        rows = dictionary.rows([number])
+        active = float(rows.threshold[0])
+        threshold, inclusive = (limit, condition.inclusive) if limit > active else (active, False)
+        names = self._features_compared.setdefault((features.name, number), [])
+        if features.tokens not in names:
+            names.append(features.tokens)
+        name = f"{features.name}.{number}" + (f".{i}" if (i := names.index(features.tokens)) else "")
+        probe = Probe(Vector.of(rows.encoder), parse_site(card.at), features.tokens, Vector.of(rows.bias), name=name)
+        return Above(probe, threshold, 0, inclusive)
 
     def _next_bit(self) -> int:
         bit = next(self._bits)
@@ -498,6 +642,11 @@ class _Binder:
         try:
             bound = self._bind(path, edit)
             for op in bound:
+                if isinstance(op.action, Encoded):
+                    raise ProgramError(
+                        "a condition guards features of an SAE whose encoder is local, and this one needs a whole row",
+                        "name",
+                    )
                 for point in op.points if op.is_edit else ():
                     depth = self.sites.depth(point) - self.sites.depth(last.number)
                     if depth < 0 or (depth == 0 and point != last.number):
@@ -536,7 +685,17 @@ class _Binder:
         self._edits_at.update(ref.point for ref in refs)
         return [bound for case in cases for bound in _OpBinder(self, path, op, refs, case, False).bound()]
 
+    def dictionary(self, name: str) -> Dictionary:
+        """The SAE that was attached under a name."""
+        found = self.sites.dictionaries.get(name)
+        if found is None:
+            raise unknown("attached SAE", name, self.sites.dictionaries, "name")
+        return found
+
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
+        if isinstance(op, (Features, FeatureOp)):
+            dictionary = self.dictionary(op.name)
+            return [dictionary.at if isinstance(op, Features) else dictionary.to]
         if op.at not in self.known.refs:
             try:
                 self.known.refs[op.at] = self.sites.resolve(op.at)
@@ -660,6 +819,23 @@ class _OpBinder:
             raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {lens.top}", "top")
         lens.check_width(self._sites.d_model)
 
+    def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
+        assert isinstance(self._op, (Features, FeatureOp))
+        dictionary = self._binder.dictionary(self._op.name)
+        if ids and max(ids) >= dictionary.card.features:
+            raise ProgramError(
+                f"expected a feature from 0 to {dictionary.card.features - 1}, got {max(ids)}",
+                "ids" if isinstance(self._op, Features) else "id",
+            )
+        return dictionary
+
+    def read_before(self, action: Action, ref: SiteRef) -> None:
+        ranges = self._binder.known.ranges_of(self._case.positions, None)
+        columns = 0 if ref.columns is None else pack_columns(ref.columns)
+        ids = self._case.ids
+        condition = Condition(self.put(Vector.of(ids)), self._case.others) if ids else None
+        self._stored.append(BoundOp(self._path, action, (ref.point,), (), ranges, columns=columns, condition=condition))
+
     def code(self, op: Apply) -> int:
         return self._binder.number_code(self._path, op, {ref.point: str(ref) for ref in self._refs})
 
@@ -713,6 +889,9 @@ class _OpBinder:
             raise ProgramError(f"expected numbers, got a row of a run; write run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
+
+    def padded(self, vector: Vector, field: str) -> Vector:
+        return self._as_wide(vector, False, field)
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
         """Pad a vector to the width of its point, with 0 outside the columns of the site ref. A row of heads may be

@@ -33,6 +33,7 @@ TEST = 8  # a bit of the row: a product with the row is above a threshold
 ALL = 9  # a bit of the row: some of its bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, for later layers and steps
 WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
+LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for products p with k others
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 
@@ -55,7 +56,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
     probe: the name of the probe that its products are for; "" if they are the site's
-    lens: True if its rows are for a lens, and not the site's
+    lens: True if its rows are for a lens or an SAE, and not the site's
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -93,6 +94,23 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
     high: float
 
 
+class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
+    """Add Σ g(p_j) · d_j to the row, where p_j is a product with e_j, all of the row before the op.
+
+    The op's value has five numbers for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias, g is
+    offset + slope · q where q is above the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is a
+    row v instead, p_j the product of v − h with e_j, and g is toward · p_j.
+
+    rank: k
+    factors: the bank key of the rows e_1 … e_k, d_1 … d_k
+    """
+
+    kind: ClassVar[int] = LOW_RANK
+    rank: int
+    factors: str
+    toward: float = 0.0
+
+
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
     """streams: the noise stream of each point (`noise_stream`), so that points get different noise
     first_column: the first column of the worker's shard
@@ -111,6 +129,24 @@ class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
 
     kind: ClassVar[int] = APPLY
     code: int
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """Run the whole encoder of an attached SAE (`runtime.dictionaries`): replace the row by its reconstruction, or
+    change some features.
+
+    name, content: of the SAE
+    ids: of the features; () to reconstruct
+    gates: by feature the offset, slope and otherwise, as in `Factored`, of what is added in decoder rows
+    reads: True where a transcoder reads the row, and changes nothing
+    """
+
+    kind: ClassVar[int] = APPLY
+    name: str
+    content: str
+    ids: tuple[int, ...] = ()
+    gates: tuple[tuple[float, float, float], ...] = ()
+    reads: bool = False
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
@@ -154,7 +190,7 @@ class Guard(msgspec.Struct, frozen=True, array_like=True):
     latch: int = -1
 
 
-Action = Store | Keep | Linear | Blend | Projection | Noisy | RunCode | Compare | All | Latch
+Action = Store | Keep | Linear | Blend | Projection | Factored | Noisy | RunCode | Encoded | Compare | All | Latch
 DECIDE = (TEST, ALL, LATCH)  # kinds that neither edit nor capture
 
 
@@ -195,12 +231,19 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_edit(self) -> bool:
         """True if it changes rows."""
-        return self.kind not in (CAPTURE, STORE, *DECIDE)
+        return self.kind not in (CAPTURE, STORE, *DECIDE) and not (
+            isinstance(self.action, Encoded) and self.action.reads
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """True if its value is no row but the numbers of a `Factored` action."""
+        return isinstance(self.action, Factored) and not self.action.toward
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Every bank key that it reads."""
-        beside = {Blend: "mask", Keep: "matrix"}.get(type(self.action))
+        beside = {Blend: "mask", Keep: "matrix", Factored: "factors"}.get(type(self.action))
         key = getattr(self.action, beside) if beside else ""
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
@@ -260,9 +303,9 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The bytes of all rows of probes and lenses in the first `computed` positions; None: in all, up to
         `max_tokens`."""
         return sum(
-            4 * (op.action.products or sites.d_model) * len(op.points) * max(min(stop, computed or stop) - start, 0)
+            4 * (op.action.products or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
             for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
-            for start, stop, *_ in op.ranges
+            for start, stop, *_ in op.ranges for point in op.points
         )  # fmt: skip
 
     @functools.cached_property

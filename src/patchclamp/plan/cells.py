@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from patchclamp.plan.bound import LINEAR, MATCH, NOISE, BoundOp, BoundProgram, PositionRange
+from patchclamp.plan.bound import LINEAR, LOW_RANK, MATCH, NOISE, BoundOp, BoundProgram, PositionRange
 from patchclamp.plan.table import RECORD, named, op_records, shape_of
 
 
@@ -26,7 +26,7 @@ class CellGroup(msgspec.Struct):
     records [N, R]: `RECORD`s whose `value` is a row of the key
     point [N, R]: their points
     key [N, R]: the index of the bank key that `value` refers to; −1: none
-    beside [N, R]: the index of the bank key that `other` refers to (a mask or a matrix); −1: none
+    beside [N, R]: the index of the bank key that `other` refers to (a mask, a matrix or factors); −1: none
     """
 
     number: np.ndarray
@@ -204,11 +204,13 @@ def place(group: CellGroup, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
     """The records of a group's cells for a worker's table, [N, R], and their number at each point, [N, P]."""
     records, point, points = group.records.copy(), group.point, len(placed.way)
     match = records["kind"] == MATCH
-    way = np.where(match, 0, placed.way[point])  # the ids of a condition are whole everywhere
-    for index, field in ((group.key, "value"), (group.beside, "other")):
+    way = np.where(match, 0, placed.way[point])
+    gated = (records["kind"] == LOW_RANK) & (records["x"] == 0)
+    # the ids of a condition and the numbers of a gate are whole everywhere
+    for index, field, way_of in ((group.key, "value", np.where(gated, 0, way)), (group.beside, "other", way)):
         if placed.begin.shape[1]:
-            row = records["value"] * placed.width[way, index] if field == "value" else 0
-            records[field] = np.where(index >= 0, placed.begin[way, index] + row, records[field])
+            row = records["value"] * placed.width[way_of, index] if field == "value" else 0
+            records[field] = np.where(index >= 0, placed.begin[way_of, index] + row, records[field])
     if match.any():
         records["step"] = np.where(match, placed.width[0, group.key], records["step"])
     if way.any():

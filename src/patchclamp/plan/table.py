@@ -35,6 +35,7 @@ from patchclamp.plan.bound import (
     LATCH,
     LATCHES,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NEVER,
     NOISE,
@@ -47,6 +48,7 @@ from patchclamp.plan.bound import (
     Blend,
     BoundOp,
     Compare,
+    Factored,
     Guard,
     Keep,
     Latch,
@@ -322,6 +324,7 @@ FIELDS: dict[int, dict[str, str]] = {
     ALL: {"mask": "value", "negated": "x", "wanted": "other", "bit": "step"},
     LATCH: {"latch": "value", "bit": "step"},
     WHEN: {"latch": "value", "bit": "step"},  # latch −1: the bit
+    LOW_RANK: {"row_step": "step", "vector": "value", "toward": "x", "rank": "y", "factors": "other"},
 }
 
 
@@ -385,7 +388,8 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 def record_work(ops: Sequence[BoundOp]) -> int:
     """The records of a bound program, where a matrix counts once for each `PRODUCTS` rows: a step computes the products
     of a row one by one."""
-    products = ((op.action.products if isinstance(op.action, Keep) else 0, op) for op in ops)
+    ranks = {Keep: "products", Factored: "rank"}
+    products = ((getattr(op.action, ranks.get(type(op.action), ""), 0), op) for op in ops)
     return record_count(ops) + sum((rows - 1) // PRODUCTS * record_count([op]) for rows, op in products if rows)
 
 
@@ -497,6 +501,15 @@ def _project(
     first: Projection, fields: np.ndarray, actions: Sequence[Projection], addresses: Several, ordinal: int
 ) -> None:
     fields["low"], fields["high"] = _column([action.low for action in actions]), _column([a.high for a in actions])
+
+
+@_write.register
+def _low_rank(
+    first: Factored, fields: np.ndarray, actions: Sequence[Factored], addresses: Several, ordinal: int
+) -> None:
+    factors = [known[action.factors][0] for action, known in zip(actions, addresses, strict=True)]
+    fields["toward"], fields["rank"] = (_column([getattr(a, name) for a in actions]) for name in ("toward", "rank"))
+    fields["factors"] = _column(factors)
 
 
 @_write.register

@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.ops import as_probe_name
+from patchclamp.language.ops import MAX_FEATURES, as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
@@ -29,6 +29,7 @@ from patchclamp.plan.bound import (
     DECIDE,
     LATCHES,
     LINEAR,
+    LOW_RANK,
     MATCH,
     NOISE,
     PROJECT,
@@ -39,6 +40,8 @@ from patchclamp.plan.bound import (
     BoundOp,
     BoundProgram,
     Compare,
+    Encoded,
+    Factored,
     Keep,
     Latch,
     Linear,
@@ -84,6 +87,11 @@ class Frame(msgspec.Struct, frozen=True):
     sites: SiteMap
     stored: dict[str, np.ndarray]
     decided: Decided
+
+    @property
+    def read_by_saes(self) -> set[int]:
+        """The points whose rows an attached SAE reads."""
+        return {each.at.point for each in self.sites.dictionaries.values()}
 
 
 def verify(
@@ -144,6 +152,7 @@ def _check_group(
     _need(all(bool(((of >= low) & (of < end)).all()) for of, low, end in ranges), "points or keys out of range")
     rows, size = np.array([*(sizes[each] for each in keys), (0, 0)], np.int64).reshape(-1, 2).T
     width, shards = np.array([(of.width, sites.shard_count(of.number)) for of in sites.points]).T
+    sampled = np.array([of.rows == "sampled" for of in sites.points])
     # by key: the shards of the run's row that it reads; 0: it is a vector
     shards_read = np.array([*(0 if (of := source_of(each)) is None else shards[of[1]] for each in keys), 0])
     start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
@@ -151,14 +160,16 @@ def _check_group(
     columns = records["columns"].astype(np.int64) & 0xFFFFFFFF
     first, end = columns & 0xFFFF, np.where(columns, columns >> 16, width[point])
     match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
-    reads = linear | blend | project
+    low_rank = kind == LOW_RANK
+    gated = low_rank & (x == 0)
+    reads = linear | blend | project | (low_rank & ~gated)
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
-    sums = project | (noise & (step == 1))  # over the row
+    sums = project | low_rank | (noise & (step == 1))  # over the row
     after = np.roll(match, 1, axis=1)  # a condition precedes it
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
-        "records of another kind": ~(reads | match | noise),
+        "records of another kind": ~(reads | match | noise | gated),
         "points that do not ascend": np.diff(point, axis=1, prepend=0) < 0,
         f"positions beyond {limit}": (start < 0) | (start >= stop) | (stop > limit),
         "columns beyond the row": (first >= end) | (end > width[point]),
@@ -170,7 +181,13 @@ def _check_group(
         "no value": reads & ~named & ~(linear & (y == 0) & (value == 0)),
         "a mask that is not one row": blend
         & ((beside < 0) | (rows[beside] != 1) | (size[beside] != width[point]) | (shards_read[beside] != 0)),
-        "a mask of no blend": ~blend & (beside >= 0),
+        "a mask of no blend": ~(blend | low_rank) & (beside >= 0),
+        "factors of another form": low_rank
+        & ((beside < 0) | (y < 1) | (y != np.floor(y)) | (rows[beside] / 2 != y) | (size[beside] != width[point]) |
+           (shards_read[beside] != 0)),
+        "gates of another form": gated
+        & ((key < 0) | (rows[key] != y) | (size[key] != 5) | (shards_read[key] != 0) | (value != 0) | (step != 0)),
+        "logits in a sum of their own": low_rank & sampled[point],
         "an address": (other != 0) & ~noise,
         "noise of another form": noise & ((key >= 0) | (value < 0) | (value >= 1 << 31) | (x != 0) | (other < 0)),
         "a sum over a row that is cut": sums
@@ -239,7 +256,7 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
         _need(not cut, "rows that are cut differently among workers")
-    if isinstance(op.action, Projection) or (isinstance(op.action, Noisy) and op.action.relative):
+    if isinstance(op.action, (Projection, Factored)) or (isinstance(op.action, Noisy) and op.action.relative):
         columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
         whole = all(sites.whole(SiteRef("", None, point, columns=columns)) for point in op.points)
         _need(whole, "a sum over a row that is cut")
@@ -278,7 +295,8 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.reading = op
     if action.lens:
         _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
-        _need(all(frame.sites.lens_reads(point) for point in op.points), "a lens of a point not as wide as the stream")
+        whole = [frame.sites.lens_reads(point) or point in frame.read_by_saes for point in op.points]
+        _need(all(whole), "a lens of a point that none reads")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
@@ -393,6 +411,33 @@ def _blend(action: Blend, op: BoundOp, frame: Frame, width: int) -> None:
 def _project(action: Projection, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.low, action.high)
     _check_values(op, frame, width, needed=True)
+
+
+@_check_action.register
+def _low_rank(action: Factored, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.toward)
+    _need(1 <= action.rank <= width, f"rank {action.rank}")
+    _need(frame.sizes.get(action.factors) == (2 * action.rank, width), f"factors that are not of rank {action.rank}")
+    _need(all(frame.sites.points[point].rows == "tokens" for point in op.points), "logits in a sum of their own")
+    if action.toward:
+        _check_values(op, frame, width, needed=True)
+        return
+    _need(len(op.values) == 1 and is_vector(op.values[0]), "gates that are no vector")
+    _need(frame.sizes.get(op.values[0]) == (action.rank, 5), "gates of another form")
+    _need(all(each.row == each.step == 0 for each in op.ranges), "a gate for some positions")
+
+
+@_check_action.register
+def _encoded(action: Encoded, op: BoundOp, frame: Frame, width: int) -> None:
+    found = frame.sites.dictionaries.get(action.name)
+    if found is None or found.card.content != action.content:
+        raise ProgramError(f"no binder makes this: an SAE {action.name[:64]!r} that is not attached")
+    _need(op.points == ((found.at if action.reads else found.to).point,), "an SAE at another site")
+    _need(action.reads <= (found.at != found.to), "an SAE that reads where it writes")
+    _need(not op.values and op.guard is None, "an SAE's edit with a value or a guard")
+    _need(all(0 <= each < found.card.features for each in action.ids), "features that there are not")
+    _need(len(action.gates) == len(action.ids) <= MAX_FEATURES, "features without numbers")
+    _check_numbers(*(number for gate in action.gates for number in gate))
 
 
 @_check_action.register

@@ -28,11 +28,12 @@ import torch
 from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, LATCH, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_columns, source_of
+from patchclamp.plan.bind import Code, code_numbers
+from patchclamp.plan.bound import Action, Blend, Factored, Keep, Noisy, RunCode, own_point, pack_columns, source_of
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
+from patchclamp.runtime.dictionaries import Dictionaries
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
 from patchclamp.sites import Shard, SiteMap, View
@@ -54,6 +55,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cells: slots for cells that are graded in batches, beside those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
+    sae_bytes: attached SAEs on the device, reserved at start; 0: they take what is free when they are attached
     batch_share: time of graded batches beside requests, relative to that of the engine's steps
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
@@ -68,6 +70,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cells: int = 0
     max_records: int = 1 << 18
     bank_bytes: int = 1 << 28
+    sae_bytes: int = 0
     batch_share: Annotated[float, msgspec.Meta(gt=0)] = 0.4
     kept_bytes: int = 1 << 27
     ring_bytes: int = 1 << 28
@@ -93,7 +96,8 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
         return op.at(np.zeros(len(shards), bool))
     return msgspec.structs.replace(
         op, columns=0 if (first, end) == (0, shard.end - shard.first) else pack_columns((first, end)),
-        values=tuple(_sharded_key(key, shard) for key in op.values), action=_shard_action(op.action, shard),
+        values=op.values if op.is_gated else tuple(_sharded_key(key, shard) for key in op.values),
+        action=_shard_action(op.action, shard),
     )  # fmt: skip
 
 
@@ -102,6 +106,8 @@ def _shard_action(action: Action, shard: Shard) -> Action:
         return msgspec.structs.replace(action, mask=_sharded_key(action.mask, shard))
     if isinstance(action, Keep):
         return msgspec.structs.replace(action, matrix=_sharded_key(action.matrix, shard))
+    if isinstance(action, Factored):
+        return msgspec.structs.replace(action, factors=_sharded_key(action.factors, shard))
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
@@ -374,6 +380,7 @@ class Runtime:
         self.store: CaptureStore = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned: int = 0
+        self.dictionaries: Dictionaries = Dictionaries(self.device, limits.sae_bytes)
         self.resident: ResidentRows = ResidentRows(self.bank, sites, self._captured)
         # by the engine's name of a request; its program has no effect from its stop position on
         self._admitted: dict[str, _InstalledProgram] = {}
@@ -405,7 +412,7 @@ class Runtime:
         """Keep the code of a run's `Apply` ops until the run has ended."""
         self._code |= {number: (run, function) for number, function in code.items()}
         if code:
-            self._code_of[run] = list(code)
+            self._code_of.setdefault(run, []).extend(code)
 
     def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
         """Run code on rows [n, W] at a point and at positions [n]. An exception becomes the error of its run, and the
@@ -566,7 +573,17 @@ class Runtime:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
+        ops = self._with_encoders(arrival.bound.run, ops)
         return _Local(arrival, ops, self.resident.addresses(ops, arrival.placement, vectors, remote), token_bytes)
+
+    def _with_encoders(self, run: str, ops: Sequence[BoundOp]) -> Sequence[BoundOp]:
+        """The ops, with the edits that run a whole encoder as code of this worker."""
+        numbers = {i: (next(code_numbers), function) for i, function in self.dictionaries.code_of(ops).items()}
+        self.hold_code(
+            run, {number: Code(ops[i].path, function, ("positions",)) for i, (number, function) in numbers.items()}
+        )
+        return [msgspec.structs.replace(op, action=RunCode(numbers[i][0])) if i in numbers else op
+                for i, op in enumerate(ops)] if numbers else ops  # fmt: skip
 
     @property
     def _has_all(self) -> bool:

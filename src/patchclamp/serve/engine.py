@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, PackedTokens, Part, decode, receipt_of
+from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, PackedTokens, Part, Wanted, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
 from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.engines.weights import checked_layers
@@ -30,8 +30,9 @@ from patchclamp.errors import (
     ShapeError,
     as_patchclamp_error,
     pack,
+    unknown,
 )
-from patchclamp.language.ops import MAX_TOP
+from patchclamp.language.ops import MAX_FEATURES, MAX_TOP
 from patchclamp.language.tokens import Tokens
 from patchclamp.plan.bound import BoundProgram, run_key, source_of
 from patchclamp.plan.cells import CellRecords
@@ -42,6 +43,7 @@ from patchclamp.serve.capture_files import StoppedResponse, answer, numbered_fil
 from patchclamp.serve.program_call import RECORDS
 from patchclamp.serve.routes import caller
 from patchclamp.serve.server_state import ClientWork, Front, log
+from patchclamp.sites import Dictionary
 from patchclamp.store.named import SourceRun
 from patchclamp.version import __version__
 
@@ -71,7 +73,7 @@ async def info(request: Request) -> Response:
     sites = front.engine.sites
     told = wire.Info(
         wire.WIRE, __version__, owner, front.engine.model, sites.family, sites.sizes, sites.tensor_parallel,
-        sites.withdrawn, sites.stages,
+        sites.withdrawn, sites.stages, [each.card for each in sites.dictionaries.values()],
     )  # fmt: skip
     return Response(msgspec.msgpack.encode(told), media_type="application/msgpack")
 
@@ -137,25 +139,66 @@ async def lens(request: Request) -> Response:
     """Returns the likeliest tokens of captured rows, as msgpack."""
     front, owner = caller(request)
     asked = await _read(request, wire.LensWanted)
-    engine, sites = front.engine, front.engine.sites
+    sites = front.engine.sites
     if not 1 <= asked.top <= min(MAX_TOP, sites.d_vocab):
         raise ProgramError(
             f"expected a number of tokens from 1 to {min(MAX_TOP, sites.d_vocab)}, got {asked.top}", "top"
         )
-    for name, point, *_ in asked.wanted:
-        _check_owned(owner, name)
+    for _, point, *_ in asked.wanted:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
             raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
-    rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
     if asked.translator is not None and asked.translator.matrix.shape[0] != sites.d_model:
         raise ShapeError(
             f"expected a matrix [{sites.d_model}, {sites.d_model}], got {list(asked.translator.matrix.shape)}",
             "translator"
         )  # fmt: skip
-    if not asked.wanted or rows > LENS_ROWS + most:  # a step of all requests waits for them
+    return await _tops(front, owner, "lens", asked.wanted, asked.top, asked.translator)
+
+
+@router.post("/features")
+async def features(request: Request) -> Response:
+    """Returns features of captured rows, as msgpack."""
+    front, owner = caller(request)
+    asked = await _read(request, wire.FeaturesWanted)
+    dictionary, ids = _dictionary(front, asked.reader.name, asked.reader.ids or ()), asked.reader.ids
+    most = min(MAX_TOP, dictionary.card.features) if ids is None else len(ids)
+    if not 1 <= asked.top <= most or (ids is not None and asked.top < most):
+        raise ProgramError(f"expected 1 to {MAX_TOP} features, or as many as ids, got {asked.top}", "top")
+    if any(point != dictionary.at.point for _, point, *_ in asked.wanted):
+        raise ProgramError(f"expected rows of {dictionary.card.at}", "wanted")
+    return await _tops(front, owner, "features", asked.wanted, asked.top, asked.reader)
+
+
+@router.post("/dictionary")
+async def dictionary(request: Request) -> Response:
+    """Returns some features of an attached SAE, as safetensors."""
+    front, _ = caller(request)
+    asked = await _read(request, wire.DictionaryWanted)
+    rows = _dictionary(front, asked.name, asked.ids).rows(asked.ids)
+    data = await asyncio.to_thread(safetensors.numpy.save, rows._asdict())
+    return Response(data, media_type="application/octet-stream")
+
+
+def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
+    """An attached SAE. Raises for a name or ids that there are not."""
+    known = front.engine.sites.dictionaries
+    if name not in known:
+        raise unknown("attached SAE", name[:64], known, "name")
+    if len(ids) > MAX_FEATURES or not all(0 <= each < known[name].card.features for each in ids):
+        raise ProgramError(f"expected at most {MAX_FEATURES} ids below {known[name].card.features}", "ids")
+    return known[name]
+
+
+async def _tops(front: Front, owner: str, verb: str, wanted: list[Wanted], top: int, by: Any) -> Response:
+    """Read captured rows of an owner, of which a call may have only so many: a step of all requests waits for it."""
+    for name, *_ in wanted:
+        _check_owned(owner, name)
+    engine = front.engine
+    rows, most = sum(len(each.positions) for each in await engine.measure(wanted)), engine.model.max_model_len
+    if not wanted or rows > LENS_ROWS + most:
         raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
-    positions, ids, logprobs = zip(*await engine.lens(asked.wanted, asked.top, asked.translator), strict=True)
-    parts = (np.concatenate(arrays).tobytes() for arrays in (ids, logprobs))
+    positions, ids, values = zip(*await engine.read_rows(verb, wanted, top, by), strict=True)
+    parts = (np.concatenate(arrays).tobytes() for arrays in (ids, values))
     found = PackedTokens([each.tobytes() for each in positions], *parts)
     return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")
 

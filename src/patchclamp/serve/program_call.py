@@ -33,7 +33,7 @@ from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Program, Readout, SiteOp, Use
 from patchclamp.language.conditions import ProbeCondition, comparisons
-from patchclamp.language.ops import FUZZ_NAMES, Lens, check_words, fuzz, is_ours
+from patchclamp.language.ops import FUZZ_NAMES, Features, Lens, check_words, fuzz, is_ours
 from patchclamp.language.program import condition_from_dict, from_dict
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
@@ -304,6 +304,8 @@ class ProgramCall:
             answer["probes"] = await asyncio.to_thread(probe_answers, run) if fits else None
         if run.lens:
             answer["lens"] = await asyncio.to_thread(lens_answers, run)
+        if run.features:
+            answer["features"] = await asyncio.to_thread(feature_answers, run)
         if run.has_captures:
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
@@ -317,8 +319,9 @@ class ProgramCall:
 
 
 def lens_bytes(program: Program, bound: BoundProgram) -> int:
-    """The approximate size of what a program's lenses may find, in bytes."""
+    """The approximate size of what a program's lenses and SAEs may find, in bytes."""
     tops = {path: op.top for path, op in program.ops if isinstance(op, Lens)}
+    tops |= {path: op.top or len(op.ids or ()) for path, op in program.ops if isinstance(op, Features)}
     return sum(
         LENS_TOKEN_BYTES * tops[op.path] * len(op.points) * sum(stop - start for start, stop, *_ in op.ranges)
         for op in bound.ops if op.path in tops
@@ -343,6 +346,14 @@ def lens_answers(run: Run) -> dict[str, Any]:
         str(site): {"positions": read.positions, "ids": read.ids.tolist(), "tokens": read.tokens,
                     "logprobs": finite(read.logprobs.tolist())}
         for site, read in run.lens.items()
+    }  # fmt: skip
+
+
+def feature_answers(run: Run) -> dict[str, Any]:
+    """The features of a run as JSON, by SAE."""
+    return {
+        name: {"positions": read.positions, "ids": read.ids.tolist(), "values": finite(read.values.tolist())}
+        for name, read in run.features.items()
     }  # fmt: skip
 
 
@@ -637,7 +648,8 @@ class ProgramRun:
         try:
             with self._call.noting_errors(), _resending_images(engine.client, self._prompt), room:
                 found = lens_bytes(self._call.program, request.bound)
-                self._front.kept.limits.check("inline_bytes", found, "bytes of the tokens of its lenses", "capture")
+                what = "bytes of the tokens of its lenses, and of its features"
+                self._front.kept.limits.check("inline_bytes", found, what, "capture")
                 yield
         finally:
             if not self._is_taken:

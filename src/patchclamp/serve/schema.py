@@ -287,6 +287,7 @@ def _list_of(kind: Any) -> Any:
 
 
 OP_MODELS = {name: _op_model(name, op) for name, op in OPS.items()}
+READOUTS = functools.reduce(operator.or_, (OP_MODELS[kind] for kind in ("capture", "probe", "lens", "features")))
 ANY_OP = Annotated[functools.reduce(operator.or_, OP_MODELS.values()), Field(discriminator="type")]
 ProgramBody: type[Closed] = create_model(
     "ProgramBody", __base__=Closed, __doc__="The edits of a program, in order.", edits=(_list_of(ANY_OP), ...)
@@ -296,7 +297,7 @@ PatchclampRequest: type[Closed] = create_model(
     __base__=Closed,
     __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
     edits=(_list_of(ANY_OP), []),
-    capture=(_list_of(OP_MODELS["capture"] | OP_MODELS["probe"] | OP_MODELS["lens"] | SiteText), []),
+    capture=(_list_of(READOUTS | SiteText), []),
     stop_when=(
         dict[str, Any] | None,
         Field(
@@ -330,6 +331,14 @@ class LensAnswer(BaseModel):
     logprobs: list[list[float | None]] = Field(description="their log-probabilities; null where they are not finite")
 
 
+class FeaturesAnswer(BaseModel):
+    """Features of an attached SAE, the largest first or as they were asked for, for each position."""
+
+    positions: list[int] = Field(description="of the tokens that it read")
+    ids: list[list[int]] = Field(description="[tokens, k]")
+    values: list[list[float | None]] = Field(description="[tokens, k]; 0 of a feature that is not active")
+
+
 class RunAnswer(BaseModel):
     """The run of one choice."""
 
@@ -345,6 +354,7 @@ class RunAnswer(BaseModel):
         None, description="the results of its probes, by name; null where they are larger than inline_bytes"
     )
     lens: dict[str, LensAnswer] | None = Field(None, description="what its lenses read, by site")
+    features: dict[str, FeaturesAnswer] | None = Field(None, description="what it read of attached SAEs, by name")
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from patchclamp.errors import ModelError, UnsupportedSite
-from patchclamp.language.site import SITES, Site
+from patchclamp.errors import ModelError, PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.language.dictionaries import DictionaryCard, FeatureRows
+from patchclamp.language.ops import as_probe_name
+from patchclamp.language.sae import SAE
+from patchclamp.language.site import SITES, Site, parse_site
 from patchclamp.language.tokens import Index, Range
 from patchclamp.sites.tables import Family, Layers, Size, Tap
 
@@ -261,6 +265,31 @@ class Shard(NamedTuple):
     keeps: bool
 
 
+class Dictionary(NamedTuple):
+    """An attached SAE with the parts of rows that it reads (`at`) and writes (`to`). `rows` returns some features."""
+
+    card: DictionaryCard
+    at: SiteRef
+    to: SiteRef
+    rows: Callable[[Sequence[int]], FeatureRows]
+
+
+def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None) -> Dictionary:
+    """An SAE at its sites, for `lm.attach`. Raises `ProgramError`, `ShapeError` or `UnsupportedSite`."""
+    read = str(at or sae.site)
+    if not read:
+        raise ProgramError("expected the site that the SAE reads, which its file does not say", "at")
+    written = str(to or (sae.site_out if at is None else "") or read)
+    card = DictionaryCard(
+        as_probe_name(name), read, written, sae.n_features, sae.is_local, sae.normalize != "none", sae.content
+    )
+    dictionary = sites.dictionary(card, lambda ids: FeatureRows.of(sae, ids))
+    for ref, width, field in ((dictionary.at, sae.width, "at"), (dictionary.to, len(sae.decoder_bias), "to")):
+        if sites.width(ref) != width:
+            raise ShapeError(f"{ref} is {sites.width(ref)} wide; the SAE has rows of {width}", field)
+    return dictionary
+
+
 LENS = "lens"  # in `SiteMap.withdrawn`, if the unembedding was not proved
 
 
@@ -278,6 +307,7 @@ class SiteMap:
     def __init__(self, family: Family, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
         self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
+        self.dictionaries: dict[str, Dictionary] = {}  # attached SAEs by name
         self.withdrawn: dict[str, str] = {}  # sites that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
@@ -374,6 +404,29 @@ class SiteMap:
     def refs(self) -> list[SiteRef]:
         """The refs of all sites of the model, without second indices."""
         return [ref for name in self.names for ref in self.resolve(Site(name))]
+
+    def dictionary(self, card: DictionaryCard, rows: Callable[[Sequence[int]], FeatureRows]) -> Dictionary:
+        """Place an attached SAE at its sites. Raises `UnsupportedSite` where it cannot be."""
+        at, to = (self._of_dictionary(text, field) for text, field in ((card.at, "at"), (card.to, "to")))
+        if self.depth(at.point) > self.depth(to.point):
+            raise UnsupportedSite(f"expected a site at or after {at}, which is read, got {to}", "to")
+        return Dictionary(card, at, to, rows)
+
+    def _of_dictionary(self, text: str, field: str) -> SiteRef:
+        try:
+            [ref, *others] = self.resolve(parse_site(text))
+        except PatchclampError as error:
+            raise error.under(field) from None
+        if others or self.points[ref.point].rows == "sampled" or self.shard_count(ref.point) > 1:
+            raise UnsupportedSite(
+                f"expected a site of one layer, which each worker has whole, for each token, got {text}", field
+            )
+        return ref
+
+    def width(self, ref: SiteRef) -> int:
+        """The number of columns of a site ref."""
+        first, end = ref.columns or (0, self.points[ref.point].width)
+        return end - first
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
         """The heads, neurons or experts of a site's row at some columns, packed as in `plan.bound`; 0: all."""

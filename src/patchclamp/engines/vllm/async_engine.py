@@ -36,6 +36,7 @@ from patchclamp.engines.vllm.frontend import (
 )
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, as_patchclamp_error
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -89,7 +90,10 @@ class AsyncEngine(VllmFrontEnd):
         return self._wait(self._fetch("fetch", wanted))
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
-        return self._wait(self.lens(wanted, top, translator))
+        return self._wait(self.read_rows("lens", wanted, top, translator))
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        return self._wait(self.read_rows("features", wanted, top, reader))
 
     def release(self, runs: list[str]) -> None:
         self._soon(lambda: self._release(runs))
@@ -105,7 +109,7 @@ class AsyncEngine(VllmFrontEnd):
         return join_shards(name, shards, self.sites.tensor_parallel)
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
-        return self._wait(self.ask(verb, *args, only=0))
+        return self._wait(self.ask(verb, *args))
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         found: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -398,12 +402,12 @@ class AsyncEngine(VllmFrontEnd):
 
         return await self._of_cores(wanted, measure)
 
-    async def lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
-        """Like `lens_many`."""
-        encoded = msgspec.msgpack.encode(translator)
+    async def read_rows(self, verb: str, wanted: list[Wanted], top: int, by: Any) -> list[TopTokens]:
+        """Like `lens_many` or `features_many`, by a translator or a reader."""
+        encoded = msgspec.msgpack.encode(by)
 
         async def read(core: int, some: list[Wanted]) -> list[TopTokens]:
-            return top_tokens_of(await self.ask("lens", some, top, encoded, only=core), top)
+            return top_tokens_of(await self.ask(verb, some, top, encoded, only=core), top)
 
         return await self._of_cores(wanted, read)
 

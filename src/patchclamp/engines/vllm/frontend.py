@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import os
+import tempfile
 import typing
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -48,7 +50,10 @@ from patchclamp.engines.vllm.compat.core import joined_verdict
 from patchclamp.engines.vllm.compat.runner import refusal_of
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.monitors import Choices, MonitorLog, monitors_of_config
+from patchclamp.engines.vllm.server import loaded_saes
 from patchclamp.errors import CapacityError, EngineError, ProgramError, unknown, unpack
+from patchclamp.language.dictionaries import to_file
+from patchclamp.language.sae import SAE
 from patchclamp.plan.bound import MATCH, is_vector, source_of
 from patchclamp.plan.cells import CellRecords, joined
 from patchclamp.plan.room import resident_name
@@ -105,6 +110,7 @@ class VllmFrontEnd(Engine):
         """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
+        self.sites.dictionaries |= {each.card.name: each for _, each, _ in loaded_saes(config, self.sites)}
         self.monitors = monitors_of_config(config)
         self.monitor_log: MonitorLog = MonitorLog(self.monitors)
         if self.monitors:
@@ -170,6 +176,15 @@ class VllmFrontEnd(Engine):
             return f"one program computes more than a batch of {facts.rows} tokens"
         fits = 2 * sum(map(facts.blocks_of, [len(job.prompt), *lengths])) <= facts.blocks
         return "" if fits else "the cache has too few blocks"
+
+    def attach(self, name: str, sae: SAE, precision: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:  # workers may be other processes
+            path = os.path.join(folder, "sae.safetensors")
+            to_file(sae, path)
+            self._ask_now("attach", name, path, precision)
+
+    def detach(self, name: str) -> None:
+        self._ask_now("detach", name)
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
         """Call every worker, from any thread but the engine's."""

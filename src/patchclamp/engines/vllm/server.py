@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,11 +24,21 @@ import numpy as np
 
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
-from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, TooLarge, describe_error
+from patchclamp.errors import (
+    CapacityError,
+    EngineError,
+    PatchclampError,
+    ProgramError,
+    TooLarge,
+    describe_error,
+    unknown,
+)
+from patchclamp.language.dictionaries import PRECISIONS, SAEOption
+from patchclamp.language.sae import SAE
 from patchclamp.plan import ALL, CAPTURE, LATCH, STORE, TEST, BoundProgram
-from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT, acted_on
+from patchclamp.plan.bound import APPLY, BLEND, LINEAR, LOW_RANK, NOISE, PROJECT, acted_on
 from patchclamp.plan.room import captured_bytes
-from patchclamp.sites import SiteMap
+from patchclamp.sites import Dictionary, SiteMap, placed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +50,7 @@ CONFIG = "--additional-config"
 FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
-         STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch"}  # fmt: skip
+         STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank"}  # fmt: skip
 SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -147,16 +157,52 @@ class _Additional(dict[str, Any]):
 
     serving: ServeLimits
     monitors: tuple[Monitor, ...]
+    saes: tuple[tuple[SAEOption, ...], str]
 
 
-def set_apart(vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...]) -> dict[str, Any]:
-    """Move a server's limits and the always-on probes out of our part of `additional_config`, to be read by
-    `serving` and `monitors.of_config`; return that part. The original engine arguments are not modified."""
+SET_APART = ("serve", "probes", "saes", "sae_precision")
+
+
+def set_apart(
+    vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...], saes: tuple[tuple[SAEOption, ...], str]
+) -> dict[str, Any]:
+    """Move a server's limits, the always-on probes and the SAEs out of our part of `additional_config`, to be read by
+    `serving`, `monitors.of_config` and `loaded_saes`; return that part. The original engine arguments are not
+    modified."""
     extra: Any = vllm_config.additional_config
-    ours = {part: value for part, value in extra[KEY].items() if part not in ("serve", "probes")}
+    ours = {part: value for part, value in extra[KEY].items() if part not in SET_APART}
     extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
-    extra.serving, extra.monitors = limits, monitors
+    extra.serving, extra.monitors, extra.saes = limits, monitors, saes
     return ours
+
+
+def saes_of(given: Any, precision: Any) -> tuple[tuple[SAEOption, ...], str]:
+    """Read the engine options `saes` and `sae_precision`. Raises `ProgramError` or `UnknownName`."""
+    if precision not in PRECISIONS:
+        raise unknown("precision", str(precision), PRECISIONS, "sae_precision")
+    if not isinstance(given, (list, tuple)):
+        raise ProgramError(f"expected a list of NAME=PATH@SITE, got {given!r:.200}", "saes")
+    saes: list[SAEOption] = []
+    for i, words in enumerate(given):
+        try:
+            saes.append(SAEOption.of(str(words)))
+        except PatchclampError as error:
+            raise error.under(f"saes[{i}]") from None
+        if saes[-1].name in [other.name for other in saes[:-1]]:
+            raise ProgramError(f"two SAEs have the name {saes[-1].name!r}", f"saes[{i}]")
+    return tuple(saes), precision
+
+
+def loaded_saes(vllm_config: VllmConfig, sites: SiteMap) -> Iterator[tuple[SAE, Dictionary, str]]:
+    """Load the SAEs that an engine attaches when it starts, each with its place and precision."""
+    saes: tuple[SAEOption, ...]
+    saes, precision = getattr(vllm_config.additional_config, "saes", ((), ""))
+    for i, (name, path, site) in enumerate(saes):
+        try:
+            sae = SAE.load(path)
+            yield sae, placed(sae, sites, name, site or None), precision
+        except PatchclampError as error:
+            raise error.under(f"saes[{i}]") from None
 
 
 def serving(vllm_config: VllmConfig) -> ServeLimits:
@@ -335,16 +381,23 @@ def with_config(options: Sequence[str]) -> list[str]:
     return [*rest, CONFIG, json.dumps({**config, KEY: _with_own(config.get(KEY) or {}, own)})]
 
 
-OWN = ("--probe", "--probe-log", "--probe-log-sample", "--hide-scores")
+OWN = ("--probe", "--probe-log", "--probe-log-sample", "--hide-scores", "--sae", "--sae-precision")
 
 
 def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
-    """Our part of `additional_config` with the options of probes that score every request."""
+    """Our part of `additional_config` with our own options."""
     if not any(own.values()) or not isinstance(ours, dict):
         return ours
+    if own["--sae"]:
+        ours = {**ours, "saes": [*ours.get("saes", ()), *own["--sae"]]}
+    if own["--sae-precision"]:
+        ours = {**ours, "sae_precision": own["--sae-precision"][-1]}
     probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
+    of_probes = [name for name in OWN if own[name] and "sae" not in name]
+    if not of_probes:
+        return ours
     if not probes:
-        raise ProgramError("expected --probe NAME=FILE@SITE beside it", next(name for name in OWN if own[name]))
+        raise ProgramError("expected --probe NAME=FILE@SITE beside it", of_probes[0])
     log = dict(serve.get("probe_log") or {})
     if own["--probe-log"]:
         log["path"] = os.path.abspath(own["--probe-log"][-1])

@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat.runner import CELLS
 from patchclamp.engines.vllm.monitors import monitors_of
-from patchclamp.engines.vllm.server import CAUSES, ServeLimits, set_apart
+from patchclamp.engines.vllm.server import CAUSES, ServeLimits, saes_of, set_apart
 from patchclamp.errors import EngineError, SeamMoved, describe_error, unknown
 from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
@@ -26,7 +26,8 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ASKED = ("limits", "serve", "numerics", "probes")  # settings in our part of `additional_config` that a user may give
+# settings in our part of `additional_config` that a user may give
+ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision")
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
 problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
@@ -88,9 +89,10 @@ def complete(vllm_config: VllmConfig) -> None:
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)
     except msgspec.ValidationError as error:
         raise EngineError(f"engine options: {error}") from None
+    saes = saes_of(ours.get("saes") or (), ours.get("sae_precision", "float32"))
     configuration.save_graphs(vllm_config)
     sites = find_sites(vllm_config)
-    ours = set_apart(vllm_config, serving, monitors_of(probes, sites))
+    ours = set_apart(vllm_config, serving, monitors_of(probes, sites), saes)
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)

@@ -62,6 +62,7 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.runtime import Limits
 
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 LIMITS = Limits.__struct_fields__[1:]  # the number of programs follows from vLLM's own options
-OURS = (*LIMITS, "numerics", "probes", "multiprocess_mode")
+OURS = (*LIMITS, "numerics", "probes", "saes", "sae_precision", "multiprocess_mode")
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
@@ -89,12 +90,13 @@ def known_options() -> list[str]:
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and eleven of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and these of ours:
 
-    `cells`, `max_records`, `bank_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`:
-    `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with programs) or
-    "stock"; `probes`: probes that score every token of every request; `multiprocess_mode`: True to run the engine core
-    in a separate process.
+    `cells`, `max_records`, `bank_bytes`, `sae_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`,
+    `active_sizes`: `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with
+    programs) or "stock"; `probes`: probes that score every token of every request; `saes`, a list of
+    "NAME=PATH@SITE", and `sae_precision`, "float32" or "model": SAEs to attach; `multiprocess_mode`: True to run the
+    engine core in a separate process.
     """
 
     _engine: LLMEngine
@@ -137,9 +139,15 @@ class VllmEngine(VllmFrontEnd):
         return gathered
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
+        return self._read_rows("lens", wanted, top, translator)
+
+    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
+        return self._read_rows("features", wanted, top, reader)
+
+    def _read_rows(self, verb: str, wanted: list[Wanted], top: int, by: Any) -> list[TopTokens]:
         def ask() -> list[Any]:
             self._check_awake()
-            return self._ask("lens", wanted, top, msgspec.msgpack.encode(translator))
+            return self._ask(verb, wanted, top, msgspec.msgpack.encode(by))
 
         return top_tokens_of(self._call(ask).result(), top)
 
@@ -262,7 +270,8 @@ class VllmEngine(VllmFrontEnd):
             if option not in (known := known_options()):
                 raise unknown("engine option", option, known, option)
         limits = {option: options.pop(option) for option in LIMITS if option in options}
-        ours = {"limits": limits, "numerics": options.pop("numerics", "uniform"), "probes": options.pop("probes", ())}
+        ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
+        ours |= {part: options.pop(part) for part in ("probes", "saes", "sae_precision") if part in options}
         separate = bool(options.pop("multiprocess_mode", False))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         extra = {**options.pop("additional_config", {}), configuration.KEY: ours}

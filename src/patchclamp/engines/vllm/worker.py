@@ -27,8 +27,10 @@ from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.engines.vllm.compat.runner import after as after_attention
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
+from patchclamp.engines.vllm.server import loaded_saes
 from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
+from patchclamp.language.dictionaries import FeatureReader, of_file
 from patchclamp.language.ops import Translator
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -37,6 +39,7 @@ from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
 from patchclamp.runtime import Arrival, Limits, Runtime, cuda_graphs
+from patchclamp.runtime.dictionaries import dtype_of_precision
 from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.taps import attach as attach_taps
@@ -250,6 +253,9 @@ class Attached:
             self._exchange = Exchange(self.runtime, get_world_group())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
+        for sae, dictionary, precision in loaded_saes(worker.vllm_config, sites):
+            dtype = dtype_of_precision(precision, self._config.model_config.dtype)
+            compat.count_memory(runner, self.runtime.dictionaries.attach(dictionary.card.name, sae, dtype))
         monitor: MonitorTap | None = None
         if monitors := monitors_of_config(worker.vllm_config):
             monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)
@@ -276,7 +282,7 @@ class Attached:
         )  # fmt: skip
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
-        compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
+        compat.count_memory(runner, runtime.bank.data.nbytes + limits.sae_bytes + step.bytes)
         watch = Watch(step.buffers) if cuda_graphs.checked() else None
         self._graphs = Graphs(
             limits.active_sizes, self.recording, self.resting, step.recorded.tapped, step.recorded.forget, watch
@@ -514,22 +520,44 @@ class Attached:
         (`top_tokens`); None if another worker does. `translator`: as msgpack."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
+        translate = msgspec.msgpack.decode(translator, type=Translator | None)
+
+        def read(rows: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray] | None:
+            return top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
+
+        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
+        try:
+            return self._read_rows(wanted, read)
+        finally:
+            self._awaits_logits = awaits
+
+    def do_features(self, wanted: list[Wanted], top: int, reader: bytes) -> tuple[list[bytes], bytes, bytes] | None:
+        """Return the positions of captures, and the ids and values of features of all their rows, by an attached SAE.
+        `reader`: as msgpack."""
+        by = msgspec.msgpack.decode(reader, type=FeatureReader)
+        return self._read_rows(wanted, lambda rows: self.runtime.dictionaries.read(by, rows, top))
+
+    def _read_rows(
+        self, wanted: list[Wanted], read: Callable[[list[torch.Tensor]], tuple[np.ndarray, np.ndarray] | None]
+    ) -> tuple[list[bytes], bytes, bytes] | None:
+        """Call `read` with the rows of captures, on every worker."""
 
         def fetch(some: list[Wanted]) -> list[Captured]:
             return [*tensors_of(self.runtime.store.find(some))]
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
-        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
-        try:
-            found = top_tokens(
-                [torch.as_tensor(rows) for _, rows in captured], self._unembed, top, self.runtime.sites,
-                self.runtime.device, msgspec.msgpack.decode(translator, type=Translator | None),
-            )  # fmt: skip
-        finally:
-            self._awaits_logits = awaits
+        found = read([torch.as_tensor(rows) for _, rows in captured])
         if found is None:
             return None
         return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()
+
+    def do_attach(self, name: str, path: str, precision: str) -> None:
+        """Copy the SAE in a file to the device."""
+        dtype = dtype_of_precision(precision, self._config.model_config.dtype)
+        self.runtime.dictionaries.attach(name, of_file(path), dtype)
+
+    def do_detach(self, name: str) -> None:
+        self.runtime.dictionaries.detach(name)
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor | None:
         if not self.runtime.has_tap[self._logits]:  # of another pipeline stage

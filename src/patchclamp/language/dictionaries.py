@@ -1,0 +1,105 @@
+"""Dictionaries: sparse autoencoders and transcoders that are attached to sites of a model, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError
+from patchclamp.language.sae import SAE
+
+PRECISIONS = ("float32", "model")  # of an SAE's matrices; "model": the model's dtype
+
+
+class FeatureRows(NamedTuple):
+    """Some features of an SAE that is local: each has the value q = encoder · row + bias where q is above its
+    threshold, and else 0.
+
+    encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
+    """
+
+    encoder: np.ndarray
+    bias: np.ndarray
+    threshold: np.ndarray
+    decoder: np.ndarray
+
+    @classmethod
+    def of(cls, sae: SAE, ids: Sequence[int]) -> FeatureRows:
+        """Those with these ids, with a gate's scale folded into the encoder."""
+        some = list(ids)
+        encoder, bias = sae.encoder[some].astype(np.float64), sae.encoder_bias[some].astype(np.float64)
+        threshold = np.zeros(len(some)) if sae.threshold is None else sae.threshold[some].astype(np.float64)
+        if sae.gain is not None and sae.offset is not None:
+            gain, offset = sae.gain[some].astype(np.float64), sae.offset[some].astype(np.float64)
+            encoder, bias, threshold = gain[:, None] * encoder, gain * bias + offset, gain * threshold + offset
+        encoder, bias, threshold = (each.astype(np.float32) for each in (encoder, bias, np.maximum(threshold, 0)))
+        return cls(encoder, bias, threshold, sae.decoder[some])
+
+
+class DictionaryCard(msgspec.Struct, frozen=True):
+    """What a program needs to know of an attached SAE.
+
+    at, to: the sites that it reads and writes, as text
+    features: how many it has
+    is_local: True if a feature depends on one product with the row (`SAE.is_local`)
+    normalizes: True if rows are normalised, so that what is added to them has their scale
+    content: `SAE.content`
+    """
+
+    name: str
+    at: str
+    to: str
+    features: int
+    is_local: bool
+    normalizes: bool
+    content: str
+
+
+class FeatureReader(msgspec.Struct, frozen=True):
+    """How `Features` reads rows: by the dictionary of this name, its largest features, or these."""
+
+    name: str
+    ids: tuple[int, ...] | None = None
+
+
+class SAEOption(NamedTuple):
+    """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
+
+    site: the site that it reads; "": the one in its file
+    """
+
+    name: str
+    path: str
+    site: str = ""
+
+    @classmethod
+    def of(cls, words: str) -> SAEOption:
+        """Parse an option. Raises `ProgramError` for other words."""
+        name, equals, rest = words.partition("=")
+        path, _, site = rest.rpartition("@") if "@" in rest else (rest, "", "")
+        if not (name.strip() and equals and path.strip()):
+            raise ProgramError(f"expected NAME=PATH@SITE, such as l20=./sae@resid_post[20], got {words!r:.200}")
+        return cls(name.strip(), path.strip(), site.strip())
+
+
+def to_file(sae: SAE, path: str) -> None:
+    """Write an SAE as it is, for another process (`SAE.save` writes a format of others)."""
+    from safetensors.numpy import save_file
+
+    fields = msgspec.structs.asdict(sae)
+    arrays = {name: each for name, each in fields.items() if isinstance(each, np.ndarray)}
+    rest = {name: each for name, each in fields.items() if name not in arrays}
+    save_file({name: np.ascontiguousarray(each) for name, each in arrays.items()}, path,
+              {"fields": msgspec.json.encode(rest).decode()})  # fmt: skip
+
+
+def of_file(path: str) -> SAE:
+    """Read the file of `to_file`."""
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file, not a dict
+        return SAE(**arrays, **msgspec.json.decode(file.metadata()["fields"]))

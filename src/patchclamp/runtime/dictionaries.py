@@ -1,0 +1,195 @@
+"""Attached SAEs on the device of one worker: whole encoders, for `Features` and for edits that need all of a row.
+
+N rows · D width · F features · O width of the output · K features asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from patchclamp.errors import CapacityError, MissingSource, unknown
+from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
+from patchclamp.language.sae import EPSILON, SAE, SHAPES
+from patchclamp.plan.bound import BoundOp, Encoded
+
+MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
+MAX_VALUES, MAX_ROWS = 1 << 27, 1 << 11  # features, and rows, computed at a time
+
+
+def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
+    """The dtype of an SAE's matrices: fp32, or the model's."""
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS, "precision")
+    return torch.float32 if precision == "float32" else model
+
+
+class DeviceSAE:
+    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything beside
+    the matrices is fp32."""
+
+    def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
+        self.k, self.normalize, self.content, self._arrays = sae.k, sae.normalize, sae.content, arrays
+        self.features = sae.n_features
+
+    @staticmethod
+    def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """rows · matrixᵀ, in fp32."""
+        if matrix.dtype == torch.float32:
+            return rows @ matrix.T
+        if rows.is_cuda:
+            return torch.mm(rows.to(matrix.dtype), matrix.T, out_dtype=torch.float32)
+        return rows.to(matrix.dtype).float() @ matrix.T.float()
+
+    def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """The numbers that `normalize` subtracts from each row and divides it by."""
+        if self.normalize == "none":
+            return 0.0, 1.0
+        if self.normalize == "layer_norm":
+            return rows_ND.mean(1, keepdim=True), rows_ND.std(1, keepdim=True)
+        return 0.0, rows_ND.square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+
+    def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The features of fp32 rows, [N, F]."""
+        of, (mean, scale) = self._arrays, self.moments(rows_ND)
+        if self.normalize != "none":
+            rows_ND = (rows_ND - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0.0))
+        pre_NF = self._product(rows_ND, of["encoder"]) + of["encoder_bias"]
+        values_NF = of["gain"] * pre_NF + of["offset"] if "gain" in of else pre_NF
+        values_NF = torch.where(pre_NF > of.get("threshold", 0.0), values_NF.relu(), 0.0)
+        if self.k is None:
+            return values_NF
+        best = values_NF.topk(self.k)
+        return torch.zeros_like(values_NF).scatter_(1, best.indices, best.values)
+
+    def decode(self, values_NF: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The output, [N, O], for features of these rows."""
+        of, (mean, scale) = self._arrays, self.moments(rows_ND)
+        out_NO = (self._product(values_NF, of["decoder"].T) + of["decoder_bias"]) * scale + mean
+        return out_NO + self._product(rows_ND, of["skip"]) if "skip" in of else out_NO
+
+    def changed(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
+        """What an edit adds to the output, [N, O], where these rows are encoded."""
+        ids = list(edit.ids)
+        values_NK = self.encode(rows_ND)[:, ids]
+        offset, slope, otherwise = torch.tensor(edit.gates, device=rows_ND.device).T
+        gates_NK = torch.where(values_NK > 0, offset + slope * values_NK, otherwise)
+        return gates_NK @ self._arrays["decoder"][ids].float() * self.moments(rows_ND)[1]
+
+    def edited(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The row that replaces h, or, of features, what is added to h."""
+        return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
+
+
+class Dictionaries:
+    """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they take what memory is free."""
+
+    def __init__(self, device: torch.device, size: int = 0) -> None:
+        self._device, self._size = device, size
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._used: dict[str, tuple[int, int]] = {}  # the parts of the memory
+        self._of: dict[str, DeviceSAE] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def attach(self, name: str, sae: SAE, dtype: torch.dtype) -> int:
+        """Copy an SAE to the device, with matrices of a dtype. Returns the bytes that are not of the reserved memory.
+        Raises `CapacityError` if it does not fit."""
+        self.detach(name)
+        arrays = {part: getattr(sae, part) for part in SHAPES if getattr(sae, part) is not None}
+        dtypes = {part: dtype if part in MATRICES else torch.float32 for part in arrays}
+        sizes = {part: -(-array.size * dtypes[part].itemsize // 256) * 256 for part, array in arrays.items()}
+        begin, needed = self._place(sum(sizes.values())), sum(sizes.values())
+        on_device: dict[str, torch.Tensor] = {}
+        try:
+            for part, array in arrays.items():
+                if self._size:
+                    room = self._memory[begin : begin + array.size * dtypes[part].itemsize].view(dtypes[part])
+                    begin += sizes[part]
+                else:
+                    room = torch.empty(array.size, dtype=dtypes[part], device=self._device)
+                on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
+        except torch.OutOfMemoryError:
+            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
+        if self._size:
+            self._used[name] = begin - needed, begin
+        self._of[name] = DeviceSAE(sae, on_device)
+        return 0 if self._size else needed
+
+    def _place(self, needed: int) -> int:
+        """The first gap of the memory that is large enough."""
+        begin = 0
+        for first, end in sorted(self._used.values()):
+            if first - begin >= needed:
+                break
+            begin = end
+        if self._size and begin + needed > self._size:
+            used = sum(end - first for first, end in self._used.values())
+            raise CapacityError(
+                f"the SAE needs {needed:,} bytes of sae_bytes={self._size:,}, of which {used:,} are in use"
+            )
+        return begin
+
+    def detach(self, name: str) -> None:
+        """Free an SAE's memory."""
+        self._of.pop(name, None)
+        self._used.pop(name, None)
+
+    def of(self, name: str, content: str = "") -> DeviceSAE:
+        """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by one of other content."""
+        found = self._of.get(name)
+        if found is None or content not in ("", found.content):
+            raise MissingSource(f"the SAE {name!r} was detached")
+        return found
+
+    @torch.inference_mode()
+    def read(self, reader: FeatureReader, rows: list[torch.Tensor], top: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and values [N, K] of features of all rows, one after another: the `top` largest, or the reader's."""
+        sae, ids = self.of(reader.name), None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
+        found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
+        size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
+        for part_ND in torch.cat(rows).split(size) if rows else ():
+            values_NF = sae.encode(part_ND.to(self._device).float())
+            best = values_NF.topk(top) if ids is None else (values_NF[:, ids], ids.expand(len(values_NF), -1))
+            found.append((best[1].int().cpu().numpy(), best[0].cpu().numpy()))
+        return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
+
+    def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
+        """The code of a program's `Encoded` ops, by op. Raises `MissingSource` for an SAE that was detached."""
+        code: dict[int, Callable[..., torch.Tensor]] = {}
+        held: _Held | None = None
+        for i, action in enumerate(op.action for op in ops):
+            if isinstance(action, Encoded):
+                sae = self.of(action.name, action.content)
+                if action.reads:
+                    held = _Held(sae, action)
+                    code[i] = held.read
+                else:
+                    code[i] = held.write if held is not None else _Held(sae, action).edit
+                    held = None
+        return code
+
+
+class _Held:
+    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step."""
+
+    def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
+        self._sae, self._action = sae, action
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # positions, and what is written there
+
+    def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        new_ND = self._sae.edited(self._action, rows_ND)
+        return rows_ND + new_ND if self._action.ids else new_ND
+
+    def read(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._held = positions, self._sae.edited(self._action, rows_ND)
+        return rows_ND
+
+    def write(self, rows_NO: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self._held is not None, "the site that it reads comes later in the model than the one that it writes"
+        there, new_NO = self._held
+        new_NO = new_NO[torch.searchsorted(there, positions)]
+        return rows_NO + new_NO if self._action.ids else new_NO

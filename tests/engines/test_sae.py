@@ -1,0 +1,210 @@
+"""Attached SAEs on real models: features are those of the captured rows, and edits are what their formulas say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import CHUNKED, PROMPTS
+
+D, F, LAST = 576, 96, 3
+MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
+RNG = np.random.default_rng(11)
+SITE, IN, OUT = "resid_post[3]", "mlp_in[4]", "mlp_out[4]"
+ARGUMENTS = {"max_tokens": 4, "sampling": {"ignore_eos": True}, "logprobs": True}
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def sae_of(**fields) -> pc.SAE:
+    """A random SAE whose features are active at about a third of the tokens."""
+    return pc.SAE(**{
+        "encoder": 0.05 * numbers(F, D), "encoder_bias": -0.3 + 0.1 * numbers(F), "decoder": 0.2 * numbers(F, D),
+        "decoder_bias": 0.1 * numbers(D), "site": SITE, **fields,
+    })  # fmt: skip
+
+
+SAES = {
+    "standard": sae_of(),
+    "jumprelu": sae_of(threshold=np.abs(numbers(F))),
+    "gated": sae_of(gain=np.exp(0.3 * numbers(F)), offset=0.5 * numbers(F)),
+    "topk": sae_of(k=5),
+    "normed": sae_of(normalize="layer_norm", encoder=numbers(F, D) / 20),
+    "transcoder": sae_of(site=IN, site_out=OUT, skip=0.01 * numbers(D, D), k=7),
+}
+LOCAL = ("standard", "jumprelu", "gated")
+
+
+@pytest.fixture(scope="module", params=MODES)
+def lm(shallow, request):
+    engine, options = MODES[request.param]
+    lm = shallow.get(engine, "float32", **options)
+    for name, sae in SAES.items():
+        lm.attach(sae, name=name)
+    yield lm
+    for name in SAES:
+        lm.detach(name)
+
+
+def close(one, other, most: float = 1e-4) -> bool:
+    one, other = (np.asarray(each, np.float64) for each in (one, other))
+    return one.shape == other.shape and np.abs(one - other).max() <= most * max(1.0, np.abs(other).max())
+
+
+def test_features_are_those_of_the_rows(lm):
+    """The largest, and some by id, of prompts and generated tokens; the second time a prefix cache is warm."""
+    ids = [5, 2, 90]
+    for tokens in (pc.every, pc.prompt[-1], pc.generated):
+        capture = [
+            *(pc.Features(name, tokens, top=6) for name in SAES),
+            pc.Capture(SITE, tokens),
+            pc.Capture(IN, tokens),
+        ]
+        some = [pc.Features(name, tokens, ids=ids) for name in SAES]
+        runs = lm.run([*PROMPTS, "x"], capture=capture, **ARGUMENTS)
+        chosen = lm.run([*PROMPTS, "x"], capture=some, **ARGUMENTS)
+        lm.lens([*runs, *chosen])
+        for run, other in zip(runs, chosen, strict=True):
+            assert set(run.features) == set(SAES)
+            for name, sae in SAES.items():
+                rows, found = run[IN if name == "transcoder" else SITE], run.features[name]
+                values = sae.encode(rows.numpy())
+                best = np.sort(values, 1)[:, ::-1][:, :6]
+                assert found.positions == run.positions(SITE)
+                assert close(found.values, best)
+                assert close(np.take_along_axis(values, found.ids, 1), best)
+                assert close(other.features[name].values, values[:, ids])
+                assert other.features[name].ids.tolist() == [ids] * len(rows)
+                frame = found.to_frame()
+                assert len(frame) == (found.values > 0).sum()
+                assert (frame["value"] > 0).all()
+    with pytest.raises(pc.MissingSource, match="'none' was not read"):
+        run.features["none"]
+
+
+def changed(sae: pc.SAE, op: pc.Op, read: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """The rows after an op, by its docstring, in double precision; `read` are those that are encoded."""
+    if isinstance(op, pc.Reconstruct):
+        return sae.reconstruct(read)
+    f = sae.encode(read)[:, list(op.id)].astype(np.float64)
+    value = np.array(op.value)
+    v = {"set": np.broadcast_to(value, f.shape), "add": f + value, "scale": f * value}[op.mode]
+    v = np.where(f > 0, v, f) if op.only_if_active else v
+    scale = read.std(1, ddof=1, keepdims=True) if sae.normalize == "layer_norm" else 1.0
+    return row + (v - f) @ sae.decoder[list(op.id)] * scale
+
+
+OPS = {
+    "set": lambda name: pc.SetFeature(name, [3, 40, 17], [4.0, 0.0, 2.5]),
+    "ablate": lambda name: pc.SetFeature(name, list(range(30)), 0.0),
+    "add": lambda name: pc.SetFeature(name, [8, 9], 3.0, pc.prompt, mode="add"),
+    "add if active": lambda name: pc.SetFeature(name, list(range(20)), 3.0, mode="add", only_if_active=True),
+    "scale": lambda name: pc.SetFeature(name, [*range(40)], 2.5, pc.prompt[1:] | pc.generated, mode="scale"),
+    "set if active": lambda name: pc.SetFeature(name, [*range(40)], 9.0, only_if_active=True),
+    "by token": lambda name: pc.SetFeature(name, [3, 4], 6.0, pc.token(260, 198)),
+    "reconstruct": pc.Reconstruct,
+}
+
+
+@pytest.mark.parametrize("what", OPS)
+def test_edits_are_what_their_formulas_say(lm, what):
+    """All SAEs in one batch, twice; rows of every selected token change by the formula, and no others."""
+    prompts, edits = [], []
+    for name in SAES:
+        at, to = (IN, OUT) if name == "transcoder" else (SITE, SITE)
+        op = OPS[what](name)
+        for prompt in (PROMPTS[1], "x"):
+            prompts.append(prompt)
+            edits.append([pc.Capture(at), pc.Capture(to), op, pc.Capture(to)])
+    for _ in range(2):
+        runs = lm.run(prompts, edits=edits, **ARGUMENTS)
+        moved = 0.0
+        for run, program in zip(runs, edits, strict=True):
+            op = program[2]
+            read, before, after = (run[f"edits[{i}]"].double().numpy() for i in (0, 1, 3))
+            where = run.acted["edits[2]"]
+            expected = before.copy()
+            expected[where] = changed(SAES[op.name], op, read[where].astype(np.float32), before[where])
+            assert close(after, expected)
+            moved = max(moved, np.abs(after - before).max())
+        assert moved > 0.1
+
+
+def test_an_identity_changes_no_bit(lm):
+    eye = np.eye(D, dtype=np.float32)
+    both = np.concatenate([eye, -eye])
+    lm.attach(pc.SAE(both, np.zeros(2 * D), both, np.zeros(D)), at=pc.resid_post[2], name="identity")
+    try:
+        plain, same, still = (  # one by one, in the same chunks
+            lm.run(PROMPTS[1], edits=edits, capture=pc.resid_post, **ARGUMENTS)
+            for edits in ([], [pc.Reconstruct("identity")], [pc.SetFeature("identity", 5, 1.0, mode="scale")])
+        )
+    finally:
+        lm.detach("identity")
+    for run in (same, still):
+        assert run.token_ids == plain.token_ids
+        for layer in range(8):
+            assert torch.equal(run[pc.resid_post[layer]], plain[pc.resid_post[layer]])
+
+
+def test_graded_cells_equal_requests(lm):
+    programs = [pc.SetFeature(name, [i, i + 1], float(i)) for i in range(4) for name in LOCAL]
+    grades = lm.grade(PROMPTS[0], programs, score=[260, 198])
+    runs = lm.run([PROMPTS[0]] * len(programs), edits=[[op] for op in programs], max_tokens=1, score=[260, 198])
+    assert close(grades.logprobs, [list(run.scores.values()) for run in runs], 1e-3)
+    assert np.abs(grades.logprobs - grades.baseline).max() > 1e-2
+    whole = lm.grade(PROMPTS[0], [pc.SetFeature("topk", 3, 5.0)], score=[260])
+    assert whole.route == "requests"
+
+
+def test_what_cannot_be_is_refused(lm):
+    sae = SAES["standard"]
+    refused = [
+        (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: an SAE is attached as 'standard'"),
+        (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: expected a site of one layer"),
+        (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] is 1536 wide"),
+        (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "for each token"),
+        (lambda: lm.attach(sae, name="a b"), pc.ProgramError, "expected a name"),
+        (lambda: lm.attach(sae, name="a", precision="half"), pc.PatchclampError, "precision"),
+        (lambda: lm.attach(sae, name="a", to=pc.resid_post[2]), pc.UnsupportedSite, r"to: expected a site at or after"),
+        (lambda: lm.detach("a"), pc.UnknownName, "attached SAE"),
+        (lambda: lm.run("x", capture=pc.Features("a")), pc.UnknownName, r"capture\[0\].name"),
+        (lambda: lm.run("x", edits=pc.SetFeature("topk", F, 1.0)), pc.ProgramError, r"edits\[0\].id: .* 0 to 95, got 96"),
+    ]  # fmt: skip
+    for call, error, message in refused:
+        with pytest.raises(error, match=message):
+            call()
+    assert "a" not in lm.sites.dictionaries
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_condition_on_features(lm, name):
+    """It holds where the features of the captured rows say so, of prompts and generated tokens."""
+    sae, read = SAES[name], pc.Features(name, ids=[40, 12])
+    push = pc.Add(numbers(D), at=pc.resid_post[5])
+    conditions = [read[0] > 0.25, read[1] > 0, ~(read[0] >= 0.5) & (read[1] <= 0.75), read[0] < 0.125]
+    runs = lm.run(
+        [PROMPTS[1]] * 4, edits=[[pc.When(each, push)] for each in conditions], capture=pc.Capture(SITE), **ARGUMENTS
+    )
+    acted = set()
+    for number, run in enumerate(runs):
+        f, g = sae.encode(run[SITE].numpy())[:, [40, 12]].T
+        held = [f > 0.25, g > 0, ~(f >= 0.5) & (g <= 0.75), f < 0.125][number]
+        assert run.acted["edits[0].edits[0]"] == np.flatnonzero(held).tolist()
+        assert list(run.probes) == []
+        acted |= set(held.tolist())
+    assert acted == {True, False}
+    refused = [
+        (pc.Features("topk", ids=[3])[0] > 1, "depends on the others"), (pc.Features(name)[0] > 1, "of a list"),
+        (read[0] > -1, "no feature is below it"), (pc.Features(name, ids=[F])[0] > 1, "from 0 to 95"),
+    ]  # fmt: skip
+    for condition, message in refused:
+        with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
+            lm.run("x", edits=pc.When(condition, push))
+    with pytest.raises(pc.ProgramError, match="needs a whole row"):
+        lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))
