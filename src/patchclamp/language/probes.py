@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,10 +45,9 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
             raise ProgramError(f"expected a .safetensors, .npz or .npy file, got {file.name!r}", "path")
     except OSError as error:
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
-    except (
-        ValueError, TypeError, KeyError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile,
-        safetensors.SafetensorError,
-    ) as error:  # fmt: skip
+    except PatchclampError:
+        raise
+    except Exception as error:  # of many classes, for files that are not what they seem
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
     return found, metadata
 
@@ -60,7 +59,7 @@ def check_archive(file: Path) -> None:
             size = sum(member.file_size for member in opened.infolist())
     except OSError as error:
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
-    except (ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # of many classes, as above
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
     if size > 64 * file.stat().st_size:
         raise ProgramError(f"{file.name!r} would expand to {size} bytes", "path")

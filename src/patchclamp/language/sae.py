@@ -17,7 +17,7 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError
 from patchclamp.language.sae_formats import Fold, errors_of, read_parts, write_saelens
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 
@@ -79,11 +79,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         if self.k is not None and not (type(self.k) is int and 1 <= self.k <= self.n_features):
             raise ProgramError(f"expected an integer from 1 to {self.n_features}, got {self.k!r:.100}", "k")
         for name in ("site", "site_out"):
-            try:
-                text = str(parse_site(getattr(self, name))) if getattr(self, name) else ""
-            except PatchclampError as error:
-                raise error.under(name) from None
-            msgspec.structs.force_setattr(self, name, text)
+            msgspec.structs.force_setattr(self, name, _one_site(getattr(self, name), name))
         if self.normalize not in get_args(Normalize):
             raise ProgramError(f"expected {', '.join(get_args(Normalize))}, got {self.normalize!r:.100}", "normalize")
         if self.normalize != "none" and len(self.decoder_bias) != self.width:
@@ -171,7 +167,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         """Load an SAE or a transcoder from a folder or file; its format is recognised from the files and their content.
 
         SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
-        their packages; `.pt` files need PyTorch. `docs/sae.md` has the table.
+        their packages; `.pt` files need PyTorch. docs/sae.md has the table.
 
         layer: the layer to read from a folder of Qwen-Scope
         k: the number of active features, where a file of Qwen-Scope does not say it
@@ -196,6 +192,19 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         kind = "" if self.k is None else f", k={self.k}"
         place = ", ".join(repr(text) for text in (self.site, self.site_out, self.model) if text)
         return f"SAE({self.n_features} features of {self.width}{kind}{', ' * bool(place)}{place})"
+
+
+def _one_site(text: Any, path: str) -> str:
+    """A site of one layer in its text form. Raises `ProgramError` for another."""
+    if text == "":
+        return text
+    try:
+        site = parse_site(text)
+    except PatchclampError as error:
+        raise error.under(path) from None
+    if SITES[site.name].layered != isinstance(site.layers, int):
+        raise ProgramError(f"expected a site of one layer, such as 'resid_post[20]', got '{site}'", path)
+    return str(site)
 
 
 def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.ndarray:
@@ -228,8 +237,6 @@ def _folded(sae: SAE, fold: Fold) -> SAE:
     changed: dict[str, Any] = {}
     with np.errstate(all="ignore"):  # numbers that overflow are refused by SAE
         if fold.subtract:
-            if len(sae.decoder_bias) != sae.width:
-                raise ProgramError("a transcoder's decoder bias cannot be subtracted from its rows", "decoder_bias")
             bias = sae.decoder_bias.astype(np.float64)
             blocks = np.array_split(sae.encoder, 1 + sae.encoder.size // 2**24)  # each is copied to fp64
             changed["encoder_bias"] = sae.encoder_bias - np.concatenate([block @ bias for block in blocks])

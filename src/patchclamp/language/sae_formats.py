@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, UnknownName, near
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnknownName, near
 from patchclamp.language.probes import check_archive, read_arrays
 from patchclamp.language.site import SITES, hook, parse_site
 from patchclamp.language.values import as_file, check_dense
@@ -97,9 +97,10 @@ def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Pa
             if all(file.is_file() for file in files) and given in (folder, files[-1]):
                 return files, reader
     if given.is_dir() and (layers := sorted(given.glob("layer*.sae.pt"))):
-        if "layer" not in which:
-            raise ProgramError(f"expected layer=, one of the {len(layers)} of {given.name!r}", "layer")
-        return [given / f"layer{which.pop('layer')}.sae.pt"], read_qwen_scope
+        file = given / f"layer{which.get('layer')}.sae.pt"
+        if file not in layers:
+            raise ProgramError(f"expected layer=, one of the {len(layers)} layers in {given.name!r}", "layer")
+        return [file], read_qwen_scope
     known = "; ".join(" and ".join(names) for names in FORMATS)
     raise ProgramError(f"expected a folder with {known}; or layer<n>.sae.pt; got {given.name!r}", "path")
 
@@ -110,17 +111,18 @@ def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Pa
 class SaeLensConfig(msgspec.Struct):
     """cfg.json, before and after version 6, which moved names to `metadata`."""
 
+    d_in: int
     architecture: str = "standard"
     apply_b_dec_to_input: bool = True
     normalize_activations: str | bool | None = None
     rescale_acts_by_decoder_norm: bool = False
-    finetuning_scaling_factor: bool = False
     k: int | None = None
     activation_fn: str | None = None
     activation_fn_str: str | None = None
     activation_fn_kwargs: dict[str, Any] | None = None
     hook_name: str | None = None
     hook_point: str | None = None
+    hook_head_index: int | None = None
     model_name: str | None = None
     metadata: dict[str, Any] = {}
 
@@ -133,8 +135,6 @@ SAELENS_NORMS = {
 
 
 def read_saelens(files: list[Path], which: Which) -> Parts:
-    import numpy as np
-
     config, weights = _config(files[0], SaeLensConfig), Weights(files[-1])
     architecture = config.architecture
     activation = config.activation_fn or config.activation_fn_str or "relu"
@@ -147,7 +147,7 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
         "encoder": weights["W_enc"].T, "decoder": weights["W_dec"], "decoder_bias": weights["b_dec"],
     }  # fmt: skip
     if architecture == "gated":
-        fields |= _gate(weights["b_gate"], weights["r_mag"], weights["b_mag"])
+        fields |= _gate(weights, "b_gate", "r_mag", "b_mag")
     else:
         fields["encoder_bias"] = weights["b_enc"]
     if "jumprelu" in architecture:
@@ -160,20 +160,23 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
             raise ProgramError("expected k, the number of active features", "k")
     if "skip" in architecture:
         fields["skip"] = weights["W_skip"]
-    if "scaling_factor" in weights and config.finetuning_scaling_factor:
-        fields["decoder"] = fields["decoder"] * np.reshape(weights["scaling_factor"], (-1, 1))
+    if "scaling_factor" in weights and not (weights["scaling_factor"] == 1).all():
+        raise ProgramError("SAEs with finetuned scales are not read, nor by SAELens 6", "scaling_factor")
     names = {name: value for name, value in config.metadata.items() if isinstance(value, str)}
     sites = [names.get(f"hf_{name}") or names.get(name) for name in ("hook_name", "hook_name_out")]
     fields |= _places(sites[0] or config.hook_name or config.hook_point, sites[1])
+    head = config.metadata.get("hook_head_index", config.hook_head_index)
+    if fields["site"].startswith("z[") and head is not None:
+        fields["site"] = f"{fields['site'][:-1]}, {head}]"
     fields["model"] = names.get("model_name") or config.model_name or ""
     fields["normalize"] = "none" if norm == "scale" else norm
     scale = _scale(which) if norm == "scale" else 1.0
     is_transcoder = "transcoder" in architecture
+    _check_widths(fields, config.d_in, is_transcoder)
     if is_transcoder and fields["normalize"] != "none":
         raise ProgramError("a transcoder cannot scale its output back", "normalize_activations")
-    return fields, Fold(
-        config.apply_b_dec_to_input and not is_transcoder, config.rescale_acts_by_decoder_norm, scale, scale
-    )
+    subtract = config.apply_b_dec_to_input and not is_transcoder
+    return fields, Fold(subtract, config.rescale_acts_by_decoder_norm, scale_in=scale, scale_out=scale)
 
 
 def write_saelens(
@@ -211,12 +214,13 @@ def write_saelens(
         architecture, config["d_out"] = "_".join(kind for kind, is_one in kinds.items() if is_one), outputs
     if skip is not None:
         arrays["W_skip"] = skip
-    names = {"model_name": model, "hook_name": _hook_name(site), "hook_name_out": _hook_name(site_out)}
+    (hook_name, head), (hook_name_out, _) = _hook_name(site), _hook_name(site_out)
+    names = {"model_name": model, "hook_name": hook_name, "hook_name_out": hook_name_out, "hook_head_index": head}
     config |= {
         "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False, "architecture": architecture,
         "normalize_activations": {"rms": "constant_norm_rescale"}.get(normalize, normalize),
         "reshape_activations": "hook_z" if site.startswith("z[") else "none",
-        "metadata": {"sae_lens_version": "6.54.0"} | {name: text for name, text in names.items() if text},
+        "metadata": {"sae_lens_version": "6.54.0"} | {name: text for name, text in names.items() if text != ""},
     }  # fmt: skip
     folder = Path(as_file(path, "path"))
     try:
@@ -237,12 +241,13 @@ class GemmaConfig(msgspec.Struct):
     model_name: str = ""
     hf_hook_point_in: str | None = None
     hf_hook_point_out: str | None = None
+    affine_connection: bool = False
 
 
 GEMMA_SITES = {
-    r"embedding": ("embed", ""), r"transcoder": ("mlp_in[{}]", "mlp_out[{}]"),
-    r"resid_post|-res\b": ("resid_post[{}]", ""),
-    r"attn_out|-att\b": ("z[{}]", ""), r"mlp_out|-mlp\b": ("mlp_out[{}]", ""),
+    "embedding": ("embed", ""), "transcoder": ("mlp_in", "mlp_out"), "resid_post": ("resid_post", ""),
+    "-res/": ("resid_post", ""), "attn_out": ("z", ""), "-att/": ("z", ""), "mlp_out": ("mlp_out", ""),
+    "-mlp/": ("mlp_out", ""),
 }  # fmt: skip
 
 
@@ -258,15 +263,21 @@ def read_gemma_scope(files: list[Path], which: Which) -> Parts:
         "decoder_bias": weights["b_dec"], "threshold": weights["threshold"], "model": config.model_name,
         **_places(config.hf_hook_point_in, config.hf_hook_point_out),
     }  # fmt: skip
-    if "affine_skip_connection" in weights:
+    if config.affine_connection or "affine_skip_connection" in weights:
         fields["skip"] = weights["affine_skip_connection"].T
-    layer = re.search(r"layer_(\d+)", path)
-    here = [sites for kind, sites in GEMMA_SITES.items() if re.search(kind, path)]
-    if not fields["site"] and here and (layer or here[0][0] == "embed"):
-        fields |= dict(zip(("site", "site_out"), (text.format(layer and layer[1]) for text in here[0]), strict=True))
-    fields["model"] = fields["model"] or "".join(re.findall(r"gemma-scope-([\w.]+?-(?:pt|it))\b", path)[:1])
+    layer, kind = re.search(r".*layer_(\d+)", path), re.search(f".*({'|'.join(GEMMA_SITES)})", path)  # the last ones
+    if not fields["site"] and kind and (layer or kind[1] == "embedding"):
+        places = (
+            f"{name}[{layer[1]}]" if layer and name not in ("", "embed") else name for name in GEMMA_SITES[kind[1]]
+        )
+        fields |= dict(zip(("site", "site_out"), places, strict=True))
+    if not fields["model"] and (named := re.search(r"gemma-scope-(2-)?(\w+)-(pt|it)\b", path)):
+        fields["model"] = (
+            f"gemma-3-{named[2]}-{named[3]}" if named[1] else f"gemma-2-{named[2]}" + "-it" * (named[3] == "it")
+        )
+    _check_widths(fields, is_transcoder=bool(fields["site_out"]))
     # trained on embeddings before the model multiplies them by sqrt(D); `embed` is after that
-    scale = len(fields["decoder_bias"]) ** -0.5 if fields["site"] == "embed" else 1.0
+    scale = max(1, fields["decoder_bias"].size) ** -0.5 if fields["site"] == "embed" else 1.0
     return fields, Fold(scale_in=scale, scale_out=scale)
 
 
@@ -275,17 +286,19 @@ def read_gemma_scope(files: list[Path], which: Which) -> Parts:
 
 def read_qwen_scope(files: list[Path], which: Which) -> Parts:
     path, weights = files[-1].absolute().as_posix(), Weights(files[-1])
-    named = re.search(r"SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
+    named = re.search(r".*SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
     k = which.pop("k", int(named[2]) if named else None)
     if k is None:
         raise ProgramError("expected k=, the number of active features: the path does not have it (…-L0_50/…)", "k")
     layer = int("".join(re.findall(r"\d+", files[-1].name)))
     if which.pop("layer", layer) != layer:
         raise ProgramError(f"expected layer {layer}, the file's", "layer")
-    return {
+    fields = {
         "encoder": weights["W_enc"], "encoder_bias": weights["b_enc"], "decoder": weights["W_dec"].T,
         "decoder_bias": weights["b_dec"], "k": k, "site": f"resid_post[{layer}]", "model": named[1] if named else "",
-    }, Fold()  # fmt: skip
+    }  # fmt: skip
+    _check_widths(fields)
+    return fields, Fold()
 
 
 # -- Llama Scope and its successors (OpenMOSS): hyperparams.json and checkpoints/final.safetensors, or config.json and
@@ -293,7 +306,7 @@ def read_qwen_scope(files: list[Path], which: Which) -> Parts:
 
 
 class OpenMossConfig(msgspec.Struct):
-    d_model: int
+    d_model: Annotated[int, msgspec.Meta(gt=0, lt=1 << 24)]
     hook_point_in: str
     hook_point_out: str
     sae_type: str = "sae"
@@ -304,7 +317,7 @@ class OpenMossConfig(msgspec.Struct):
     apply_decoder_bias_to_pre_encoder: bool = False
     use_decoder_bias: bool = True
     use_glu_encoder: bool = False
-    jump_relu_threshold: float = 0.0
+    jump_relu_threshold: float | None = None
     top_k: int = 50
 
 
@@ -313,17 +326,15 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
 
     config, weights = _config(files[0], OpenMossConfig), Weights(files[-1])
     if config.sae_type != "sae" or config.use_glu_encoder or config.act_fn not in ("relu", "jumprelu", "topk"):
-        words = (
-            f"got {config.sae_type!r:.50} with {config.act_fn!r:.50}" + " and a gated encoder" * config.use_glu_encoder
-        )
-        raise ProgramError(f"expected an SAE with relu, jumprelu or topk, {words}", "act_fn")
+        words = f"{config.sae_type!r:.50} with {config.act_fn!r:.50}" + " and a GLU" * config.use_glu_encoder
+        raise ProgramError(f"expected an SAE with relu, jumprelu or topk, got {words}", "act_fn")
     averages = config.dataset_average_activation_norm or {}
     prefix = "dataset_average_activation_norm."
     averages |= {
         name.removeprefix(prefix): float(array.mean()) for name, array in weights.items() if name.startswith(prefix)
     }
     hooks, scales, normalize = {"in": config.hook_point_in, "out": config.hook_point_out}, (1.0, 1.0), "none"
-    if config.norm_activation == "dataset-wise" and averages:
+    if config.norm_activation == "dataset-wise" and averages and "scale" not in which:
         norms = [averages.get(hooks[end], averages.get(end, 0.0)) for end in hooks]
         if not all(0 < norm < math.inf for norm in norms):
             raise ProgramError(f"expected positive norms, got {norms}", "dataset_average_activation_norm")
@@ -341,22 +352,26 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
     bias = "b_D" if "W_E" in weights else "decoder.bias"
     fields = {
         "encoder": encoder, "encoder_bias": encoder_bias, "decoder": decoder, "normalize": normalize,
-        "decoder_bias": weights[bias] if config.use_decoder_bias else np.zeros(decoder.shape[-1], np.float32),
+        "decoder_bias": weights[bias] if config.use_decoder_bias else np.zeros(decoder.shape[-1:], np.float32),
         **_places(config.hook_point_in, config.hook_point_out),
     }  # fmt: skip
+    _check_widths(fields, config.d_model)
     logs = [array for name, array in weights.items() if name.endswith("log_jumprelu_threshold")]
     if config.act_fn == "jumprelu" and logs:
         with np.errstate(over="ignore"):
             fields["threshold"] = np.exp(logs[0].astype(np.float64))
-    elif config.act_fn == "jumprelu" or (config.act_fn == "topk" and config.jump_relu_threshold > 0):
+    elif config.jump_relu_threshold and config.act_fn in ("jumprelu", "topk"):  # topk was converted
         # of rows as the model has them; the encoder sees rows that are `scales[0]` times as long
         fields["threshold"] = np.full(np.shape(encoder_bias), config.jump_relu_threshold * scales[0])
+    elif config.act_fn == "jumprelu":
+        raise ProgramError("expected a threshold of jumprelu", "jump_relu_threshold")
     elif config.act_fn == "topk":
         fields["k"] = config.top_k
     by_norm = config.sparsity_include_decoder_norm
     if by_norm and "threshold" in fields and decoder.ndim == 2:  # features keep their scale
-        with np.errstate(divide="ignore"):
-            fields["threshold"] = fields["threshold"] / np.linalg.norm(decoder.astype(np.float64), axis=1)
+        norms = np.sqrt(np.einsum("fo,fo->f", decoder, decoder, dtype=np.float64))
+        with np.errstate(all="ignore"):
+            fields["threshold"] = _fits("threshold", fields["threshold"], norms) / norms
     return fields, Fold(config.apply_decoder_bias_to_pre_encoder, by_norm and "k" in fields, *scales)
 
 
@@ -367,9 +382,10 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
 class TrainerConfig(msgspec.Struct):
     dict_class: str
     k: int | None = None
-    layer: int | None = None
-    lm_name: str | None = None
-    submodule_name: str | None = None
+    activation_dim: int | None = None
+    layer: Any = None
+    lm_name: Any = None
+    submodule_name: Any = None
 
 
 class DictionaryConfig(msgspec.Struct):
@@ -394,18 +410,19 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
         fields = {"encoder": weights["encoder.weight"], "decoder": weights["decoder.weight"].T}
     fields["decoder_bias"] = weights[DECODER_BIASES[kind]]
     if kind == "GatedAutoEncoder":
-        fields |= _gate(weights["gate_bias"], weights["r_mag"], weights["mag_bias"])
+        fields |= _gate(weights, "gate_bias", "r_mag", "mag_bias")
     else:
         fields["encoder_bias"] = weights["b_enc" if "W_enc" in weights else "encoder.bias"]
     if kind == "AutoEncoderTopK":
         fields["k"] = config.k if config.k is not None else weights["k"].tolist()
-    elif "threshold" in weights:
+    elif kind in ("BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder"):
         fields["threshold"] = _spread(weights["threshold"], fields["encoder_bias"])
-    if config.layer is not None and re.match("resid_post|None|$", str(config.submodule_name or "")):
+    _check_widths(fields, config.activation_dim)
+    if type(config.layer) is int and str(config.submodule_name or "resid_post").startswith("resid_post"):
         fields["site"] = f"resid_post[{config.layer}]"
-    fields["model"] = config.lm_name or ""
-    # its loader gives an AutoEncoder decoders of norm 1
-    return fields, Fold(kind not in ("AutoEncoderNew", "JumpReluAutoEncoder"), kind == "AutoEncoder")
+    fields["model"] = config.lm_name if isinstance(config.lm_name, str) else ""
+    subtract = kind not in ("AutoEncoderNew", "JumpReluAutoEncoder")
+    return fields, Fold(subtract, unit_norm=kind == "AutoEncoder")  # its loader scales the decoder to norms of 1
 
 
 # -- EleutherAI sparsify: cfg.json and sae.safetensors, in a folder named after the module; encoder.weight [F, D],
@@ -413,10 +430,12 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
 
 
 class SparsifyConfig(msgspec.Struct):
+    d_in: int
     k: int
     activation: str = "topk"
     signed: bool = False
     transcode: bool = False
+    skip_connection: bool = False
 
 
 def read_sparsify(files: list[Path], which: Which) -> Parts:
@@ -427,8 +446,9 @@ def read_sparsify(files: list[Path], which: Which) -> Parts:
         "encoder": weights["encoder.weight"], "encoder_bias": weights["encoder.bias"], "decoder": weights["W_dec"],
         "decoder_bias": weights["b_dec"], "k": config.k, **_places(files[-1].absolute().parent.name, None),
     }  # fmt: skip
-    if "W_skip" in weights:
+    if config.skip_connection:
         fields["skip"] = weights["W_skip"]
+    _check_widths(fields, config.d_in, config.transcode)
     if config.transcode and fields["site"].startswith("mlp_out"):
         fields |= {"site": fields["site"].replace("out", "in"), "site_out": fields["site"]}
     return fields, Fold(subtract=not config.transcode)
@@ -480,23 +500,36 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
     for name, tensor in loaded.items():
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name := str(name))
-            if (
-                tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
-            ):  # a view larger than its data
+            if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view that repeats its data
                 raise ProgramError("expected as many numbers in the file as the shape says", name)
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).detach().numpy()
     return found
 
 
-def _gate(gate_bias: np.ndarray, log_gain: np.ndarray, bias: np.ndarray) -> dict[str, Any]:
+def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcoder: bool = False) -> None:
+    """Raise `ShapeError` if rows are not as wide as the config says, or the outputs of an SAE not as wide as rows."""
+    reads, writes = (fields[name].shape[-1:] for name in ("encoder", "decoder"))
+    if width is not None and reads != (width,):
+        raise ShapeError(f"expected rows of {width} numbers, as in the config, got {list(reads)}", "encoder")
+    if not is_transcoder and writes != reads:
+        raise ShapeError(f"expected outputs as wide as rows, {list(reads)}, got {list(writes)}", "decoder")
+
+
+def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """The array, if its shape is that of `like`. Raises `ShapeError` otherwise."""
+    if array.shape != like.shape:
+        raise ShapeError(f"expected {list(like.shape)}, got {list(array.shape)}", name)
+    return array
+
+
+def _gate(weights: Weights, gate_bias: str, log_gain: str, bias: str) -> dict[str, Any]:
     """The fields of a gated SAE, whose magnitudes are relu(exp(log_gain) · encoder · row + bias)."""
     import numpy as np
 
-    if not gate_bias.shape == log_gain.shape == bias.shape:
-        raise ProgramError("expected as many numbers as in the gate's bias", "r_mag")
+    gate, log, magnitude = (_fits(name, weights[name], weights[gate_bias]) for name in (gate_bias, log_gain, bias))
     with np.errstate(over="ignore", invalid="ignore"):
-        gain = np.exp(log_gain.astype(np.float64))
-        return {"encoder_bias": gate_bias, "gain": gain, "offset": bias - gain * gate_bias}
+        gain = np.exp(log.astype(np.float64))
+        return {"encoder_bias": gate, "gain": gain, "offset": magnitude - gain * gate}
 
 
 def _spread(number: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -511,9 +544,7 @@ def _scale(which: Which) -> float:
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
         words = "trained on rows scaled to an average norm of sqrt(D), by a factor that the file lacks"
-        raise ProgramError(
-            f"{words}; give scale=, or scale=1 if it is folded into the weights; got {scale!r:.100}", "scale"
-        )
+        raise ProgramError(f"{words}; expected scale=, 1 if the weights contain it, got {scale!r:.100}", "scale")
     return float(scale)
 
 
@@ -541,10 +572,10 @@ def _place(text: str | None) -> str:
     return f"{part}[{int(module[1])}]" if module and part else ""
 
 
-def _hook_name(site: str) -> str:
-    """The name of a site in TransformerLens, or "" without one."""
-    if not site:
-        return ""
-    parsed = parse_site(site)
-    aliases = SITES[parsed.name].transformer_lens
-    return aliases[0].format(l=site.partition("[")[2].rstrip("]")) if aliases else ""
+def _hook_name(text: str) -> tuple[str, Any]:
+    """The name of a site in TransformerLens and its head; "" for none."""
+    site = parse_site(text) if text else None
+    aliases = SITES[site.name].transformer_lens if site else ()
+    if not site or not aliases:
+        return "", ""
+    return aliases[0].format(l=site.layers), "" if site.index is None else site.index

@@ -112,7 +112,7 @@ class Prompt(msgspec.Struct):
         if len(spans) > 1:
             raise TokensError(f"{tokens}: a selection of generated tokens has one pair of delimiters, got {len(spans)}")
         of_sides = {inside: self._cases(tokens, limit, lowest, inside) for inside in (True, False)}
-        certain = np.intersect1d(*(cases[0].positions for cases in of_sides.values()))
+        certain = np.intersect1d(of_sides[True][0].positions, of_sides[False][0].positions)
         conditional = [
             msgspec.structs.replace(case, positions=positions, alone=False, inside=inside)
             for inside, cases in of_sides.items() for case in cases
