@@ -40,7 +40,7 @@ class FeatureRows(NamedTuple):
 
 
 class DictionaryCard(msgspec.Struct, frozen=True):
-    """What a program needs to know of an attached SAE.
+    """The facts of an attached SAE that programs use.
 
     at, to: the sites that it reads and writes, as text
     features: how many it has
@@ -59,7 +59,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
 
 class FeatureReader(msgspec.Struct, frozen=True):
-    """How `Features` reads rows: by the dictionary of this name, its largest features, or these."""
+    """Reads features by the SAE of this name: the largest of each row, or those of `ids`."""
 
     name: str
     ids: tuple[int, ...] | None = None

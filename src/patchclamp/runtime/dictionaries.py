@@ -71,7 +71,7 @@ class DeviceSAE:
         return out_NO + self._product(rows_ND, of["skip"]) if "skip" in of else out_NO
 
     def changed(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """What an edit adds to the output, [N, O], where these rows are encoded."""
+        """The change of the output, [N, O], by an edit of the features of these rows."""
         ids = list(edit.ids)
         values_NK = self.encode(rows_ND)[:, ids]
         offset, slope, otherwise = torch.tensor(edit.gates, device=rows_ND.device).T

@@ -190,7 +190,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 
 async def _tops(front: Front, owner: str, verb: str, wanted: list[Wanted], top: int, by: Any) -> Response:
-    """Read captured rows of an owner, of which a call may have only so many: a step of all requests waits for it."""
+    """Read captured rows of an owner. Their number is limited, because a step of all requests waits for the call."""
     for name, *_ in wanted:
         _check_owned(owner, name)
     engine = front.engine
