@@ -178,7 +178,7 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (2_804, 9), "sites": (1_926, 4), "plan": (3_950, 10), "kernels": (1_548, 10), "store": (1_724, 7),
+    "language": (2_804, 9), "sites": (1_926, 4), "plan": (3_947, 10), "kernels": (1_548, 10), "store": (1_724, 7),
     "runtime": (2_285, 7), "engines": (4_069, 12), "engines/vllm": (8_082, 23), "trace": (2_438, 5),
     "studies": (11_055, 30), "plots": (1_374, 5), "serve": (4_158, 14), "cli": (1_289, 4), "": (4_468, 12),
 }  # fmt: skip
