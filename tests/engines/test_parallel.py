@@ -343,6 +343,16 @@ def test_two_workers_do_what_one_does(start, alone, options):
         logprobs=True,
     )
     tensor_parallel = "tensor_parallel_size" in options  # there one worker keeps what both need
+    opening = lm.run(SHORT, max_tokens=1).token_ids[0]
+    inside = pc.Scale(0.5, pc.z[1], pc.generated & pc.between(opening, 511 - opening))
+    if tensor_parallel:
+        run = lm.run(SHORT, max_tokens=8, edits=inside, logprobs=True)
+        static = pc.Scale(0.5, pc.z[1], run.acted["edits[0]"])
+        assert run.logprobs == lm.run(SHORT, max_tokens=8, edits=static, logprobs=True).logprobs
+        assert run.logprobs != lm.run(SHORT, max_tokens=8, logprobs=True).logprobs
+    else:
+        with pytest.raises(pc.UnsupportedSite, match="pipeline stages"):
+            lm.run(SHORT, max_tokens=8, edits=inside)
     assert back.logprobs == kept.logprobs
     if tensor_parallel:
         for op in (

@@ -238,6 +238,14 @@ def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
         pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.When(condition, pc.Scale(0.2, pc.resid_post[1]), scope=scope))
 
 
+def test_delimiters_are_found_in_the_prompt_alone(pair):
+    inside = pc.between(PROMPTS[0][1], PROMPTS[0][-1])
+    with pytest.raises(pc.PatchclampError, match="between"):
+        pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], inside))
+    run = pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], pc.prompt & inside))
+    assert run.acted == {"edits[0]": run.select(pc.prompt & inside).tolist()}
+
+
 def test_code_is_refused(pair):
     _, drafting = pair
     edits = [[pc.Apply(lambda rows: rows, pc.resid_post[1])], PROGRAMS["generated"]]

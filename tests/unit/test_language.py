@@ -681,9 +681,7 @@ def test_every_op_names_its_fields():
     }
     for kind in OPS.values():
         by_name = (pc.Use, pc.Features, pc.SetFeature, pc.Reconstruct)
-        named = {pc.When: {"condition", "edits"}, **dict.fromkeys(by_name, {"name", "tokens"})}.get(
-            kind, {"at", "tokens"}
-        )
+        named = {"condition", "edits"} if kind is pc.When else {"name" if kind in by_name else "at", "tokens"}
         assert named <= set(kind.__struct_fields__)
 
 

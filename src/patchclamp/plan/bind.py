@@ -457,7 +457,7 @@ class _Binder:
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
-        self._spans: dict[tuple[int | None, ...], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
+        self._spans: dict[tuple[int, int], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
@@ -726,7 +726,7 @@ class _Binder:
         their bits, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding,
         and written where the stream ends, since rows of one point are in no order."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
-        pair = tuple(self.prompt.token_of(each) for each in (between.opening, between.closing))
+        pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
         if pair not in self._spans:
             if self.sites.stages > 1:
                 raise UnsupportedSite(
@@ -734,12 +734,9 @@ class _Binder:
                 )
             inside, opened, outside = (self._next_bit() for _ in range(3))
             begin, latch = len(self.prompt.ids), self._next_latch()
-            delimiters = np.flatnonzero(np.isin(self.prompt.ids, pair))
-            is_open = bool(len(delimiters)) and self.prompt.ids[delimiters[-1]] == pair[0]
-            first, last = (
-                self.sites.resolve(Site("embed")),
-                self.sites.resolve(Site("resid_post", self.sites.layers - 1)),
-            )
+            is_open = [each for each in self.prompt.ids if each in pair][-1:] == [pair[0]]
+            first = self.sites.resolve(Site("embed"))
+            last = self.sites.resolve(Site("resid_post", self.sites.layers - 1))
             decisions = [(Span(*pair, is_open, inside, latch), first), (All(outside, 1 << inside, 0), first),
                          (Latch(opened, latch, True), last)]  # fmt: skip
             self._span_ops += [
