@@ -275,9 +275,10 @@ class Run:
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
-        """The position of each row of `run[site]`."""
+        """The position of each row of `run[site]`, or of the rows that were pooled."""
         _, refs, ordinal = self._locate(site)
-        return self._shared_positions(site, refs, ordinal).tolist()
+        positions = self._shared_positions(site, refs, ordinal).tolist()
+        return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
         """The positions of a site. Raises `ProgramError` if its layers have different ones."""
@@ -360,7 +361,8 @@ class Run:
         if self._monitor(name) is not None:
             assert self.answer.monitored is not None
             return list(range(len(self.answer.monitored)))
-        return self._products(name)[0].tolist()
+        positions = self._products(name)[0].tolist()
+        return positions[-1:] if self._named_probes[name].pool == "last" else positions
 
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
         """The positions of a probe, and W h for each of its points, [T, k]."""
@@ -415,6 +417,7 @@ class Run:
         assert isinstance(bound.action, Keep)
         positions, selected = self._selected(number, self._expected(bound.points[0], number))
         positions = positions if selected is None else positions[selected]
+        positions = positions[-1:] if op.pool == "last" else positions
         count = [] if op.pool and len(positions) else [len(positions)]
         shape = (*([len(bound.points)] if is_stacked(op.at) else []), *count)
         return [(point, number) for point in bound.points], positions, (*shape, bound.action.products)
