@@ -997,8 +997,8 @@ def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) ->
 
 
 def joined(read: Sequence[LensResult]) -> LensResult:
-    """The results of one lens at consecutive tokens as one."""
-    ids, logprobs = (np.concatenate([each[i] for each in read], -2) for i in (3, 4))
+    """The results of a lens at one layer, at consecutive tokens, as one."""
+    ids, logprobs = np.concatenate([each.ids for each in read]), np.concatenate([each.logprobs for each in read])
     return read[0]._replace(positions=[at for each in read for at in each.positions], ids=ids, logprobs=logprobs)
 
 
@@ -1021,7 +1021,8 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
-            found = engine.lens_many([Wanted(run.key, *key, run._first) for run, key, _ in some], top, translator)
+            rows = [Wanted(run.key, point, op, run._first) for run, (point, op), _ in some]
+            found = engine.lens_many(rows, top, translator)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
 

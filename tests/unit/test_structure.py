@@ -180,7 +180,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (2_685, 9), "sites": (1_926, 4), "plan": (3_700, 10), "kernels": (1_381, 10), "store": (1_724, 7),
     "runtime": (2_285, 7), "engines": (4_075, 12), "engines/vllm": (8_081, 23), "trace": (2_422, 5),
-    "studies": (11_054, 30), "plots": (1_374, 5), "serve": (4_151, 14), "cli": (1_286, 4), "": (4_526, 12),
+    "studies": (11_054, 30), "plots": (1_374, 5), "serve": (4_151, 14), "cli": (1_286, 4), "": (4_527, 12),
 }  # fmt: skip
 
 
