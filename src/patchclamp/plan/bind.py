@@ -842,6 +842,9 @@ class _Binder:
         return number
 
 
+LAST = POOLS.index("last") + 1  # of `Keep.pool`
+
+
 class _OpBinder:
     """The `Context` of one op, at its site refs and at the positions of one case."""
 
@@ -855,7 +858,12 @@ class _OpBinder:
     def bound(self) -> list[BoundOp]:
         """The bound op, after the `Store` ops that it needs."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
-        ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
+        if isinstance(lowered.action, Keep) and lowered.action.pool == LAST and not self.conditional:
+            # of the prompt's tokens only the last one can be the last of all; the ones before may come from a cache
+            prompt = np.searchsorted(self._case.positions, len(self._binder.prompt.ids))
+            ranges = position_ranges(self._case.positions[max(prompt - 1, 0) :], None)
+        else:
+            ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
