@@ -324,7 +324,7 @@ class TransformersEngine(Engine):
             found = self.runtime.dictionaries.read(reader, [torch.as_tensor(rows) for _, rows in captured], top)
             return by_capture([positions for positions, _ in captured], *found)
 
-        return self._call(read).result()
+        return self._read(read)
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         self._call(self.runtime.dictionaries.attach, name, sae, dtype_of_precision(precision, self._net.dtype)).result()
