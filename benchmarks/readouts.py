@@ -159,6 +159,20 @@ class Bench:
             best = np.sort(sae.encode(rows), 1)[:, ::-1][:, :32]
             gap = np.abs(found.values - best).max() / best.max()
             self.note("largest difference from fp32, relative to the largest feature", float(gap))
+            for name, op in {
+                "set": pc.SetFeature("sae", [7, 9], [2.0, 0.0]),
+                "reconstructed": pc.Reconstruct("sae"),
+            }.items():
+                several = self.lm.run(
+                    self.prompts(self.length, count=8), edits=[pc.Capture(at), op, pc.Capture(at)], **options
+                )
+                gaps = []
+                for one in several:
+                    before, after = (one[f"edits[{i}]"].float().numpy() for i in (0, 2))
+                    change = (np.array([2, 0]) - sae.encode(before)[:, [7, 9]]) @ decoder[[7, 9]]
+                    expected = before + change if name == "set" else sae.reconstruct(before)
+                    gaps.append(np.abs(after - expected).max() / np.abs(expected).max())
+                self.note(f"largest difference of rows, {name}, relative to the largest number", float(max(gaps)))
         finally:
             self.lm.detach("sae")
 

@@ -693,7 +693,8 @@ class LM:
         Raises `ShapeError` if the site has another width, `UnsupportedSite` for a site that workers have in parts, and
         `CapacityError` if there is no room.
         """
-        dictionary = placed(sae, self.sites, name, at, to)
+        dtype = self.model.dtype if precision == "model" else "float32"
+        dictionary = placed(sae, self.sites, name, at, to, dtype)
         if name in self.sites.dictionaries:
             raise ProgramError(f"an SAE is attached as {name!r}: detach it first", "name")
         self.engine.attach(name, sae, precision)

@@ -47,6 +47,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     is_local: True if a feature depends on one product with the row (`SAE.is_local`)
     normalizes: True if rows are normalised, so that what is added to them has their scale
     content: `SAE.content`
+    dtype: of the rows that it reads: that of its matrices
     """
 
     name: str
@@ -56,6 +57,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     is_local: bool
     normalizes: bool
     content: str
+    dtype: str = "float32"
 
 
 class FeatureReader(msgspec.Struct, frozen=True):

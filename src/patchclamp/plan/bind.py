@@ -179,8 +179,8 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
 
 @lower.register
 def _features(op: ops.Features, context: Context) -> Lowered:
-    context.dictionary(op.ids or ())
-    return Lowered(Keep(0, context.conditional, lens=True))
+    dtype = DTYPES.index(context.dictionary(op.ids or ()).card.dtype)
+    return Lowered(Keep(dtype, context.conditional, lens=True))
 
 
 @lower.register

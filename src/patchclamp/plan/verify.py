@@ -307,9 +307,10 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.probes.add(action.probe)
         frame.decided.reading = op
     if action.lens:
-        _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
-        whole = [frame.sites.lens_reads(point) or point in frame.read_by_saes for point in op.points]
-        _need(all(whole), "a lens of a point that none reads")
+        by_saes = op.points[:1] and op.points[0] in frame.read_by_saes
+        _need(not (action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
+        _need(bool(by_saes) or not action.dtype, "a lens of rounded rows")
+        _need(bool(by_saes) or all(map(frame.sites.lens_reads, op.points)), "a lens of a point that none reads")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]

@@ -5,7 +5,7 @@ N rows · D width · F features · O width of the output · K features asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -83,6 +83,22 @@ class DeviceSAE:
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
+def in_parts(rows: Sequence[torch.Tensor], size: int, pinned: bool) -> Iterator[torch.Tensor]:
+    """All rows, `size` at a time, in one tensor that is overwritten: fresh memory would cost more than the copy."""
+    if not rows:
+        return
+    part, filled = torch.empty(size, rows[0].shape[1], dtype=rows[0].dtype, pin_memory=pinned), 0
+    for each in rows:
+        for some in (each[: size - filled], *each[size - filled :].split(size)):
+            part[filled : filled + len(some)] = some
+            filled += len(some)
+            if filled == size:
+                yield part
+                filled = 0
+    if filled:
+        yield part[:filled]
+
+
 class Dictionaries:
     """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they take what memory is free."""
 
@@ -151,7 +167,7 @@ class Dictionaries:
         sae, ids = self.of(reader.name), None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
         found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
         size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
-        for part_ND in torch.cat(rows).split(size) if rows else ():
+        for part_ND in in_parts(rows, size, pinned=self._device.type == "cuda"):
             values_NF = sae.encode(part_ND.to(self._device).float())
             best = values_NF.topk(top) if ids is None else (values_NF[:, ids], ids.expand(len(values_NF), -1))
             found.append((best[1].int().cpu().numpy(), best[0].cpu().numpy()))
