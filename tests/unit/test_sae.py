@@ -290,6 +290,14 @@ def test_the_arithmetic_and_the_round_trip(tmp_path, kind):
     assert again.content == sae.content or "gated" in kind  # gains are stored as logarithms
 
 
+def test_a_feature_whose_gain_is_not_positive_is_not_local():
+    """It falls with its pre-activation: no product above a threshold decides when it is active."""
+    rng = np.random.default_rng(5)
+    for gain in (-1.0, 0.0):
+        gains = np.append(np.ones(F - 1), gain)
+        assert not random_sae(rng, gain=gains, offset=numbers(rng, F)).is_local
+
+
 def test_of_equal_values_the_first_are_kept():
     sae = pc.SAE(np.ones((F, D)), np.zeros(F), np.ones((F, D)), np.zeros(D), k=3)
     assert (np.nonzero(sae.encode(np.ones((2, D))))[1] == [0, 1, 2, 0, 1, 2]).all()
