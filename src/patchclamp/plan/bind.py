@@ -179,7 +179,9 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
 
 @lower.register
 def _features(op: ops.Features, context: Context) -> Lowered:
-    context.dictionary(op.ids or ())
+    card = context.dictionary(op.ids or ()).card
+    if op.top is not None and op.top > card.features:
+        raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
     return Lowered(Keep(0, context.conditional, lens=True))
 
 
