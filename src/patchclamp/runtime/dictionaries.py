@@ -174,22 +174,21 @@ class Dictionaries:
 
 
 class _Held:
-    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step."""
+    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step. A
+    kernel calls both once for each range of positions."""
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # positions, and what is written there
+        self._held: dict[int, torch.Tensor] = {}  # by position, what is written there
 
     def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         new_ND = self._sae.edited(self._action, rows_ND)
         return rows_ND + new_ND if self._action.ids else new_ND
 
     def read(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._held = positions, self._sae.edited(self._action, rows_ND)
+        self._held.update(zip(positions.tolist(), self._sae.edited(self._action, rows_ND), strict=True))
         return rows_ND
 
     def write(self, rows_NO: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        assert self._held is not None, "the site that it reads comes later in the model than the one that it writes"
-        there, new_NO = self._held
-        new_NO = new_NO[torch.searchsorted(there, positions)]
+        new_NO = torch.stack([self._held.pop(position) for position in positions.tolist()])
         return rows_NO + new_NO if self._action.ids else new_NO
