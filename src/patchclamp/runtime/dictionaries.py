@@ -5,6 +5,7 @@ N rows · D width · F features · O width of the output · K features asked for
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -89,7 +90,8 @@ class Dictionaries:
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._used: dict[str, tuple[int, int]] = {}  # the parts of the memory
+        # the parts of the memory: a run under way may still use an SAE that was detached
+        self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
 
     def __len__(self) -> int:
@@ -114,9 +116,9 @@ class Dictionaries:
                 on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
         except torch.OutOfMemoryError:
             raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
+        self._of[name] = attached = DeviceSAE(sae, on_device)
         if self._size:
-            self._used[name] = begin - needed, begin
-        self._of[name] = DeviceSAE(sae, on_device)
+            self._used[attached] = begin - needed, begin
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
@@ -134,9 +136,8 @@ class Dictionaries:
         return begin
 
     def detach(self, name: str) -> None:
-        """Free an SAE's memory."""
+        """Free an SAE's memory, once no run uses it."""
         self._of.pop(name, None)
-        self._used.pop(name, None)
 
     def of(self, name: str, content: str = "") -> DeviceSAE:
         """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by one of other content."""
