@@ -153,6 +153,20 @@ def test_an_identity_changes_no_bit(lm):
             assert torch.equal(run[pc.resid_post[layer]], plain[pc.resid_post[layer]])
 
 
+def test_another_sae_of_the_name_reads_no_rows_of_the_first(lm):
+    lm.attach(SAES["topk"], name="a")
+    runs = [lm.run("x", capture=pc.Features("a"), **ARGUMENTS) for _ in range(2)]
+    lm.detach("a")
+    with pytest.raises(pc.MissingSource, match="'a' was detached"):
+        runs[0].features["a"]
+    lm.attach(SAES["jumprelu"], name="a")
+    try:
+        with pytest.raises(pc.PatchclampError, match="'a' was detached"):
+            runs[1].features["a"]
+    finally:
+        lm.detach("a")
+
+
 def test_graded_cells_equal_requests(lm):
     programs = [pc.SetFeature(name, [i, i + 1], float(i)) for i in range(4) for name in LOCAL]
     grades = lm.grade(PROMPTS[0], programs, score=[260, 198])

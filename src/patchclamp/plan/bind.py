@@ -182,7 +182,7 @@ def _features(op: ops.Features, context: Context) -> Lowered:
     card = context.dictionary(op.ids or ()).card
     if op.top is not None and op.top > card.features:
         raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
-    return Lowered(Keep(0, context.conditional, lens=True))
+    return Lowered(Keep(0, context.conditional, lens=True, sae=card.content))
 
 
 @lower.register

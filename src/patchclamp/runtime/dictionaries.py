@@ -149,7 +149,8 @@ class Dictionaries:
     @torch.inference_mode()
     def read(self, reader: FeatureReader, rows: list[torch.Tensor], top: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids and values [N, K] of features of all rows, one after another: the `top` largest, or the reader's."""
-        sae, ids = self.of(reader.name), None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
+        sae = self.of(reader.name, reader.content)
+        ids = None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
         found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
         size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
         for part_ND in torch.cat(rows).split(size) if rows else ():
