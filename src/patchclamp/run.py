@@ -483,11 +483,10 @@ class Run:
         return {path: number for path, number in self._kept_for_reading.items() if isinstance(self._op(path), Lens)}
 
     @functools.cached_property
-    def _feature_ops(self) -> dict[str, tuple[str, tuple[int, int]]]:
-        """The path of the last `Features` of each SAE by its name, with the point and the number of its rows."""
-        paths = {op.name: path for path, op in self.program.ops if isinstance(op, Features)}
-        points = {op.path: op.points[0] for op in self._ops if op.points}
-        return {name: (path, (points[path], self._kept_for_reading[path])) for name, path in paths.items()}
+    def _feature_ops(self) -> dict[str, tuple[int, int]]:
+        """The point and the number of the rows of each `Features`, by its path."""
+        points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
+        return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
@@ -497,8 +496,9 @@ class Run:
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by the name of their SAE. They are computed at the first read;
-        `lm.lens(runs)` reads those of many runs together."""
+        """The features that its program reads, by the name of their SAE. Where two ops read one, the later one; the key
+        "edits[0]" means that one. They are computed at the first read; `lm.lens(runs)` reads those of many runs
+        together."""
         return _FeaturesRead(self)
 
     def lens_between(self, first: int, end: int) -> ReadLenses:
@@ -523,12 +523,13 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
-        for path, key in self._feature_ops.values() if self.error is None else ():
+        saes = {op.path: op.action.sae for op in self._ops if isinstance(op.action, Keep)}
+        for path, key in self._feature_ops.items() if self.error is None else ():
             op = self._op(path)
             assert isinstance(op, Features)
             if key not in self._lenses:
-                top = len(op.ids) if op.ids else op.top or 0
-                lenses[key] = UnreadLens(top, FeatureReader(op.name, op.ids), len(self._expected(*key)))
+                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, saes[path])
+                lenses[key] = UnreadLens(top, reader, len(self._expected(*key)))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -992,25 +993,28 @@ class _FeaturesRead(_Readings):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
 
     def __getitem__(self, name: str) -> FeaturesResult:
         run = self._run
         run.answer  # noqa: B018  raises the run's own error
-        if name not in run._feature_ops:
+        path = self._paths.get(name, name)
+        if path not in run._feature_ops:
             raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
-        _, key = run._feature_ops[name]
+        key, op = run._feature_ops[path], run._op(path)
+        assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
         positions, ids, values = run._lenses[key]
-        return FeaturesResult(name, positions.tolist(), ids, values)
+        return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._run._feature_ops
+        return name in self._paths or name in self._run._feature_ops
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._run._feature_ops)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._run._feature_ops)
+        return len(self._paths)
 
     def __repr__(self) -> str:
         return f"<features: {', '.join(self) or 'none'}>"

@@ -86,7 +86,7 @@ def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
     """Other SAEs, features and rows than there are, and rows of another key."""
     with pc.LM(server.url, api_key=KEYS[1]) as other:
         run = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Features("plain"), pc.resid_post[4]])
-        mine, [(_, (point, op))] = run.key, run._feature_ops.values()
+        mine, [(point, op)] = run.key, run._feature_ops.values()
         posts = {
             "features": [
                 wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("none")),

@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,17 @@ programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(cap
 ])  # fmt: skip
 def test_the_short_form_of_a_mix(text, terms):
     assert pc.Program.parse(text) == Program(tuple(pc.Use(*term) for term in terms))
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 20000, "." * 20000, " " * 20000 + "!", "a" * 20000 + "!", "1 " + "e" * 20000 + "+"]
+)
+def test_a_long_mix_is_read_in_linear_time(text):
+    """It may be the model's name in a request."""
+    began = time.process_time()
+    with pytest.raises(pc.ProgramError):
+        pc.Program.parse(text)
+    assert time.process_time() - began < 2.0
 
 
 @given(sites())

@@ -61,10 +61,14 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
 
 class FeatureReader(msgspec.Struct, frozen=True):
-    """Reads features by the SAE of this name: the largest of each row, or those of `ids`."""
+    """Reads features by the SAE of this name: the largest of each row, or those of `ids`.
+
+    content: of the SAE; "": of any that has the name
+    """
 
     name: str
     ids: tuple[int, ...] | None = None
+    content: str = ""
 
 
 class SAEOption(NamedTuple):

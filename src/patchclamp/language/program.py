@@ -154,7 +154,7 @@ class Program(PublicStruct, frozen=True):
 
 
 _SIGN, _NAME = re.compile(r"\s*([+-])"), re.compile(r"\s*([A-Za-z_][\w.-]*)\s*")
-_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)(?:\s*\*|\s)")
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)(?:\s*\*|\s)")
 
 
 def to_dict(program: Program) -> dict[str, Any]:

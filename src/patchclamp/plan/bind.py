@@ -179,8 +179,10 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
 
 @lower.register
 def _features(op: ops.Features, context: Context) -> Lowered:
-    dtype = DTYPES.index(context.dictionary(op.ids or ()).card.dtype)
-    return Lowered(Keep(dtype, context.conditional, lens=True))
+    card = context.dictionary(op.ids or ()).card
+    if op.top is not None and op.top > card.features:
+        raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
+    return Lowered(Keep(DTYPES.index(card.dtype), context.conditional, lens=True, sae=card.content))
 
 
 @lower.register
