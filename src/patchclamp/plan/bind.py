@@ -791,10 +791,12 @@ class _Binder:
         return cases
 
     def check_ids(self, tokens: Selection, field: str) -> None:
-        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
-        if beyond:
+        delimiters = (leaf for leaf in leaves(tokens) if isinstance(leaf, Between))
+        ids = [leaf.ids[-1] for leaf in ids_in(tokens)]
+        ids += [each for leaf in delimiters for each in (leaf.opening, leaf.closing) if isinstance(each, int)]
+        if beyond := [each for each in ids if each >= self.sites.d_vocab]:
             raise TokensError(
-                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
+                f"token id {beyond[0]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
                 field,
             )
 
