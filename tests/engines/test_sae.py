@@ -181,6 +181,7 @@ def test_what_cannot_be_is_refused(lm):
     sae = SAES["standard"]
     refused = [
         (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: an SAE is attached as 'standard'"),
+        (lambda: lm.attach("folder", name="a"), pc.ProgramError, "sae: expected a pc.SAE"),
         (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: expected a site of one layer"),
         (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] is 1536 wide"),
         (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "for each token"),
