@@ -223,5 +223,9 @@ def test_a_condition_on_features(lm, name):
     for condition, message in refused:
         with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
             lm.run("x", edits=pc.When(condition, push))
+    named = pc.Probe(numbers(D), at=SITE, name=f"{name}.40")
+    for edits in ([named, pc.When(read[0] > 1, push)], [pc.When(read[0] > 1, push), named]):
+        with pytest.raises(pc.ProgramError, match=rf"two probes are named '{name}.40'"):
+            lm.run("x", edits=edits)
     with pytest.raises(pc.ProgramError, match="needs a whole row"):
         lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))
