@@ -190,6 +190,7 @@ def test_what_cannot_be_is_refused(lm):
     sae = SAES["standard"]
     refused = [
         (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: an SAE is attached as 'standard'"),
+        (lambda: lm.attach("folder", name="a"), pc.ProgramError, "sae: expected a pc.SAE"),
         (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: expected a site of one layer"),
         (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] is 1536 wide"),
         (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "for each token"),
@@ -231,5 +232,9 @@ def test_a_condition_on_features(lm, name):
     for condition, message in refused:
         with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
             lm.run("x", edits=pc.When(condition, push))
+    named = pc.Probe(numbers(D), at=SITE, name=f"{name}.40")
+    for edits in ([named, pc.When(read[0] > 1, push)], [pc.When(read[0] > 1, push), named]):
+        with pytest.raises(pc.ProgramError, match=rf"two probes are named '{name}.40'"):
+            lm.run("x", edits=edits)
     with pytest.raises(pc.ProgramError, match="needs a whole row"):
         lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))

@@ -455,6 +455,7 @@ class _Binder:
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
         self._edits_at: collections.Counter[int] = collections.Counter()  # the edits bound so far, by point
         self._read_after: dict[str, list[int]] = {}  # the same number where a probe is read, at each of its points
+        self._probes: dict[str, Probe] = {}  # by name, and features that conditions compare
         self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
@@ -617,6 +618,11 @@ class _Binder:
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
         """The op that reads a probe, where the program names it first. Raises `ProgramError` for a probe whose scores
         would now be others, unless it is named to compare the scores that it has."""
+        if self._probes.setdefault(probe.name, probe) != probe:
+            raise ProgramError(
+                f"two probes are named {probe.name!r}, or a probe and a feature of a condition: give the probe another "
+                "name", "name"
+            )  # fmt: skip
         counts = [self._edits_at[ref.point] for ref in self._resolve(probe)]
         if probe.name in self._read_after:
             if self._read_after[probe.name] != counts and not is_compared:
@@ -791,10 +797,12 @@ class _Binder:
         return cases
 
     def check_ids(self, tokens: Selection, field: str) -> None:
-        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
-        if beyond:
+        delimiters = (leaf for leaf in leaves(tokens) if isinstance(leaf, Between))
+        ids = [leaf.ids[-1] for leaf in ids_in(tokens)]
+        ids += [each for leaf in delimiters for each in (leaf.opening, leaf.closing) if isinstance(each, int)]
+        if beyond := [each for each in ids if each >= self.sites.d_vocab]:
             raise TokensError(
-                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
+                f"token id {beyond[0]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
                 field,
             )
 

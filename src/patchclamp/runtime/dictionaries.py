@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from patchclamp.errors import CapacityError, MissingSource, unknown
+from patchclamp.errors import CapacityError, MissingSource, ShapeError, unknown
 from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
 from patchclamp.language.sae import EPSILON, SAE, SHAPES
 from patchclamp.plan.bound import BoundOp, Encoded
@@ -33,7 +33,7 @@ class DeviceSAE:
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
         self.k, self.normalize, self.content, self._arrays = sae.k, sae.normalize, sae.content, arrays
-        self.features = sae.n_features
+        self.features, self.width = sae.n_features, sae.width
 
     @staticmethod
     def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -168,6 +168,8 @@ class Dictionaries:
         sae = self.of(reader.name, reader.content)
         ids = None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
         found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
+        if any(each.shape[1] != sae.width for each in rows):  # projected ones, of a hostile client
+            raise ShapeError(f"the SAE {reader.name!r} reads rows of {sae.width} numbers", "wanted")
         size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
         for part_ND in in_parts(rows, size, pinned=self._device.type == "cuda"):
             values_NF = sae.encode(part_ND.to(self._device).float())

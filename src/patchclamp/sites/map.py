@@ -279,6 +279,8 @@ def placed(
 ) -> Dictionary:  # fmt: skip
     """An SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
+    if not isinstance(sae, SAE):
+        raise ProgramError(f"expected a pc.SAE, as of pc.SAE.load(path), got {type(sae).__name__}", "sae")
     read = str(at or sae.site)
     if not read:
         raise ProgramError("expected the site that the SAE reads, which its file does not say", "at")
