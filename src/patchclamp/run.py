@@ -484,7 +484,7 @@ class Run:
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[str, tuple[int, int]]]:
-        """The path of the last `Features` of each SAE by its name, with the point and the number of its rows."""
+        """The path of the `Features` of each SAE by its name, with the point and the number of its rows."""
         paths = {op.name: path for path, op in self.program.ops if isinstance(op, Features)}
         points = {op.path: op.points[0] for op in self._ops if op.points}
         return {name: (path, (points[path], self._kept_for_reading[path])) for name, path in paths.items()}

@@ -190,6 +190,8 @@ def test_what_cannot_be_is_refused(lm):
         (lambda: lm.attach(sae, name="a", to=pc.resid_post[2]), pc.UnsupportedSite, r"to: expected a site at or after"),
         (lambda: lm.detach("a"), pc.UnknownName, "attached SAE"),
         (lambda: lm.run("x", capture=pc.Features("a")), pc.UnknownName, r"capture\[0\].name"),
+        (lambda: lm.run("x", capture=[pc.Features("topk"), pc.Features("topk", ids=[1])]), pc.ProgramError,
+         r"capture\[1\].name: .* read twice"),
         (lambda: lm.run("x", capture=pc.Features("topk", top=F + 1)), pc.ProgramError, r"capture\[0\].top: .* at most 96"),
         (lambda: lm.run("x", edits=pc.SetFeature("topk", F, 1.0)), pc.ProgramError, r"edits\[0\].id: .* 0 to 95, got 96"),
     ]  # fmt: skip

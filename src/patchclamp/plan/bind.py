@@ -460,6 +460,7 @@ class _Binder:
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
+        self._features_read: set[str] = set()  # of these SAEs
         self._spans: dict[tuple[int, int], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
         self._span_ops: list[BoundOp] = []
 
@@ -712,6 +713,10 @@ class _Binder:
         """Bind an op: an edit once for each condition under which it acts, a capture once."""
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
+        if isinstance(op, Features):
+            if op.name in self._features_read:
+                raise ProgramError(f"the features of {op.name!r} are read twice: use one pc.Features for both", "name")
+            self._features_read.add(op.name)
         if isinstance(op, Readout):
             return _OpBinder(self, path, op, refs, Case(self.known.merged_of(cases)), len(cases) > 1).bound()
         cases = [case for case in cases if len(case.positions)]
