@@ -48,6 +48,7 @@ GROUPS = {
     ),
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
     "studies": ("test_grade", "test_lens", "test_fuzz"),
+    "saes": ("test_sae", "test_sae_studies"),
     "real": ("test_sweep", "test_steering", "test_readme", "test_harvest", "test_notebooks", "test_cli_parity"),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
