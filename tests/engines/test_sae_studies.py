@@ -100,6 +100,84 @@ def test_what_cannot_be_evaluated_is_refused(lm):
         assert caught.value.path == path
 
 
+@contextlib.contextmanager
+def without(plain, sae, cells: list[tuple[int, list[int]]]):
+    """Features are 0 at some positions, all together; what the SAE misses stays."""
+
+    def change(rows):
+        features = sae.encode(rows)
+        scale = 1.0 if sae.normalize == "none" else rows.std(1, ddof=1, keepdims=True)
+        ablated = np.zeros_like(features)
+        for feature, positions in cells:
+            ablated[positions, feature] = features[positions, feature]
+        return rows - (ablated @ sae.decoder * scale).astype(np.float32)
+
+    with rows_changed(plain, change):
+        yield
+
+
+@pytest.mark.parametrize(("name", "by_token"), [("standard", False), ("topk", True), ("normed", True)])
+def test_attributions_equal_hooks(lm, plain, shallow, name, by_token):
+    """Gradients, ablations and the curve; the estimates of the other engine are those of Transformers."""
+    sae, ids, verify = SAES[name], lm.tokens(PROMPTS[0]), 8
+    answer, foil = (lm.tokens(word)[0] for word in (" Paris", " Rome"))
+    chosen = list(range(1, len(ids)))
+    asked = {"sae": sae, "prompt": PROMPTS[0], "answer": " Paris", "foil": " Rome", "by_token": by_token,
+             "tokens": "every[1:]"}  # fmt: skip
+    found = pc.studies.feature_attribution(shallow.get("transformers", "float32"), **asked, verify=verify, on=lm)
+
+    rows = plain.read(ids, "resid_post", LAYER)
+    active = sae.encode(rows.numpy())[1:]
+    pairs = [(feature, [chosen[t]]) for t, feature in np.argwhere(active).tolist()]
+    cells = pairs if by_token else [(f, chosen) for f in np.flatnonzero(active.any(0)).tolist()]
+    assert found.features.tolist() == [feature for feature, _ in cells]
+    assert found.positions.tolist() == [at[0] if by_token else -1 for _, at in cells]
+    assert np.allclose(found.values, [active[np.array(at) - 1, f].max() for f, at in cells], atol=1e-4)
+
+    hidden = rows.clone().requires_grad_()
+    handle = plain.net.model.layers[LAYER + 1].register_forward_pre_hook(lambda module, args: (hidden[None], *args[1:]))
+    logits = plain.net(torch.tensor([ids])).logits[0, -1]
+    handle.remove()
+    (slopes,) = torch.autograd.grad(logits[answer] - logits[foil], hidden)
+    scale = 1.0 if sae.normalize == "none" else rows.numpy().std(1, ddof=1, keepdims=True)
+    shares = sae.encode(rows.numpy()) * (slopes.numpy() * scale @ sae.decoder.T)
+    expected = np.array([shares[at, feature].sum() for feature, at in cells])
+    assert np.abs(found.estimates - expected).max() < 1e-3 * np.abs(expected).max()
+
+    def metric(ablated) -> float:
+        with without(plain, sae, ablated):
+            logits = plain.logits(ids)
+        return float(logits[answer] - logits[foil])
+
+    best = np.argsort(-np.abs(expected), kind="stable")
+    clean, exact = metric([]), found.exact
+    assert set(np.flatnonzero(np.isfinite(exact))) == set(np.argsort(-np.abs(found.estimates), kind="stable")[:verify])
+    for n in np.flatnonzero(np.isfinite(exact)):
+        assert abs(exact[n] - (clean - metric([cells[n]]))) < 2e-3
+    assert np.nanmax(np.abs(exact)) > 0.01
+    kept = [metric([cells[n] for n in best[size:]]) for size in found.sizes]
+    assert np.abs(found.kept - kept).max() < 5e-3
+    assert (found.faithfulness[0], abs(found.faithfulness[-1] - 1) < 1e-2) == (0, True)
+    assert found.picture().table[1][0] == str(found.to_frame()["feature"][0])
+
+
+def test_an_ablation_sweep_needs_no_gradients(lm):
+    found = pc.studies.feature_attribution(
+        lm, sae=SAES["standard"], prompt=PROMPTS[0], answer=" Paris", tokens=-1, estimate=False
+    )
+    assert np.isnan(found.estimates).all()
+    assert np.isfinite(found.exact).all()
+    best = int(found.to_frame()["feature"][0])
+    edit = pc.SetFeature("standard", best, 0.0, pc.prompt[-1])
+    lm.attach(SAES["standard"], name="standard")
+    try:
+        grades = lm.grade(PROMPTS[0], [edit], score=" Paris")
+    finally:
+        lm.detach("standard")
+    assert abs(grades.baseline[0] - grades.logprobs[0, 0] - np.abs(found.exact).max() * np.sign(found.exact[
+        np.argmax(np.abs(found.exact))])) < 1e-3  # fmt: skip
+
+
 def test_an_identity_recovers_all(lm):
     eye = np.eye(D, dtype=np.float32)
     both = np.concatenate([eye, -eye])

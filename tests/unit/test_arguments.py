@@ -16,6 +16,7 @@ STUDIES = {
     "direct_attribution": {"prompt": IDS, "answer": 5},
     "edge_attribution": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
     "evaluate_sae": {"sae": "name", "prompts": [IDS]},
+    "feature_attribution": {"sae": "name", "prompt": IDS, "answer": 5},
     "fit_lens": {"dataset": [IDS, [8, 9]], "steps": 1},
     "fit_probe": {"prompts": [IDS, [8, 9]], "labels": [0, 1]},
     "fuzz_sweep": {"prompts": [IDS], "strengths": [0.5]},
