@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 
 import numpy as np
 import pytest
@@ -198,3 +199,55 @@ def test_an_evaluation_resumes_and_is_saved(lm, tmp_path, monkeypatch):
     assert loaded.totals == first.totals
     assert list(loaded.to_frame()["loss_recovered"]) == list(first.to_frame()["loss_recovered"])
     assert f"loss recovered {first.totals['loss_recovered']:.2f}"[:16] in loaded.picture().explained
+
+
+def test_features_of_a_data_set_and_top_contexts(lm, tmp_path, monkeypatch):
+    """The files have the active features of every token, and a feature's contexts are where it is largest."""
+    sae, kept = SAES["standard"], 8
+    documents = [*PROMPTS, " ".join(PROMPTS), [5], ""]
+    asked = {"sae": sae, "documents": documents, "folder": tmp_path, "kept": kept, "context": 12, "window": 3}
+    monkeypatch.setattr(importlib.import_module("patchclamp.studies.top_contexts"), "SHARD_PROMPTS", 2)
+    whole = pc.studies.top_contexts(lm, **asked)
+    files = sorted(path.name for path in tmp_path.glob("*/*.parquet"))
+    assert files == [f"features-{i:05d}.parquet" for i in range(5)]  # of nine prompts
+
+    ids = [lm.tokens(each) if isinstance(each, str) else each for each in documents]
+    expected, features = [], []
+    for number, each in enumerate(ids):
+        for begin in range(0, len(each), 12):
+            run = lm.run(each[begin : begin + 12], max_tokens=1, capture=[pc.Capture(f"resid_post[{LAYER}]")])
+            features.append(sae.encode(run[f"resid_post[{LAYER}]"]))
+            for t, row in enumerate(features[-1]):
+                best = [i for i in np.argsort(-row)[:kept] if row[i] > 0]
+                expected += [(number, begin + t, each[begin + t], i, row[i]) for i in best]
+    table = whole.table().to_pydict()
+    assert list(table) == ["document", "position", "token_id", "feature", "value"]
+    assert list(zip(*list(table.values())[:4], strict=True)) == [each[:4] for each in expected]
+    assert np.allclose(table["value"], [each[4] for each in expected], atol=1e-4)
+
+    file = next(tmp_path.glob("*/features-00001.parquet"))
+    before, lost = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.parquet")}, file.read_bytes()
+    file.unlink()  # as after a stop
+    feature = max(table["feature"], key=table["feature"].count)
+    found = pc.studies.top_contexts(lm, **asked, features=[feature, 95])
+    assert file.read_bytes() == lost
+    assert {path for path, time in before.items() if path.stat().st_mtime_ns != time} == {file}
+
+    of_feature = sorted((each for each in expected if each[3] == feature), key=lambda each: -each[4])
+    best = [one for one in found.contexts if one.feature == feature]
+    assert (best[0].document, best[0].position) == of_feature[0][:2]
+    assert [one.values[one.at] for one in best] == sorted((one.values[one.at] for one in best), reverse=True)
+    value_of = {each[:2]: each[4] for each in of_feature}
+    for one in best:
+        first = one.position - one.at
+        assert len(one.tokens) == min(one.position + 4, len(ids[one.document])) - max(one.position - 3, 0)
+        assert list(one.tokens) == lm.tokenizer.token_strings(ids[one.document][first : first + len(one.tokens)])
+        around = [value_of.get((one.document, first + i), 0.0) for i in range(len(one.values))]
+        assert np.allclose(one.values, around, atol=1e-4)
+    assert len({(one.document, one.position) for one in best}) == len(best) > 3
+    assert abs(found.density[0] - len(of_feature) / sum(map(len, ids))) < 1e-9
+    page = found.to_html(tmp_path / "contexts.html").read_text()
+    assert f"feature {feature}" in page
+    assert pc.studies.load(found.save(tmp_path / "saved")).contexts == found.contexts
+    with pytest.raises(pc.ProgramError, match="features below"):
+        pc.studies.top_contexts(lm, **asked, features=[F])

@@ -46,6 +46,7 @@ from patchclamp.studies.sweep_result import (
     PatchSweepResult,
     PathPatchResult,
 )
+from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
     "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
@@ -55,10 +56,10 @@ __all__ = [
     "Harvest", "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf", "Metric",
     "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult",
     "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study",
-    "StudyResult", "Zeros",
+    "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
     "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution", "evaluate_sae",
     "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",
-    "patch_sweep", "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve",
+    "patch_sweep", "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name
