@@ -51,6 +51,7 @@ from patchclamp.plan.bound import (
     Blend,
     BoundOp,
     Compare,
+    Encoded,
     Factored,
     Guard,
     Keep,
@@ -553,6 +554,11 @@ def _noise(first: Noisy, fields: np.ndarray, actions: Sequence[Noisy], addresses
 @_write.register
 def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addresses: Several, ordinal: int) -> None:
     fields["code"] = _column([action.code for action in actions])
+
+
+@_write.register
+def _encoded(first: Encoded, fields: np.ndarray, actions: Sequence[Encoded], addresses: Several, ordinal: int) -> None:
+    fields["code"] = 0  # only its place counts, for cuts: the runtime installs `RunCode` instead
 
 
 def columns_of(record: np.void) -> slice:
