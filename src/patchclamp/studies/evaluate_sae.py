@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pandas
 
 SHOWN = 40  # prompts in a picture
+ROWS = 512  # encoded at a time
 
 
 class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -147,17 +148,19 @@ class EvaluateSAE(Study):
                         "capture": [[Capture(site, chosen[i], "float32") for site in {at, to}]
                                     for i in which]}  # fmt: skip
 
-            def measure(runs: Sequence[Run], which: Sequence[int]) -> list[tuple[int, int, float, float, np.ndarray]]:
+            def measure(runs: Sequence[Run], _: Sequence[int]) -> list[tuple[int, int, float, float, np.ndarray]]:
                 lm.fetch(runs)
                 found = []
                 for run in runs:
                     read, written = (np.asarray(run[site], np.float32) for site in (at, to))
-                    features = sae.encode(read)
-                    active[:] += (features > 0).sum(0)
-                    error = np.square(written - sae.decode(features, read), dtype=np.float64).sum()
+                    count, error = 0, 0.0
+                    for part in np.split(np.arange(len(read)), range(ROWS, len(read), ROWS)):
+                        features = sae.encode(read[part])
+                        active[:] += (features > 0).sum(0)
+                        count += int((features > 0).sum())
+                        error += np.square(written[part] - sae.decode(features, read[part]), dtype=np.float64).sum()
                     square = np.square(written, dtype=np.float64).sum()
-                    sums = written.sum(0, dtype=np.float64)
-                    found.append((len(read), int((features > 0).sum()), float(error), float(square), sums))
+                    found.append((len(read), count, float(error), float(square), written.sum(0, dtype=np.float64)))
                 return found
 
             measured = recorded_runs(lm, None, range(len(asked)), call, measure, tuple, advance, batch)
