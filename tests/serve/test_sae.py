@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 
 import httpx
@@ -17,6 +18,7 @@ from patchclamp.language.dictionaries import FeatureReader
 
 from .conftest import KEYS, Server
 from .test_openai import program
+from .test_sweeps import events
 
 PROMPTS = ["The capital of France is", "Water boils at a temperature of one hundred degrees, and it", "x"]
 SITE = pc.resid_post[3]
@@ -80,6 +82,36 @@ def test_our_client_does_what_the_engine_does(server: Server, here: pc.LM, saes)
         }.items():
             with pytest.raises(pc.PatchclampError, match=message):
                 call()
+
+
+def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, here: pc.LM, saes):
+    """By name on the server, which has its numbers; from a client by the same numbers, or not at all."""
+    body = {"sae": "topk", "prompts": PROMPTS[:2], "tokens": "every[1:]", "ablation": "mean"}
+    expected = pc.studies.evaluate_sae(here, **body)
+    with server.http() as http:
+        with http.stream("POST", "/v1/patchclamp/studies/evaluate_sae", json=body) as response:
+            *_, (kind, told) = events(response.iter_lines())
+        assert kind == "result"
+        found = pc.studies.load(base64.b64decode(told["safetensors"]))
+        for wrong in ("none", {"type": "SAE"}, str(saes["folder"] / "topk")):  # a server reads no path
+            answer = http.post("/v1/patchclamp/studies/evaluate_sae", json={**body, "sae": wrong})
+            assert answer.status_code in (400, 404)
+            assert answer.json()["error"]["message"].startswith("sae: ")
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        theirs = pc.studies.evaluate_sae(lm, saes["topk"], PROMPTS[:2], at=SITE, tokens="every[1:]", ablation="mean")
+        with pytest.raises(pc.ProgramError, match="give the SAE itself"):
+            pc.studies.evaluate_sae(lm, **body)
+        swept, same = (
+            pc.studies.feature_attribution(
+                each, sae=saes["plain"], at=SITE, prompt=PROMPTS[0], answer=5, estimate=False
+            )
+            for each in (lm, here)
+        )
+    for other in (found, theirs):
+        np.testing.assert_allclose(other.losses, expected.losses, atol=1e-3)
+        np.testing.assert_allclose(other.density, expected.density)
+    np.testing.assert_allclose(swept.exact, same.exact, atol=1e-3)
+    assert abs(expected.totals["loss_sae"] - expected.totals["loss"]) > 0.1
 
 
 def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):

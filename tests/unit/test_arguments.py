@@ -15,6 +15,8 @@ STUDIES = {
     "causal_trace": {"prompt": IDS, "subject": 1, "answer": 5},
     "direct_attribution": {"prompt": IDS, "answer": 5},
     "edge_attribution": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
+    "evaluate_sae": {"sae": "name", "prompts": [IDS]},
+    "feature_attribution": {"sae": "name", "prompt": IDS, "answer": 5},
     "fit_lens": {"dataset": [IDS, [8, 9]], "steps": 1},
     "fit_probe": {"prompts": [IDS, [8, 9]], "labels": [0, 1]},
     "fuzz_sweep": {"prompts": [IDS], "strengths": [0.5]},
@@ -23,6 +25,7 @@ STUDIES = {
     "patch_sweep": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
     "patchscope": {"source": IDS, "target": IDS},
     "path_patch": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
+    "top_contexts": {"sae": "name", "documents": [IDS], "folder": "unused"},
     "steering_vectors": {"positive": [IDS, IDS], "negative": [IDS, IDS]},
     "strength_curve": {"vectors": None, "prompts": [IDS], "answer": 5},
 }

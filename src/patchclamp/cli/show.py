@@ -52,6 +52,11 @@ def show(console: Console, result: Any, top: int) -> None:
         show_curves(console, picture)
         if isinstance(result, studies.FuzzSweepResult):
             show_answers(console, result)
+    elif isinstance(result, (studies.FeatureAttributionResult, studies.TopContextsResult)):
+        table = _table(*picture.table[0])
+        for row in picture.table[1 : top + 1]:
+            table.add_row(*map(Text, row))
+        console.print(table)
 
 
 def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:

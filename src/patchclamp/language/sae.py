@@ -114,7 +114,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         """The features [N, F] of rows [N, D], fp32."""
         import numpy as np
 
-        mean, scale = self._moments(rows := self._rows(rows, "rows", self.width))
+        mean, scale = self.moments(rows := self._rows(rows, "rows", self.width))
         normed = rows if scale is None else (rows - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0))
         pre = normed @ self.encoder.T + self.encoder_bias
         values = pre if self.gain is None else self.gain * pre + self.offset
@@ -138,7 +138,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
             raise ProgramError("this SAE normalises or has a skip connection: decode(features, rows)", "rows")
         if len(rows := self._rows(rows, "rows", self.width)) != len(out):
             raise ShapeError(f"expected {len(out)} rows, one for each row of features, got {len(rows)}", "rows")
-        mean, scale = self._moments(rows)
+        mean, scale = self.moments(rows)
         out = out if scale is None else out * scale + mean
         return np.asarray(out if self.skip is None else out + rows @ self.skip.T, np.float32)
 
@@ -146,7 +146,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         """`decode(encode(rows), rows)`: the output [N, O] for rows [N, D]."""
         return self.decode(self.encode(rows), rows)
 
-    def _moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
+    def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
         """The numbers that `normalize` subtracts from each row and divides it by (None: by nothing)."""
         import numpy as np
 

@@ -266,12 +266,14 @@ class Shard(NamedTuple):
 
 
 class Dictionary(NamedTuple):
-    """An attached SAE with the parts of rows that it reads (`at`) and writes (`to`). `rows` returns some features."""
+    """An attached SAE with the parts of rows that it reads (`at`) and writes (`to`). `rows` returns some features;
+    `sae` is None in clients of a server, which know its card."""
 
     card: DictionaryCard
     at: SiteRef
     to: SiteRef
     rows: Callable[[Sequence[int]], FeatureRows]
+    sae: SAE | None = None
 
 
 def placed(
@@ -292,7 +294,7 @@ def placed(
     for ref, width, field in ((dictionary.at, sae.width, "at"), (dictionary.to, len(sae.decoder_bias), "to")):
         if sites.width(ref) != width:
             raise ShapeError(f"{ref} is {sites.width(ref)} wide; the SAE has rows of {width}", field)
-    return dictionary
+    return dictionary._replace(sae=sae)
 
 
 LENS = "lens"  # in `SiteMap.withdrawn`, if the unembedding was not proved

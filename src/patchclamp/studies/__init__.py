@@ -12,6 +12,12 @@ from patchclamp.studies.attribution_patching import AttributionPatching, Attribu
 from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
+from patchclamp.studies.evaluate_sae import EvaluateSAE, EvaluateSAEResult, evaluate_sae
+from patchclamp.studies.feature_attribution import (
+    FeatureAttribution,
+    FeatureAttributionResult,
+    feature_attribution,
+)
 from patchclamp.studies.fit_lens import FitLens, FitLensResult, fit_lens, read_lens
 from patchclamp.studies.fit_probe import FitProbe, FitProbeResult, fit_probe
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
@@ -40,18 +46,20 @@ from patchclamp.studies.sweep_result import (
     PatchSweepResult,
     PathPatchResult,
 )
+from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
     "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
     "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult", "EdgeAttribution",
-    "EdgeAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer",
-    "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs",
-    "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult",
-    "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve",
-    "StrengthCurveResult", "Study", "StudyResult", "Zeros",
-    "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution", "fit_lens",
-    "fit_probe", "fuzz_sweep", "harvest", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch",
-    "read_lens", "steering_vectors", "strength_curve",
+    "EdgeAttributionResult", "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult",
+    "Filters", "FitLens", "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult",
+    "Harvest", "HarvestResult", "Harvested", "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf", "Metric",
+    "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult",
+    "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study",
+    "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
+    "ablation_sweep", "attribution_patching", "causal_trace", "direct_attribution", "edge_attribution", "evaluate_sae",
+    "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",
+    "patch_sweep", "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

@@ -154,7 +154,55 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ((2 * last - counts - 1) / 2)[inverse]
 
 
-class Candidates:
+class GradedAnswer:
+    """A metric of the next token, its value, and its gradients.
+
+    answer, foil: token ids · graded: the metric with the tokens that it grades
+    """
+
+    def __init__(self, lm: LM, answer: Any, foil: Any, metric: Any) -> None:
+        self._lm = lm
+        self.answer: int = single_token(lm, answer, "answer")
+        self.foil: int | None = None if foil is None else single_token(lm, foil, "foil")
+        metric = metric or ("logprob" if self.foil is None else "logit_diff")
+        [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
+        if self.graded.top:
+            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
+                               "metric.top")  # fmt: skip
+        self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
+
+    def value(self, run: Gradients) -> float:
+        """The metric of a run, before normalisation."""
+        return self._value(np.array([run.scores[token] for token in self._tokens]))
+
+    def _value(self, logprobs: np.ndarray) -> float:
+        """The metric of the log-probabilities of its tokens."""
+        if self.graded.custom is None:
+            return float(self.graded.of_logprobs(logprobs[None])[0])
+        return self.graded.value((logprobs.tolist(), {}))
+
+    def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
+        """The derivative of the metric with respect to the log-probability of each token, by central differences; at 0,
+        which is certainty, by one-sided ones. Steps shrink near 0, where log-odds and the like bend."""
+        up = np.minimum(STEP, -logprobs / 16)
+        down = np.where(up > 0, up, STEP)
+        slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
+                  for above, below in zip(np.diag(up), np.diag(down), strict=True)]  # fmt: skip
+        return {token: sum(of for other, of in zip(self._tokens, slopes, strict=True) if other == token)
+                for token in self._tokens}  # fmt: skip
+
+    def gradients(self, ids: list[int], points: list[int], stream: np.ndarray | None = None) -> Gradients:
+        """Rows and gradients of the metric. One that is not linear in its log-probabilities needs them first. Raises
+        `EngineError` without gradients."""
+        engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
+        scores = dict.fromkeys(self._tokens, 0.0)
+        if not linear:
+            scores = engine.gradients(ids, points[:1], dict.fromkeys(self._tokens, 1.0), stream).scores
+        slopes = self._slopes(np.array([scores[token] for token in self._tokens]))
+        return engine.gradients(ids, points, slopes, stream)
+
+
+class Candidates(GradedAnswer):
     """The cells that a study estimates, and the two prompts, aligned, with the graded tokens. The number of a cell is
     its place in the flat array of estimates.
 
@@ -171,15 +219,7 @@ class Candidates:
     sources = 1
 
     def __init__(self, lm: LM, study: GradientStudy) -> None:
-        self._lm = lm
-        self.answer: int = single_token(lm, study.answer, "answer")
-        self.foil: int | None = None if study.foil is None else single_token(lm, study.foil, "foil")
-        metric = study.metric or ("logprob" if self.foil is None else "logit_diff")
-        [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
-        if self.graded.top:
-            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
-                               "metric.top")  # fmt: skip
-        self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
+        super().__init__(lm, study.answer, study.foil, study.metric)
         one, other = inputs.words_of(lm, study.clean, "clean"), inputs.words_of(lm, study.corrupt, "corrupt")
         self.ids: list[list[int]] = [list(of.ids) for of in (one, other)]
         self.tokens: list[tuple[str, ...]] = [of.tokens for of in (one, other)]
@@ -208,27 +248,7 @@ class Candidates:
         """Run both prompts, and keep rows and gradients at `points`. Raises `EngineError` without gradients."""
         self._first = self._lm.sites.resolve(Site("resid_pre", 0))[0].point
         self._points = sorted({*points, self._first})
-        self.clean, self.corrupt = map(self._at, self.ids)
-
-    def value(self, run: Gradients) -> float:
-        """The metric of a run, before normalisation."""
-        return self._value(np.array([run.scores[token] for token in self._tokens]))
-
-    def _value(self, logprobs: np.ndarray) -> float:
-        """The metric of the log-probabilities of its tokens."""
-        if self.graded.custom is None:
-            return float(self.graded.of_logprobs(logprobs[None])[0])
-        return self.graded.value((logprobs.tolist(), {}))
-
-    def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by central differences; at 0,
-        which is certainty, by one-sided ones. Steps shrink near 0, where log-odds and the like bend."""
-        up = np.minimum(STEP, -logprobs / 16)
-        down = np.where(up > 0, up, STEP)
-        slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
-                  for above, below in zip(np.diag(up), np.diag(down), strict=True)]  # fmt: skip
-        return {token: sum(of for other, of in zip(self._tokens, slopes, strict=True) if other == token)
-                for token in self._tokens}  # fmt: skip
+        self.clean, self.corrupt = (self.gradients(ids, self._points) for ids in self.ids)
 
     def difference(self, point: int) -> np.ndarray:
         """Clean − corrupt at a point, at the aligned positions."""
@@ -243,16 +263,8 @@ class Candidates:
         end = begin.copy()
         end[self.corrupt_at] = self.clean.rows[self._first][self.clean_at]
         for step in range(steps):
-            yield self._at(self.ids[1], begin + np.float32((step + 0.5) / steps) * (end - begin))
-
-    def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
-        """Rows and gradients of the metric. One that is not linear in its log-probabilities needs them first."""
-        engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
-        scores = dict.fromkeys(self._tokens, 0.0)
-        if not linear:
-            scores = engine.gradients(ids, [self._first], dict.fromkeys(self._tokens, 1.0), stream).scores
-        slopes = self._slopes(np.array([scores[token] for token in self._tokens]))
-        return engine.gradients(ids, self._points, slopes, stream)
+            stream = begin + np.float32((step + 0.5) / steps) * (end - begin)
+            yield self.gradients(self.ids[1], self._points, stream)
 
     @property
     def scale(self) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -18,6 +19,7 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.sae import SAE
 from patchclamp.language.site import SITES, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
@@ -25,6 +27,7 @@ from patchclamp.language.values import as_file, as_flag, as_items, as_number, as
 from patchclamp.lm import LM
 from patchclamp.plots.style import visible
 from patchclamp.run import Run
+from patchclamp.sites.map import Dictionary
 from patchclamp.store.journal import Journal
 from patchclamp.studies.metric import Metric
 from patchclamp.studies.study import REQUIRED, Arg, Reporter, Resumable, as_lm, bind_call, fields_of
@@ -621,6 +624,44 @@ def prompts_in(file: str) -> list[str]:
     return prompts
 
 
+def sae_of(text: str) -> SAE | str:
+    """An SAE on the command line: its folder or file, or the name under which a server has attached it."""
+    return SAE.load(text) if Path(text).exists() else text
+
+
+def as_sae(sae: Any, path: str) -> SAE | str:
+    if not isinstance(sae, (SAE, str)):
+        raise ProgramError(
+            f"expected an SAE or the name of an attached one, got {type(sae).__name__} {sae!r:.100}", path
+        )
+    return sae
+
+
+@contextlib.contextmanager
+def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
+    """An SAE, attached for as long as this lasts, unless it is attached there already. Of a server's, known by its name
+    alone, the numbers are missing in a client: `ProgramError`."""
+    known = lm.sites.dictionaries
+    if isinstance(sae, str):
+        if sae not in known:
+            raise unknown("attached SAE", sae, known, "sae")
+        if (own := known[sae].sae) is None:
+            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
+                               " or run the study on the server", "sae")  # fmt: skip
+        yield own, known[sae]
+        return
+    for one in known.values():
+        if one.card.content == sae.content and str(at or sae.site or one.card.at) == one.card.at:
+            yield sae, one
+            return
+    name = f"study-{sae.content[:16]}"
+    lm.attach(sae, at, name=name)
+    try:
+        yield sae, known[name]
+    finally:
+        lm.detach(name)
+
+
 def lines_of(file: Path) -> list[str]:
     """The lines of a text file."""
     try:
@@ -663,6 +704,7 @@ Answers = Annotated[Any, Arg(many=True)]
 Subject = Annotated[Any, Arg()]
 Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
 SiteField = Annotated[Any, Arg()]
+SAEField = Annotated[Any, Arg(as_sae, sae_of)]
 Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
 Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
 Frozen = Annotated[Any, Arg(_frozen, many=True)]

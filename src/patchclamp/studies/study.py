@@ -336,7 +336,7 @@ class StudyField(NamedTuple):
 
     def value(self, given: Any) -> Any:
         """A value as the study uses it. Raises `ProgramError` with the field as its path."""
-        if hasattr(given, "detach"):
+        if hasattr(given, "detach") and not isinstance(given, LM):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
