@@ -702,8 +702,8 @@ class LM:
 
     def detach(self, name: str) -> None:
         """Detaches an SAE and frees its memory. Runs whose features were not read can no longer read them."""
-        if name not in self.sites.dictionaries:
-            raise unknown("attached SAE", name, self.sites.dictionaries, "name")
+        if not isinstance(name, str) or name not in self.sites.dictionaries:
+            raise unknown("attached SAE", str(name), self.sites.dictionaries, "name")
         self.engine.detach(name)
         del self.sites.dictionaries[name]
 

@@ -251,6 +251,13 @@ def test_delimiters_are_found_in_the_prompt_alone(pair):
     assert run.acted == {"edits[0]": run.select(pc.prompt & inside).tolist()}
 
 
+def test_scores_are_refused(pair):
+    """vLLM would stop: it takes the drafted rows for other requests'."""
+    with pytest.raises(pc.ProgramError, match="score: score does not run with speculative decoding"):
+        pair[1].run(PROMPTS[0], max_tokens=1, score=[5, 6, 7])
+    assert len(pair[1].run(PROMPTS[0], max_tokens=2, logprobs=True).logprobs) == 2
+
+
 def test_code_is_refused(pair):
     _, drafting = pair
     edits = [[pc.Apply(lambda rows: rows, pc.resid_post[1])], PROGRAMS["generated"]]

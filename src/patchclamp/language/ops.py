@@ -105,7 +105,7 @@ def as_conditional_edits(value: Op | Iterable[Op]) -> tuple[Op, ...]:
 def as_top(value: int) -> int:
     top = as_integer(value)
     if not 1 <= top <= MAX_TOP:
-        raise ProgramError(f"expected a number of tokens from 1 to {MAX_TOP}, got {top}")
+        raise ProgramError(f"expected a number from 1 to {MAX_TOP}, got {top}")
     return top
 
 

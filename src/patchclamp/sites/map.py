@@ -417,6 +417,9 @@ class SiteMap:
         at, to = (self._of_dictionary(text, field) for text, field in ((card.at, "at"), (card.to, "to")))
         if self.depth(at.point) > self.depth(to.point):
             raise UnsupportedSite(f"expected a site at or after {at}, which is read, got {to}", "to")
+        if self.stages > 1 and at.layer != to.layer:
+            message = f"expected a site of layer {at.layer}, since layers are in several stages, got {to}"
+            raise UnsupportedSite(message, "to")
         return Dictionary(card, at, to, rows)
 
     def _of_dictionary(self, text: str, field: str) -> SiteRef:

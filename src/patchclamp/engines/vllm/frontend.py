@@ -294,7 +294,13 @@ class VllmFrontEnd(Engine):
         return sizes
 
     def _underway(self, request: Request) -> Underway:
-        """Return a request's state, before it is submitted."""
+        """Return a request's state, before it is submitted. Raises `ProgramError` for scores beside drafts, whose rows
+        of scored tokens vLLM cannot tell apart: the engine would stop."""
+        if request.score and self.config.speculative_config is not None:
+            raise ProgramError(
+                "score does not run with speculative decoding: use logprobs, or an engine without speculative_config",
+                "score",
+            )
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
         if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored
