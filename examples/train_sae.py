@@ -117,8 +117,9 @@ def main() -> None:
     torch.manual_seed(0)
     with pc.LM(args.model, engine=args.engine) as lm:
         if args.documents is None:
-            written = lm.run(list(OPENINGS) * 40, max_tokens=96, sampling={"temperature": 1.0, "seed": 0})
-            documents = [opening + run.text for opening, run in zip(OPENINGS * 40, written, strict=True)]
+            written = lm.run(list(OPENINGS), max_tokens=96, n=40, temperature=1.0, sampling={"seed": 0})
+            documents = [opening + run.text for runs in zip(*written, strict=True)
+                         for opening, run in zip(OPENINGS, runs, strict=True)]  # fmt: skip
         else:
             documents = [line for line in args.documents.read_text(encoding="utf-8").splitlines() if line.strip()]
         demonstrate(lm, documents, args.folder, args.site, args.features, args.k, args.steps)
