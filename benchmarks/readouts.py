@@ -133,6 +133,49 @@ class Bench:
             "run by run": lambda: self.lm.fetch(captured()), "means": lambda: self.lm.rows(captured(pool="mean")),
         })  # fmt: skip
 
+    def features(self) -> None:
+        """The largest 32 of an SAE's 16,384 features, of every token, in the caller's hands; and one feature set."""
+        width, at, count = self.lm.model.d_model, pc.resid_post[self.middle], 1 << 14
+        encoder, decoder = self.rng.standard_normal((2, count, width), np.float32) / width**0.5
+        sae = pc.SAE(encoder, np.zeros(count, np.float32), decoder, np.zeros(width, np.float32))
+        self.lm.attach(sae, at=at, name="sae", precision="model")
+        read, options = pc.Features("sae", top=32), {"max_tokens": self.new, "sampling": {"ignore_eos": True}}
+        try:
+            for requests, new in ((self.count, self.new), (64, self.new), (32, 1)):
+                length = self.length if new > 1 else 8 * self.length
+                many = {**options, "max_tokens": new}
+
+                def run(length: int = length, requests: int = requests, **more: Any) -> list[pc.Run]:
+                    return self.lm.run(self.prompts(length, count=requests), **more)
+
+                self.compare(f"{requests} requests of {length} + {new} tokens", {
+                    "no program": lambda run=run, many=many: run(**many),
+                    "features kept": lambda run=run, many=many: run(**many, capture=read),
+                    "features read": lambda run=run, many=many: self.lm.lens(run(**many, capture=read)),
+                    "a feature set": lambda run=run, many=many: run(**many, edits=pc.SetFeature("sae", 7, 2.0)),
+                })  # fmt: skip
+            [one] = self.lm.run(self.prompts(self.length, count=1), max_tokens=4, capture=[read, at])
+            rows, found = one[at].float().numpy(), one.features["sae"]
+            best = np.sort(sae.encode(rows), 1)[:, ::-1][:, :32]
+            gap = np.abs(found.values - best).max() / best.max()
+            self.note("largest difference from fp32, relative to the largest feature", float(gap))
+            for name, op in {
+                "set": pc.SetFeature("sae", [7, 9], [2.0, 0.0]),
+                "reconstructed": pc.Reconstruct("sae"),
+            }.items():
+                several = self.lm.run(
+                    self.prompts(self.length, count=8), edits=[pc.Capture(at), op, pc.Capture(at)], **options
+                )
+                gaps = []
+                for one in several:
+                    before, after = (one[f"edits[{i}]"].float().numpy() for i in (0, 2))
+                    change = (np.array([2, 0]) - sae.encode(before)[:, [7, 9]]) @ decoder[[7, 9]]
+                    expected = before + change if name == "set" else sae.reconstruct(before)
+                    gaps.append(np.abs(after - expected).max() / np.abs(expected).max())
+                self.note(f"largest difference of rows, {name}, relative to the largest number", float(max(gaps)))
+        finally:
+            self.lm.detach("sae")
+
 
 def monitors(bench: Bench, folder: str, options: dict[str, Any]) -> None:
     """Engines whose own probes score every token, beside one without."""

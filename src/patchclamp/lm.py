@@ -72,7 +72,7 @@ from patchclamp.sites import SiteMap, SiteRef, placed
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
 from patchclamp.store.tensors import cast
-from patchclamp.stream import ProbeWatch, Stream, WatchedRuns, answer_of, scored_names, wake
+from patchclamp.stream import RunWatch, Stream, WatchedRuns, answer_of, wake
 
 if TYPE_CHECKING:
     import torch
@@ -235,8 +235,9 @@ class LM:
         if call.counts != [1]:
             raise ProgramError(f"expected one sample, got n={call.counts[0]}; start several streams", "sampling.n")
         [request], [program], [condition] = call.requests, call.programs, call.conditions
-        look_at, names = self._look_at(request, program), scored_names(program)
-        watch = ProbeWatch(request, condition, look_at, names) if names else None
+        look_at = self._look_at(request, program)
+        watch = RunWatch(request, condition, look_at, program)
+        watch = watch if watch.has_readouts else None
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
@@ -249,7 +250,7 @@ class LM:
             return None
         parts = zip(call.requests, call.programs, call.conditions, strict=True)
         return WatchedRuns(self.engine, [
-            None if condition is None else ProbeWatch(request, condition, self._look_at(request, program))
+            None if condition is None else RunWatch(request, condition, self._look_at(request, program))
             for request, program, condition in parts
         ])  # fmt: skip
 
@@ -692,7 +693,8 @@ class LM:
         Raises `ShapeError` if the site has another width, `UnsupportedSite` for a site that workers have in parts, and
         `CapacityError` if there is no room.
         """
-        dictionary = placed(sae, self.sites, name, at, to)
+        dtype = self.model.dtype if precision == "model" else "float32"
+        dictionary = placed(sae, self.sites, name, at, to, dtype)
         if name in self.sites.dictionaries:
             raise ProgramError(f"an SAE is attached as {name!r}: detach it first", "name")
         self.engine.attach(name, sae, precision)

@@ -6,7 +6,7 @@ import functools
 import html
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines t
 MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
 LENS_ROWS = 1 << 13  # unembedded in one call of the engine, so that steps of requests run between two
 NO_POSITIONS = np.zeros(0, np.int64)
+_Result = TypeVar("_Result")
 
 
 class Stored(NamedTuple):
@@ -275,9 +276,10 @@ class Run:
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
-        """The position of each row of `run[site]`."""
+        """The position of each row of `run[site]`, or of the rows that were pooled."""
         _, refs, ordinal = self._locate(site)
-        return self._shared_positions(site, refs, ordinal).tolist()
+        positions = self._shared_positions(site, refs, ordinal).tolist()
+        return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
         """The positions of a site. Raises `ProgramError` if its layers have different ones."""
@@ -361,7 +363,8 @@ class Run:
         if self._monitor(name) is not None:
             assert self.answer.monitored is not None
             return list(range(len(self.answer.monitored)))
-        return self._products(name)[0].tolist()
+        positions = self._products(name)[0].tolist()
+        return positions[-1:] if self._named_probes[name].pool == "last" else positions
 
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
         """The positions of a probe, and W h for each of its points, [T, k]."""
@@ -416,6 +419,7 @@ class Run:
         assert isinstance(bound.action, Keep)
         positions, selected = self._selected(number, self._expected(bound.points[0], number))
         positions = positions if selected is None else positions[selected]
+        positions = positions[-1:] if op.pool == "last" else positions
         count = [] if op.pool and len(positions) else [len(positions)]
         shape = (*([len(bound.points)] if is_stacked(op.at) else []), *count)
         return [(point, number) for point in bound.points], positions, (*shape, bound.action.products)
@@ -479,11 +483,10 @@ class Run:
         return {path: number for path, number in self._kept_for_reading.items() if isinstance(self._op(path), Lens)}
 
     @functools.cached_property
-    def _feature_ops(self) -> dict[str, tuple[str, tuple[int, int]]]:
-        """The path of the last `Features` of each SAE by its name, with the point and the number of its rows."""
-        paths = {op.name: path for path, op in self.program.ops if isinstance(op, Features)}
-        points = {op.path: op.points[0] for op in self._ops if op.points}
-        return {name: (path, (points[path], self._kept_for_reading[path])) for name, path in paths.items()}
+    def _feature_ops(self) -> dict[str, tuple[int, int]]:
+        """The point and the number of the rows of each `Features`, by its path."""
+        points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
+        return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
@@ -493,9 +496,22 @@ class Run:
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by the name of their SAE. They are computed at the first read;
-        `lm.lens(runs)` reads those of many runs together."""
+        """The features that its program reads, by the name of their SAE. Where two ops read one, the later one; the key
+        "edits[0]" means that one. They are computed at the first read; `lm.lens(runs)` reads those of many runs
+        together."""
         return _FeaturesRead(self)
+
+    def lens_between(self, first: int, end: int) -> ReadLenses:
+        """The results of its lenses at positions first … end−1, by site. They must have been read (`read_lenses`)."""
+        found: dict[str, LensResult] = {}
+        for site, key in _Lenses(self).keys_of_sites.items():
+            positions, ids, logprobs = self._lenses[key]
+            rows = slice(*np.searchsorted(positions, [first, end]))
+            found[site] = self._lens_result(site, positions[rows], ids[rows], logprobs[rows])
+        return ReadLenses(found, self._sites)
+
+    def _lens_result(self, site: str, positions: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> LensResult:
+        return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
         """The lenses that are still to be read, by point and op."""
@@ -507,12 +523,13 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
-        for path, key in self._feature_ops.values() if self.error is None else ():
+        saes = {op.path: op.action.sae for op in self._ops if isinstance(op.action, Keep)}
+        for path, key in self._feature_ops.items() if self.error is None else ():
             op = self._op(path)
             assert isinstance(op, Features)
             if key not in self._lenses:
-                top = len(op.ids) if op.ids else op.top or 0
-                lenses[key] = UnreadLens(top, FeatureReader(op.name, op.ids), len(self._expected(*key)))
+                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, saes[path])
+                lenses[key] = UnreadLens(top, reader, len(self._expected(*key)))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -976,25 +993,28 @@ class _FeaturesRead(_Readings):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
 
     def __getitem__(self, name: str) -> FeaturesResult:
         run = self._run
         run.answer  # noqa: B018  raises the run's own error
-        if name not in run._feature_ops:
+        path = self._paths.get(name, name)
+        if path not in run._feature_ops:
             raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
-        _, key = run._feature_ops[name]
+        key, op = run._feature_ops[path], run._op(path)
+        assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
         positions, ids, values = run._lenses[key]
-        return FeaturesResult(name, positions.tolist(), ids, values)
+        return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._run._feature_ops
+        return name in self._paths or name in self._run._feature_ops
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._run._feature_ops)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._run._feature_ops)
+        return len(self._paths)
 
     def __repr__(self) -> str:
         return f"<features: {', '.join(self) or 'none'}>"
@@ -1005,9 +1025,9 @@ class _Lenses(_Readings):
 
     def __init__(self, run: Run) -> None:
         self._run, sites = run, run._sites
-        self._refs = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
-                      for ref in sites.resolve(run._op(path).at)}  # fmt: skip
-        self._number = dict(self._refs.values())  # of the last lens, by point
+        self.keys_of_sites = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
+                              for ref in sites.resolve(run._op(path).at)}  # fmt: skip
+        self._number = dict(self.keys_of_sites.values())  # of the last lens, by point
 
     def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
         """A site, its layers that were read, and the point and op of each; no layers if some were not."""
@@ -1027,17 +1047,9 @@ class _Lenses(_Readings):
         run.answer  # noqa: B018  raises the run's own error
         at, refs, keys = self._find(site)
         if not refs:
-            raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self._refs) or 'none'}")
+            raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self) or 'none'}")
         read_lenses(run._owner.engine, [run], keys)
-        read = [run._lenses[key] for key in keys]
-        positions, first, _ = read[0]
-        if any(not np.array_equal(positions, at) or ids.shape != first.shape for at, ids, _ in read[1:]):
-            raise ProgramError(f"{site}: its layers were read at other positions, or with another top; read one layer")
-        ids, logprobs = (np.stack([each[i] for each in read]) for i in (1, 2))
-        ids, logprobs = (ids, logprobs) if is_stacked(at) else (ids[0], logprobs[0])
-        layers = tuple(ref.layer for ref in refs if ref.layer is not None) if is_stacked(at) else ()
-        strings = run._owner.engine.tokenizer.token_strings
-        return LensResult(str(at), layers, positions.tolist(), ids, logprobs, strings)
+        return _of_layers(at, refs, [run._lens_result(str(at), *run._lenses[key]) for key in keys])
 
     def __contains__(self, site: object) -> bool:
         try:
@@ -1046,13 +1058,31 @@ class _Lenses(_Readings):
             return False
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._refs)
+        return iter(self.keys_of_sites)
 
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self.keys_of_sites)
 
     def __repr__(self) -> str:
-        return f"<lens: {', '.join(self._refs) or 'none'}>"
+        return f"<lens: {', '.join(self) or 'none'}>"
+
+
+def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) -> LensResult:
+    """The results at the layers of a site as one."""
+    if not is_stacked(at):
+        return read[0]
+    first = read[0]
+    if any(each.positions != first.positions or each.ids.shape != first.ids.shape for each in read[1:]):
+        raise ProgramError(f"{at}: its layers were read at other positions, or with another top; read one layer")
+    ids, logprobs = np.stack([each.ids for each in read]), np.stack([each.logprobs for each in read])
+    layers = tuple(ref.layer for ref in refs if ref.layer is not None)
+    return first._replace(site=str(at), layers=layers, ids=ids, logprobs=logprobs)
+
+
+def joined(read: Sequence[LensResult]) -> LensResult:
+    """The results of a lens at one layer, at consecutive tokens, as one."""
+    ids, logprobs = np.concatenate([each.ids for each in read]), np.concatenate([each.logprobs for each in read])
+    return read[0]._replace(positions=[at for each in read for at in each.positions], ids=ids, logprobs=logprobs)
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
@@ -1067,16 +1097,20 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
                 continue
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
+            if rows == 0:  # as in most parts of a stream, if the lens reads the prompt alone
+                none = np.zeros((0, top))
+                run.take_lenses({key: (NO_POSITIONS, none.astype(np.int32), none.astype(np.float32))})
+                continue
             by_lens.setdefault((top, by), []).append((run, key, rows))
     for (top, by), lenses in by_lens.items():
         ends = np.cumsum([rows for _, _, rows in lenses]) // LENS_ROWS
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
-            rows_of = [Wanted(run.key, *key) for run, key, _ in some]
+            rows = [Wanted(run.key, point, op, run._first) for run, (point, op), _ in some]
             if isinstance(by, FeatureReader):
-                found = engine.features_many(rows_of, by, top)
+                found = engine.features_many(rows, by, top)
             else:
-                found = engine.lens_many(rows_of, top, by)
+                found = engine.lens_many(rows, top, by)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
 
@@ -1134,34 +1168,53 @@ def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tenso
     return rows.double().mean(0).float() if pool == "mean" else rows.float().amax(0)
 
 
-class Captures(dict[str, "torch.Tensor"]):
+class _BySite(dict[str, _Result]):
+    """Results by site name, such as "resid_post[3]". `[...]` takes a site by any of its names, and joins its layers."""
+
+    def __init__(self, results: dict[str, _Result], sites: SiteMap) -> None:
+        super().__init__(results)
+        self._sites = sites
+
+    def _joined(self, at: Site, refs: list[SiteRef], results: list[_Result]) -> _Result:
+        """The results at some layers of a site as one."""
+        raise NotImplementedError
+
+    def __missing__(self, site: Site | str) -> _Result:
+        at = parse_site(site)
+        refs = self._present(at)
+        if not refs:
+            raise MissingSource(f"{site} is not among these: {', '.join(self) or 'no sites'}")
+        results = [self[str(ref)] for ref in refs]
+        return self._joined(at, refs, results) if is_stacked(at) else results[0]
+
+    def __contains__(self, site: object) -> bool:
+        return super().__contains__(site) or (isinstance(site, (str, Site)) and bool(self._present(parse_site(site))))
+
+    def _present(self, at: Site) -> list[SiteRef]:
+        refs = self._sites.resolve(at)
+        present = [ref for ref in refs if dict.__contains__(self, str(ref))]
+        return present if at.layers is None or len(present) == len(refs) else []
+
+
+class Captures(_BySite["torch.Tensor"]):
     """The captures of one run, from `lm.fetch`: tensors by site name, such as "resid_post[3]".
 
     `captures[pc.resid_post[3]]` takes a site by any of its names, and `captures[pc.resid_post]` stacks the layers that
     were fetched: [L, T, W], in the order of `captures.keys()`.
     """
 
-    def __init__(self, rows: dict[str, torch.Tensor], sites: SiteMap) -> None:
-        super().__init__(rows)
-        self._sites = sites
-
-    def __missing__(self, site: Site | str) -> torch.Tensor:
-        at = parse_site(site)
-        names = self._names(at)
-        if not names:
-            raise MissingSource(f"{site} was not fetched; these are: {', '.join(self) or 'no captures'}")
-        return stacked([self[name] for name in names]) if is_stacked(at) else self[names[0]]
-
-    def __contains__(self, site: object) -> bool:
-        return super().__contains__(site) or (isinstance(site, (str, Site)) and bool(self._names(parse_site(site))))
+    def _joined(self, at: Site, refs: list[SiteRef], results: list[torch.Tensor]) -> torch.Tensor:
+        return stacked(results)
 
     def __repr__(self) -> str:
         return f"<Captures: {', '.join(f'{name} {list(rows.shape)}' for name, rows in self.items())}>"
 
-    def _names(self, at: Site) -> list[str]:
-        names = [str(ref) for ref in self._sites.resolve(at)]
-        present = [name for name in names if dict.__contains__(self, name)]
-        return present if at.layers is None or len(present) == len(names) else []
+
+class ReadLenses(_BySite[LensResult]):
+    """The results of lenses at the tokens of a part of a stream."""
+
+    def _joined(self, at: Site, refs: list[SiteRef], results: list[LensResult]) -> LensResult:
+        return _of_layers(at, refs, results)
 
 
 def stacked(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`pc.Stream`: the output of a run, part by part as it is generated; and `ProbeWatch`: its probes meanwhile."""
+"""`pc.Stream`: the output of a run, part by part as it is generated; and `RunWatch`: its readouts meanwhile."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from patchclamp.engines.base import Answer, Engine, Part, PartScores, Request
+from patchclamp.engines.base import Answer, Engine, Part, Request
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, TokensError, as_patchclamp_error
 from patchclamp.language.conditions import ProbeCondition, comparisons
+from patchclamp.language.ops import Lens
 from patchclamp.language.program import Program
 from patchclamp.plan.bound import Keep
-from patchclamp.run import Run, fetch_probes
+from patchclamp.run import Run, fetch_probes, read_lenses
 
 
-class ProbeWatch:
-    """The probes of a run while it is generated: the scores of its tokens, and the token at which a condition ends it.
+class RunWatch:
+    """The readouts of a run while it is generated: the scores of its tokens, the results of its lenses, and the token
+    at which a condition ends it.
 
-    A token has scores once it was an input, one step after it was sampled; the last one of a run was not.
+    A token has readouts once it was an input, one step after it was sampled; the last one of a run was not.
 
     ids: the generated tokens so far
     names: the probes to read: those of the condition, and in a stream the others that are not pooled
+    has_lenses: True in a stream with lenses
     read_to: the first position whose scores were not read yet
     end: the number of tokens to keep and the reason to stop, once the condition has held at a token
     report: called after each part, if the watch is the request's listener
@@ -38,18 +41,22 @@ class ProbeWatch:
 
     def __init__(
         self, request: Request, condition: ProbeCondition | None, look_at: Callable[..., Run],
-        streamed: Sequence[str] = (),
+        streamed: Program | None = None,
     ) -> None:  # fmt: skip
+        """`streamed`: the program of a run whose parts have their readouts."""
         self.request: Request = request
         self.ids: list[int] = []
         self.read_to: int = 0
         self.end: tuple[int, str] | None = None
         self._condition, self._look_at = condition, look_at
         self._run: Run | None = None  # of the last look
-        self._first, self._is_streamed = 0, bool(streamed)  # the first position to read: in a stream, to return
+        self._first, self._is_streamed = 0, streamed is not None  # the first position to read: in a stream, to return
         self.report: Callable[[], None] = lambda: None
         compared = [] if condition is None else comparisons(condition)
-        self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *streamed]))
+        scored = {} if streamed is None else streamed.probes
+        self._scored = [name for name, probe in scored.items() if probe.pool is None]  # before the end of a run
+        self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *self._scored]))
+        self.has_lenses: bool = streamed is not None and any(isinstance(op, Lens) for _, op in streamed.ops)
         actions = () if request.bound is None else request.bound.ops
         keeps = {op.action.probe: op for op in actions if isinstance(op.action, Keep) and op.action.probe}
         for each in compared:
@@ -67,23 +74,30 @@ class ProbeWatch:
         self.ids += part.token_ids
         self.report()
 
+    @property
+    def has_readouts(self) -> bool:
+        """True if parts of the run have readouts."""
+        return bool(self._scored) or self.has_lenses
+
     def run(self, answer: Answer | None = None) -> Run:
         """The run so far, or with its answer, from the first position to read on."""
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the scores of `run`, whose probes were fetched."""
+        """Take the readouts of `run`, which were fetched."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
         if not self._is_streamed:
             self._first = self.read_to
 
-    def scores(self, tokens: int) -> dict[str, PartScores]:
-        """The scores up to that of generated token number `tokens`, since the last call."""
+    def with_readouts(self, part: Part, tokens: int) -> Part:
+        """A part with the readouts up to those of generated token number `tokens`, since the last call."""
         assert self._run is not None
         first, self._first = self._first, len(self.request.prompt_token_ids) + tokens
-        return self._run.scores_between(self.names, first, self._first)
+        scores = self._run.scores_between(self.names, first, self._first)
+        lens = self._run.lens_between(first, self._first) if self.has_lenses else {}
+        return msgspec.structs.replace(part, scores=scores, lens=lens)
 
     def cut(self, answer: Answer, engine: Engine) -> Answer:
         """The answer up to the token at which the condition held."""
@@ -98,12 +112,13 @@ class ProbeWatch:
         )  # fmt: skip
 
 
-def look(engine: Engine, watches: Sequence[tuple[ProbeWatch, Answer | None]]) -> list[PatchclampError | None]:
-    """Read the scores so far of runs, or with its answer all of one, in one call of the engine, which blocks. Returns
-    the error of each."""
+def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> list[PatchclampError | None]:
+    """Read the readouts so far of runs, or with its answer all of one, in one call of the engine for all probes and one
+    for each kind of lens. Blocks. Returns the error of each."""
     try:
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
+        read_lenses(engine, [run for run, (watch, _) in zip(runs, watches, strict=True) if watch.has_lenses])
         for run, (watch, _) in zip(runs, watches, strict=True):
             watch.take(run)
     except Exception as error:
@@ -113,16 +128,11 @@ def look(engine: Engine, watches: Sequence[tuple[ProbeWatch, Answer | None]]) ->
     return [None] * len(watches)
 
 
-def scored_names(program: Program) -> list[str]:
-    """The names of the probes that have scores before the end of a run: those that are not pooled."""
-    return [name for name, probe in program.probes.items() if probe.pool is None]
-
-
 class WatchedRuns:
-    """Requests submitted together. Those with a `ProbeWatch` end at the token where their condition first holds.
+    """Requests submitted together. Those with a `RunWatch` end at the token where their condition first holds.
     Construct it before they are submitted."""
 
-    def __init__(self, engine: Engine, watches: Sequence[ProbeWatch | None]) -> None:
+    def __init__(self, engine: Engine, watches: Sequence[RunWatch | None]) -> None:
         self._engine, self._watches = engine, watches
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of requests with new tokens, or ended
         for i, watch in enumerate(watches):
@@ -139,7 +149,7 @@ class WatchedRuns:
             numbers = {self._news.get()}
             while not self._news.empty():
                 numbers.add(self._news.get_nowait())
-            looks: dict[int, tuple[ProbeWatch, Answer | None]] = {}
+            looks: dict[int, tuple[RunWatch, Answer | None]] = {}
             for i in sorted(numbers - answers.keys()):
                 watch, answer = self._watches[i], answer_of(futures[i]) if futures[i].done() else None
                 if answer is not None:
@@ -168,7 +178,7 @@ class Stream:
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
     Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
-    In a run with probes each part has the scores of its tokens, and comes one step later, when these exist.
+    In a run with probes or lenses each part has the readouts of its tokens, and comes one step later, when these exist.
     An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
     vLLM, is raised after parts that were already read.
 
@@ -178,10 +188,10 @@ class Stream:
 
     def __init__(
         self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run],
-        look_at: Callable[[Answer], Run], watch: ProbeWatch | None = None,
+        look_at: Callable[[Answer], Run], watch: RunWatch | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._key, self._watch = engine, request.run, watch
-        self._held: Part | None = None  # the newest part, whose scores do not exist yet
+        self._held: Part | None = None  # the newest part, whose readouts do not exist yet
         self._look_at: Callable[[Answer], Run] | None = look_at
         self._has_logprobs, self._parts = request.logprobs is not None, list[Part]()
         self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
@@ -264,19 +274,19 @@ class Stream:
         return part
 
     def _read(self, item: Part | Answer | PatchclampError) -> Part | None:
-        """A part, `HELD` if it waits for its scores, or None at the end; raises the run's error, once."""
+        """A part, `HELD` if it waits for its readouts, or None at the end; raises the run's error, once."""
         if isinstance(item, Part):
             if not self._unread.alive:
                 return None
             if self._watch is not None:
                 held, self._held = self._held, item
-                return HELD if held is None else self._scored(held, self._watch, None)
+                return HELD if held is None else self._readable(held, self._watch, None)
             self._parts.append(item)
             return item
         self._mailbox.post(item)  # keep the end for further reads
         if self._held is not None and self._watch is not None and isinstance(item, Answer):
             held, self._held = self._held, None
-            return self._scored(held, self._watch, item)
+            return self._readable(held, self._watch, item)
         if self._unread.detach() is None:
             return None
         make_run, self._make_run, self._look_at = self._make_run, None, None  # they hold vectors
@@ -289,8 +299,8 @@ class Stream:
             raise
         return None
 
-    def _scored(self, part: Part, watch: ProbeWatch, answer: Answer | None) -> Part | None:
-        """A part with its scores, cut at the token where the condition held. `answer`: that of the run, if it came."""
+    def _readable(self, part: Part, watch: RunWatch, answer: Answer | None) -> Part | None:
+        """A part with its readouts, cut at the token where the condition held. `answer`: the run's, if it came."""
         prompt, before = len(watch.request.prompt_token_ids), sum(len(each.token_ids) for each in self._parts)
         end = before + len(part.token_ids)
         if watch.end is None and (answer is not None or watch.read_to < prompt + end):
@@ -307,7 +317,7 @@ class Stream:
                 return self._read(item)
             self._mailbox.post(cut := watch.cut(item, self._engine))
             part, end = self._last(part, cut, before), watch.end[0]
-        self._parts.append(part := msgspec.structs.replace(part, scores=watch.scores(end)))
+        self._parts.append(part := watch.with_readouts(part, end))
         return part
 
     def _last(self, part: Part, cut: Answer, before: int) -> Part:
@@ -340,14 +350,14 @@ class Stream:
         return f"<Stream {self._key}: {state}>"
 
 
-HELD = Part("", [], [])  # stands for a part that waits for its scores
+HELD = Part("", [], [])  # stands for a part that waits for its readouts
 
 
 class _Mailbox:
     """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error. `watch`
     gets the parts, too."""
 
-    def __init__(self, watch: ProbeWatch | None) -> None:
+    def __init__(self, watch: RunWatch | None) -> None:
         self.closed, self._watch = False, watch
         self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
         self._wakers: collections.deque[Callable[[], None]] = collections.deque()

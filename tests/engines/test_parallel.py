@@ -343,6 +343,16 @@ def test_two_workers_do_what_one_does(start, alone, options):
         logprobs=True,
     )
     tensor_parallel = "tensor_parallel_size" in options  # there one worker keeps what both need
+    opening = lm.run(SHORT, max_tokens=1).token_ids[0]
+    inside = pc.Scale(0.5, pc.z[1], pc.generated & pc.between(opening, 511 - opening))
+    if tensor_parallel:
+        run = lm.run(SHORT, max_tokens=8, edits=inside, logprobs=True)
+        static = pc.Scale(0.5, pc.z[1], run.acted["edits[0]"])
+        assert run.logprobs == lm.run(SHORT, max_tokens=8, edits=static, logprobs=True).logprobs
+        assert run.logprobs != lm.run(SHORT, max_tokens=8, logprobs=True).logprobs
+    else:
+        with pytest.raises(pc.UnsupportedSite, match="pipeline stages"):
+            lm.run(SHORT, max_tokens=8, edits=inside)
     assert back.logprobs == kept.logprobs
     if tensor_parallel:
         for op in (
@@ -420,3 +430,31 @@ def test_probes_of_every_request_over_two_workers(start):
     again = lm.run(prompt, max_tokens=4)
     assert again.cached_tokens == 128
     np.testing.assert_allclose(again.probes["p"], run.probes["p"], atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_attached_saes_over_two_workers(start, parts):
+    """Each worker has the whole SAE: features and edits are what its numbers say."""
+    draw = np.random.default_rng(1)
+    numbers = [draw.standard_normal(shape).astype(np.float32) for shape in ((24, D), (24,), (24, D), (D,))]
+    lm, saes = start(**parts), {"plain": pc.SAE(*numbers), "topk": pc.SAE(*numbers, k=3)}
+    for name, sae in saes.items():
+        lm.attach(sae, at=pc.resid_post[2], name=name)
+    for name, sae in saes.items():
+        ops = [pc.SetFeature(name, [3, 9], [2.0, 0.0]), pc.Reconstruct(name)]
+        runs = lm.run([SHORT, LONG], max_tokens=4, edits=[
+            [pc.Capture(pc.resid_post[2]), op, pc.Capture(pc.resid_post[2])] for op in ops
+        ], capture=pc.Features(name, top=5), logprobs=True)  # fmt: skip
+        for run, op in zip(runs, ops, strict=True):
+            before, after = (run[f"edits[{i}]"].numpy() for i in (0, 2))
+            f = sae.encode(before)[:, [3, 9]]
+            changed = before + (np.array([2, 0]) - f) @ sae.decoder[[3, 9]]
+            np.testing.assert_allclose(after, changed if op is ops[0] else sae.reconstruct(before), atol=1e-3)
+            values = np.sort(sae.encode(after), 1)[:, ::-1][:, :5]
+            np.testing.assert_allclose(run.features[name].values, values, rtol=1e-4, atol=1e-2)
+    if "tensor_parallel_size" in parts:
+        with pytest.raises(pc.UnsupportedSite, match="which each worker has whole"):
+            lm.attach(saes["plain"], at=pc.z[1], name="heads")
+    lm.detach("plain")
+    with pytest.raises(pc.UnknownName):
+        lm.run(SHORT, capture=pc.Features("plain"))

@@ -120,6 +120,20 @@ def test_scores_equal_those_computed_from_rows_captured_in_the_same_run(shallow,
                 assert float((run.probes[name] - scores).abs().max()) <= 1e-5 * scale
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_token_of_a_prompt_is_read_behind_its_cached_prefix(shallow, mode):
+    engine, options = MODES[mode]
+    lm, prompt, at = shallow.get(engine, "float32", **options), list(range(400, 500)), pc.resid_post[5]
+    capture = [pc.Probe(W, at=at, pool="last", name="p"), pc.Capture(at, pc.prompt, pool="last")]
+    whole = lm.run(prompt, max_tokens=1, capture=at)
+    for _ in range(2):
+        run = lm.run(prompt, max_tokens=1, capture=capture)
+        assert (run.cached_tokens >= 64) == (mode == "eager")  # no other mode has a prefix cache
+        assert run.probe_positions("p") == run.positions(at) == [99]
+        torch.testing.assert_close(run[at], whole[at][-1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(run.probes["p"], whole[at][-1] @ torch.from_numpy(W).T, rtol=1e-3, atol=1e-2)
+
+
 def test_samples_of_a_prompt_have_probes_of_their_own(shallow):
     lm = shallow.get("vllm", "float32")
     probe = pc.Probe(W, at=pc.resid_post[5], tokens=pc.generated, name="p")

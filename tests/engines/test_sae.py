@@ -83,6 +83,15 @@ def test_features_are_those_of_the_rows(lm):
                 frame = found.to_frame()
                 assert len(frame) == (found.values > 0).sum()
                 assert (frame["value"] > 0).all()
+    twice = lm.run("x", edits=[pc.Features("standard", top=3), pc.SetFeature("standard", 5, 9.0)],
+                   capture=pc.Features("standard", ids=[5]), max_tokens=1)  # fmt: skip
+    before, after = twice.features["edits[0]"], twice.features["standard"]
+    assert before.ids.shape == (1, 3)
+    assert close(
+        before.values,
+        np.sort(SAES["standard"].encode(lm.run("x", capture=SITE, max_tokens=1)[SITE].numpy()))[:, ::-1][:, :3],
+    )
+    assert abs(after.values[0, 0] - before.values.max()) > 1
     with pytest.raises(pc.MissingSource, match="'none' was not read"):
         run.features["none"]
 
@@ -108,6 +117,7 @@ OPS = {
     "set if active": lambda name: pc.SetFeature(name, [*range(40)], 9.0, only_if_active=True),
     "by token": lambda name: pc.SetFeature(name, [3, 4], 6.0, pc.token(260, 198)),
     "reconstruct": pc.Reconstruct,
+    "reconstruct every second": lambda name: pc.Reconstruct(name, pc.every[::2]),
 }
 
 
@@ -152,6 +162,20 @@ def test_an_identity_changes_no_bit(lm):
             assert torch.equal(run[pc.resid_post[layer]], plain[pc.resid_post[layer]])
 
 
+def test_another_sae_of_the_name_reads_no_rows_of_the_first(lm):
+    lm.attach(SAES["topk"], name="a")
+    runs = [lm.run("x", capture=pc.Features("a"), **ARGUMENTS) for _ in range(2)]
+    lm.detach("a")
+    with pytest.raises(pc.MissingSource, match="'a' was detached"):
+        runs[0].features["a"]
+    lm.attach(SAES["jumprelu"], name="a")
+    try:
+        with pytest.raises(pc.PatchclampError, match="'a' was detached"):
+            runs[1].features["a"]
+    finally:
+        lm.detach("a")
+
+
 def test_graded_cells_equal_requests(lm):
     programs = [pc.SetFeature(name, [i, i + 1], float(i)) for i in range(4) for name in LOCAL]
     grades = lm.grade(PROMPTS[0], programs, score=[260, 198])
@@ -166,6 +190,7 @@ def test_what_cannot_be_is_refused(lm):
     sae = SAES["standard"]
     refused = [
         (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: an SAE is attached as 'standard'"),
+        (lambda: lm.attach("folder", name="a"), pc.ProgramError, "sae: expected a pc.SAE"),
         (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: expected a site of one layer"),
         (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] is 1536 wide"),
         (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "for each token"),
@@ -174,6 +199,7 @@ def test_what_cannot_be_is_refused(lm):
         (lambda: lm.attach(sae, name="a", to=pc.resid_post[2]), pc.UnsupportedSite, r"to: expected a site at or after"),
         (lambda: lm.detach("a"), pc.UnknownName, "attached SAE"),
         (lambda: lm.run("x", capture=pc.Features("a")), pc.UnknownName, r"capture\[0\].name"),
+        (lambda: lm.run("x", capture=pc.Features("topk", top=F + 1)), pc.ProgramError, r"capture\[0\].top: .* at most 96"),
         (lambda: lm.run("x", edits=pc.SetFeature("topk", F, 1.0)), pc.ProgramError, r"edits\[0\].id: .* 0 to 95, got 96"),
     ]  # fmt: skip
     for call, error, message in refused:
@@ -206,5 +232,9 @@ def test_a_condition_on_features(lm, name):
     for condition, message in refused:
         with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
             lm.run("x", edits=pc.When(condition, push))
+    named = pc.Probe(numbers(D), at=SITE, name=f"{name}.40")
+    for edits in ([named, pc.When(read[0] > 1, push)], [pc.When(read[0] > 1, push), named]):
+        with pytest.raises(pc.ProgramError, match=rf"two probes are named '{name}.40'"):
+            lm.run("x", edits=edits)
     with pytest.raises(pc.ProgramError, match="needs a whole row"):
         lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))

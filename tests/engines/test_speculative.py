@@ -216,9 +216,14 @@ def test_batchmates_without_programs_are_as_without_drafts(pair):
     theirs, ours = (lm.run(PROMPTS, edits=edits, **LONG) for lm in pair)
     assert [run.token_ids for run in ours] == [run.token_ids for run in theirs]
     assert ours[1].logprobs == pytest.approx(plain.run(PROMPTS[1], **LONG).logprobs, abs=1e-4)
-    parts = list(drafting.stream(PROMPTS[0], edits=edits[0], **LONG))
+    lens = pc.Lens(pc.resid_post[1], top=3)
+    parts = list(drafting.stream(PROMPTS[0], edits=edits[0], capture=lens, **LONG))
     assert [token for part in parts for token in part.token_ids] == ours[0].token_ids
     assert max(len(part.token_ids) for part in parts) > 1
+    reads = [part.lens["resid_post[1]"] for part in parts]
+    whole = plain.run(PROMPTS[0], edits=edits[0], capture=lens, **LONG).lens["resid_post[1]"]
+    assert [at for read in reads for at in read.positions] == whole.positions
+    assert np.abs(np.concatenate([read.logprobs for read in reads]) - whole.logprobs).max() < 1e-3
 
 
 def test_probes_read_the_tokens_that_are_kept(pair):
@@ -236,6 +241,14 @@ def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
     condition = pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0
     with pytest.raises(pc.PatchclampError, match="scope"):
         pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.When(condition, pc.Scale(0.2, pc.resid_post[1]), scope=scope))
+
+
+def test_delimiters_are_found_in_the_prompt_alone(pair):
+    inside = pc.between(PROMPTS[0][1], PROMPTS[0][-1])
+    with pytest.raises(pc.PatchclampError, match="between"):
+        pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], inside))
+    run = pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], pc.prompt & inside))
+    assert run.acted == {"edits[0]": run.select(pc.prompt & inside).tolist()}
 
 
 def test_code_is_refused(pair):

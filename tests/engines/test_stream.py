@@ -464,6 +464,91 @@ def test_scores_come_with_their_token(shallow, mode):
             assert stream.run.stop_reason is None
 
 
+def lens_of(parts: list[pc.Part], site: pc.Site | str) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """The positions, ids and log-probabilities that a lens read, of all parts."""
+    reads = [part.lens[site] for part in parts]
+    ids, logprobs = (np.concatenate([getattr(each, name) for each in reads], -2) for name in ("ids", "logprobs"))
+    return [at for each in reads for at in each.positions], ids, logprobs
+
+
+def assert_same_tokens(read: tuple[list[int], np.ndarray, np.ndarray], of: pc.Run, site: pc.Site | str) -> None:
+    """What was streamed is what the run has: the rows are unembedded in other batches, which round differently."""
+    positions, ids, logprobs = read
+    assert positions == of.lens[site].positions
+    assert np.abs(logprobs - of.lens[site].logprobs).max(initial=0) < 1e-4
+    assert (ids != of.lens[site].ids).mean() < 0.02 if ids.size else ids.shape == of.lens[site].ids.shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lenses_come_with_their_token(shallow, mode):
+    """Beside probes, with translators, at some tokens only; with a cold and with a warm prefix cache."""
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    eye = {6: torch.eye(576) + torch.randn(576, 576, generator=torch.Generator().manual_seed(1)) / 60}
+    lenses = [pc.Lens(pc.resid_post[1::3], top=3), pc.Lens(pc.mlp_out[4] @ pc.generated, top=2),
+              pc.Lens(pc.attn_out[2] @ pc.prompt[-1]), pc.Lens(pc.resid_mid[5] @ pc.token(lm.tokens(" the")[0])),
+              pc.Lens(pc.mlp_out[6], translators=eye)]  # fmt: skip
+    sites = [f"resid_post[{layer}]" for layer in (1, 4, 7)]
+    sites += ["mlp_out[4]", "attn_out[2]", "resid_mid[5]", "mlp_out[6]"]
+    for i, (prompt, max_tokens) in enumerate(itertools.product(TEXTS[2:], (1, 2, 8))):
+        others = [probe()] if i % 2 else []
+        call = {**FREE, "max_tokens": max_tokens, "capture": [*lenses, *others]}
+        run, length = lm.run(prompt, **call), len(lm.tokens(prompt))
+        stream = lm.stream(prompt, **call)
+        parts, at = list(stream), length
+        assert [token for part in parts for token in part.token_ids] == stream.run.token_ids == run.token_ids
+        for number, part in enumerate(parts):
+            assert (list(part.lens), part.scores.keys()) == (sites, {each.name for each in others})
+            at += len(part.token_ids)
+            first, last = (0 if number == 0 else at - len(part.token_ids)), min(at, length + max_tokens - 1)
+            read = part.lens[pc.resid_post]
+            assert (read.layers, read.positions) == ((1, 4, 7), list(range(first, last)))  # with their tokens
+            assert read.tokens == [part.lens[pc.resid_post[layer]].tokens for layer in (1, 4, 7)]
+            assert pc.resid_post[2] not in part.lens
+        for site in (*sites, pc.resid_post):
+            for whole in (run, stream.run):
+                assert_same_tokens(lens_of(parts, site), whole, site)
+        if others:
+            assert torch.equal(scores_of(parts)[1], stream.run.probes["p"])
+
+
+@BOTH
+def test_lenses_of_a_stream_end_where_a_score_fires(shallow, engine):
+    lm, before = shallow.get(engine, "float32"), counts(shallow.get(engine, "float32"))
+    lens, call = pc.Lens(pc.resid_post[5], top=2), {**FREE, "capture": [pc.Lens(pc.resid_post[5], top=2), probe()]}
+    plain = lm.run(PROMPTS[0], **call)
+    token = records(plain)[-1]
+    stream = lm.stream(PROMPTS[0], stop_when=probe() > threshold_of(plain, token), capture=lens, **FREE)
+    positions, _, logprobs = lens_of(list(stream), pc.resid_post[5])
+    assert stream.run.stop_reason == "probe:p"
+    assert positions == list(range(len(plain.prompt_token_ids) + token + 1))
+    assert np.abs(logprobs - plain.lens[pc.resid_post[5]].logprobs[: len(positions)]).max() < 1e-3
+    del stream, plain
+    assert counts(lm) == before
+
+
+@BOTH
+def test_streams_with_lenses_that_are_given_up_leave_nothing_behind(shallow, engine):
+    lm, before = shallow.get(engine, "float32"), counts(shallow.get(engine, "float32"))
+    lens = pc.Lens(pc.resid_post[6], top=2)
+
+    async def one(text: str) -> None:
+        async for part in lm.stream(text, capture=lens, **LONG):
+            assert part.lens[pc.resid_post[6]].positions[0] == 0
+            break
+
+    async def together() -> None:
+        await asyncio.gather(*map(one, TEXTS))
+
+    planned = lm.engine.status()["steps_planned"]
+    asyncio.run(together())
+    for part in lm.stream(PROMPTS[1], capture=lens, **LONG):
+        assert part.lens
+        break
+    assert counts(lm) == before
+    assert lm.engine.status()["steps_planned"] - planned < LONG["max_tokens"]  # of six streams together
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_ends_at_the_first_token_where_the_score_fires(shallow, mode):
     """Batchmates decide for themselves: each is a plain run cut at its own token. Its last scores are those that fired."""
@@ -587,6 +672,19 @@ def test_each_look_reads_the_scores_since_the_last_one(shallow, engine, monkeypa
         rows.clear()
         call(PROMPTS[0], stop_when=probe() > 1e9, **{**FREE, "max_tokens": 64})
         assert sum(rows) <= len(lm.tokens(PROMPTS[0])) + 3 * 64  # a step may compute a token that was not read yet
+    rows.clear()
+    read = lm.engine.lens_many
+
+    def lens_many(wanted, *lens):
+        found = read(wanted, *lens)
+        rows.append(sum(len(positions) for positions, *_ in found))
+        return found
+
+    monkeypatch.setattr(lm.engine, "lens_many", lens_many)
+    lenses = [pc.Lens(pc.resid_post[5]), pc.Lens(pc.resid_post[6] @ pc.prompt[-1], top=2)]
+    list(lm.stream(PROMPTS[0], capture=lenses, **{**FREE, "max_tokens": 64}))
+    assert sum(rows) <= len(lm.tokens(PROMPTS[0])) + 1 + 3 * 64
+    assert len(rows) <= 64 + 1  # the prompt's lens is read once
 
 
 def test_a_run_that_never_fires_keeps_no_other_one_waiting(shallow):

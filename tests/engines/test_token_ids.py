@@ -127,8 +127,11 @@ def test_patching_by_token_and_what_is_refused(shallow):
     assert (patched.token_ids, patched.logprobs) == (clean.token_ids, clean.logprobs)
     without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))], logprobs=True)
     assert without.logprobs != clean.logprobs  # it was there to be zeroed
-    with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 49152 is outside the vocabulary of 49152"):
-        lm.run(PROMPTS[0], edits=[pc.Zero(AT, pc.generated - pc.token(49152))], logprobs=True)
+    for tokens in (pc.generated - pc.token(49152), pc.between(5, 49152)):
+        with pytest.raises(
+            pc.TokensError, match=r"edits\[0\].tokens: token id 49152 is outside the vocabulary of 49152"
+        ):
+            lm.run(PROMPTS[0], edits=[pc.Zero(AT, tokens)], logprobs=True)
     twice = lm.run(
         PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)], logprobs=True
     )

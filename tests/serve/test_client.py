@@ -166,6 +166,18 @@ def test_a_stream_and_asyncio(lm, local):
     assert "".join(part.text for part in parts) == here.text == stream.run.text
     assert len(parts) > 2
     assert torch.equal(stream.run["embed"], here["embed"])
+    lenses = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.mlp_out[5] @ pc.generated, translators={5: MATRIX})]
+    parts, run = (
+        list(lm.stream(PROMPTS[0], capture=lenses, max_tokens=6)),
+        local.run(PROMPTS[0], capture=lenses, max_tokens=6),
+    )
+    for site in ("resid_post[2]", "mlp_out[5]"):
+        reads = [part.lens[site] for part in parts]
+        assert [at for each in reads for at in each.positions] == run.lens[site].positions
+        assert [token for each in reads for token in each.tokens] == run.lens[site].tokens
+        np.testing.assert_allclose(
+            np.concatenate([each.logprobs for each in reads]), run.lens[site].logprobs, atol=1e-4
+        )
 
     async def several():
         return await asyncio.gather(*(lm.arun(prompt, edits=edits, max_tokens=4) for prompt in PROMPTS))

@@ -409,6 +409,62 @@ def test_scores_come_with_each_chunk(server, local, chat):
                 assert text == "".join(tokens[: found[-1] - len(run.prompt_token_ids) + 1 + is_last])
 
 
+def lens_of(choices):
+    """What the lenses read in the chunks of a choice, by site."""
+    chunks = [choice.model_extra["patchclamp"]["lens"] for choice in choices if "patchclamp" in choice.model_extra]
+    names = ("positions", "ids", "tokens", "logprobs")
+    return {site: {name: [each for chunk in chunks for each in chunk[site][name]] for name in names}
+            for site in chunks[0]}  # fmt: skip
+
+
+def assert_same_lenses(read, other):
+    """Rows are unembedded in other batches, which round differently."""
+    assert read.keys() == other.keys()
+    for site, each in other.items():
+        assert read[site]["positions"] == each["positions"]
+        np.testing.assert_allclose(read[site]["logprobs"], each["logprobs"], atol=1e-4)
+        differing = np.array(read[site]["ids"]) != np.array(each["ids"])
+        assert differing.mean() < 0.02
+        assert (np.array(read[site]["tokens"]) != np.array(each["tokens"])).sum() <= differing.sum()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("scored", [False, True])
+def test_lenses_come_with_each_chunk(server, local, chat, scored):
+    given = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    capture = [*LENSES, pc.Lens(pc.mlp_out[4] @ pc.generated, top=2), *([SCORED] if scored else [])]
+    run = local.run(**given, max_tokens=8, capture=capture, sampling={"ignore_eos": True})
+    client, asked = server.openai(), {**program(capture=capture, tokens=True), "ignore_eos": True}
+    create = client.chat.completions.create if chat else client.completions.create
+    for _ in range(2):
+        chunks = list(create(model=server.model, max_tokens=8, temperature=0, stream=True, extra_body=asked, **given))
+        choices, prompt = [chunk.choices[0] for chunk in chunks if chunk.choices], len(run.prompt_token_ids)
+        [told] = chunks[-1].model_extra["patchclamp"]["runs"]
+        assert_same_lenses(lens_of(choices), told["lens"])
+        assert_same_lenses(told["lens"], {site: {
+            "positions": read.positions, "ids": read.ids, "tokens": read.tokens, "logprobs": read.logprobs,
+        } for site, read in run.lens.items()})  # fmt: skip
+        tokens, text = told["tokens"][prompt:], ""
+        for choice in choices:  # with their token
+            text += (choice.delta.content or "") if chat else choice.text
+            if "patchclamp" in choice.model_extra:
+                assert choice.model_extra["patchclamp"].keys() == ({"probes", "lens"} if scored else {"lens"})
+                if found := choice.model_extra["patchclamp"]["lens"]["resid_post[1]"]["positions"]:
+                    is_last = choice.finish_reason is not None
+                    assert text == "".join(tokens[: found[-1] - prompt + 1 + is_last])
+
+
+def test_samples_of_several_prompts_have_lenses_of_their_own(server):
+    asked = {**program(capture=LENSES), "ignore_eos": True}
+    chunks = list(complete(server, asked, [PROMPT, "x"], n=2, stream=True, temperature=1.0, seed=7))
+    runs = {run["index"]: run["lens"] for run in chunks[-1].model_extra["patchclamp"]["runs"]}
+    assert len(runs) == 4
+    assert len({str(run["resid_post[1]"]["tokens"]) for run in runs.values()}) == 4
+    for index, lens in runs.items():
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        assert_same_lenses(lens_of(mine), lens)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_rank", [0, -1])
 def test_a_request_ends_at_the_first_token_where_the_score_fires(server, local, stream, by_rank):
@@ -519,9 +575,10 @@ async def _disconnecting(server, asked):
 
 def test_a_client_that_disconnects_leaves_nothing_behind(server):
     asked, never = {**program(capture=[SCORED]), "ignore_eos": True}, stopped(SCORED > 1e9)
+    read = {**program(capture=LENSES), "ignore_eos": True}
 
     async def together():
-        await asyncio.gather(*(_disconnecting(server, each) for each in [asked, never] * 4))
+        await asyncio.gather(*(_disconnecting(server, each) for each in [asked, never, read] * 3))
 
     asyncio.run(together())
     with pc.LM(server.url, api_key=KEYS[0]) as lm:

@@ -51,7 +51,7 @@ def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
         page.run("document.querySelector('#edit [name=length]').value = '5'")
         page.run("document.querySelector('#edit [name=prompt]').value = 'The sea is'")
         page.run("document.querySelector('#edit button').click()")
-        assert page.becomes("document.querySelectorAll('#answers .t').length", 3 * (3 + 5))
+        assert page.becomes("document.querySelectorAll('#answers .t').length", 4 * (3 + 5))
         assert page.becomes(text("edit-said"), "")
         assert page.run("[...document.querySelectorAll('#answers b')].map(b => b.textContent)") == [
             "As it is", "Steered", "Fuzzed", "Both"]  # fmt: skip
@@ -62,6 +62,16 @@ def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
         coloured = "[...document.querySelectorAll('#answers .t.{}')].map(t => t.title)"
         assert page.run(coloured.format("a")) == [f"position {i}, steer at resid_post[2]" for i in range(3, 7)] * 2
         assert page.run(coloured.format("b")) == [f"position {i}, noise at embed" for i in range(3)] * 2
+        # a lens reads all generated tokens but the last, in each layer; its last layer samples the next token
+        assert page.run("document.querySelectorAll('#answers .t[tabindex]').length") == 4 * 4
+        for event in ("mouseenter", "focus"):
+            page.run(f"document.querySelector('#answers .t[tabindex]').dispatchEvent(new Event('{event}'))")
+            assert page.run("[...document.querySelectorAll('#lens th')].map(h => h.textContent)") == [
+                f"resid_post[{layer}]" for layer in reversed(range(8))]  # fmt: skip
+            following = "document.querySelectorAll('#answers .t[tabindex]')[1].textContent"
+            cell = page.run("document.querySelector('#lens td').textContent")
+            assert cell.startswith(json.dumps(page.run(following), ensure_ascii=False))
+            page.run("document.getElementById('lens').replaceChildren()")
         assert page.problems == []
 
 

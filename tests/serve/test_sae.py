@@ -118,7 +118,8 @@ def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
     """Other SAEs, features and rows than there are, and rows of another key."""
     with pc.LM(server.url, api_key=KEYS[1]) as other:
         run = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Features("plain"), pc.resid_post[4]])
-        mine, [(_, (point, op))] = run.key, run._feature_ops.values()
+        narrow = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Capture(SITE, project=np.ones((2, 576)))])
+        mine, [(point, op)] = run.key, run._feature_ops.values()
         posts = {
             "features": [
                 wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("none")),
@@ -127,6 +128,8 @@ def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
                 wire.FeaturesWanted([Wanted(mine, point, op)], 1, FeatureReader("plain", (1 << 40,))),
                 wire.FeaturesWanted([Wanted(mine, point + 1)], 8, FeatureReader("plain")),
                 wire.FeaturesWanted([], 8, FeatureReader("plain")),
+                wire.FeaturesWanted([Wanted(narrow.key, point)], 8, FeatureReader("plain")),
+                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain", None, "0" * 64)),
             ],
             "dictionary": [wire.DictionaryWanted("none", [1]), wire.DictionaryWanted("plain", [-1]),
                            wire.DictionaryWanted("plain", [1] * 5000)],

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange
+from patchclamp.plan.bound import BoundOp, BoundProgram, Encoded, Keep, Linear, PositionRange
 from patchclamp.plan.cells import cells_of
 from patchclamp.plan.cuts import MIN_SHARED, Cut, CutRequest, Work, cuts_of, first_layers, group, split
 from patchclamp.sites import SiteMap, Sizes
@@ -30,7 +30,7 @@ def programs(draw):
     for i in range(draw(st.integers(1, 3))):
         points = draw(st.lists(st.integers(0, len(SITES.points) - 1), min_size=1, max_size=3, unique=True))
         start = draw(st.integers(0, LENGTH + 3))
-        action = draw(st.sampled_from([Keep(0), Linear(2.0, 0.0)]))
+        action = draw(st.sampled_from([Keep(0), Linear(2.0, 0.0), Encoded("sae", "content")]))
         ranges = (PositionRange(start, start + draw(st.integers(1, 4))),)
         ops.append(BoundOp(f"edits[{i}]", action, tuple(points), (), ranges))
     return BoundProgram("", LENGTH, tuple(ops))

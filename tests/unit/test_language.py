@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ import patchclamp as pc
 from patchclamp import errors, language
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
-from patchclamp.language.ops import OPS, as_capture, fuzz
-from patchclamp.language.program import Program, to_dict
+from patchclamp.language.ops import FEATURE_MODES, OPS, as_capture, fuzz
+from patchclamp.language.program import VECTORS, Program, to_dict
 from patchclamp.language.site import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, NNTERP, TRANSFORMER_LENS, unmoved
 from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import DTYPES, orthonormal
@@ -102,6 +103,11 @@ ops = (
         pc.Clamp, rows.filter(has_directions), sites(), selections, st.floats(-9, 0), st.none() | st.floats(0, 9)
     )
     | st.builds(pc.Rotate, planes, factors, sites(), selections, st.booleans())
+    | st.builds(pc.Replace, values, sites(), selections, factors, basis=vectors().filter(has_directions))
+    | st.builds(pc.LowRank, vectors() | names, st.none() | rows, vectors() | names, sites(), selections)
+    | st.builds(pc.SetFeature, st.just("a"), st.just([3, 1]), factors, selections, st.sampled_from(FEATURE_MODES))
+    | st.builds(pc.Features, st.just("a"), selections, st.none() | st.integers(1, 128))
+    | st.builds(pc.Reconstruct, st.just("a"), selections)
     | st.builds(pc.Noise, st.floats(0, 9), sites(), selections, st.integers(0, (1 << 63) - 1), st.booleans())
 )
 programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(captures, max_size=3).map(tuple))
@@ -117,6 +123,17 @@ programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(cap
 ])  # fmt: skip
 def test_the_short_form_of_a_mix(text, terms):
     assert pc.Program.parse(text) == Program(tuple(pc.Use(*term) for term in terms))
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 20000, "." * 20000, " " * 20000 + "!", "a" * 20000 + "!", "1 " + "e" * 20000 + "+"]
+)
+def test_a_long_mix_is_read_in_linear_time(text):
+    """It may be the model's name in a request."""
+    began = time.process_time()
+    with pytest.raises(pc.ProgramError):
+        pc.Program.parse(text)
+    assert time.process_time() - began < 2.0
 
 
 @given(sites())
@@ -147,6 +164,11 @@ def test_any_text_is_read_or_refused(text):
         except pc.PatchclampError:
             continue
         assert read(made.to_json() if isinstance(made, Program) else str(made.at) if read is as_capture else str(made))
+
+
+def test_the_json_form_reads_every_field_that_holds_vectors():
+    types = {name: kind for op in OPS.values() for name, kind in op.__annotations__.items() if op is not pc.SetFeature}
+    assert {name for name, kind in types.items() if "Vector" in str(kind) or str(kind) == "Value"} == VECTORS
 
 
 @given(programs)
@@ -681,7 +703,7 @@ def test_every_op_names_its_fields():
     }
     for kind in OPS.values():
         by_name = (pc.Use, pc.Features, pc.SetFeature, pc.Reconstruct)
-        named = {pc.When: {"condition", "edits"}, **dict.fromkeys(by_name, {"name", "tokens"})}.get(kind, {"at", "tokens"})
+        named = {"condition", "edits"} if kind is pc.When else {"name" if kind in by_name else "at", "tokens"}
         assert named <= set(kind.__struct_fields__)
 
 

@@ -73,6 +73,29 @@ def test_lenses_captures_and_probes_share_a_site(lm):
     assert "a lens of 1 sites" in repr(run)
 
 
+def test_parts_of_a_stream_have_what_the_run_has(lm):
+    lenses = [pc.Lens(pc.resid_post, top=3), pc.Lens(pc.mlp_out[0] @ pc.generated, top=2),
+              pc.Lens(pc.mlp_out[1] @ pc.prompt[:2], top=2)]  # fmt: skip
+    for prompt, max_tokens in itertools.product((PROMPT, [7]), (1, 5)):
+        stream = lm.stream(prompt, max_tokens=max_tokens, capture=lenses)
+        parts, run = list(stream), stream.run
+        for site in (*run.lens, "blocks.1.hook_resid_post", pc.resid_post):
+            reads, whole = [part.lens[site] for part in parts], run.lens[site]
+            assert {read.layers for read in reads} == {whole.layers}
+            assert [at for read in reads for at in read.positions] == whole.positions
+            assert np.array_equal(np.concatenate([read.ids for read in reads], -2), whole.ids)
+            assert np.array_equal(np.concatenate([read.logprobs for read in reads], -2), whole.logprobs)
+        assert list(parts[0].lens) == list(run.lens)
+        with pytest.raises(pc.MissingSource, match=r"resid_post\[0\]"):
+            parts[0].lens[pc.attn_out[0]]
+        with pytest.raises(pc.ProgramError, match="other positions"):
+            parts[0].lens[pc.mlp_out[:2]]
+    assert not any(part.lens for part in lm.stream(PROMPT, max_tokens=3, capture=pc.resid_post))
+    huge = {1: np.full((16, 16), 3e38)}
+    with pytest.raises(pc.NotFinite):
+        list(lm.stream(PROMPT, max_tokens=2, capture=pc.Lens(pc.resid_post[1], translators=huge)))
+
+
 def test_many_runs_are_read_together(lm, monkeypatch):
     runs = lm.run([PROMPT, PROMPT[:1], PROMPT[2:]], capture=[pc.Lens(pc.resid_post), pc.Lens(pc.attn_out[0], top=1)])
     calls, stock = [], lm.engine.lens_many

@@ -8,6 +8,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.language import Program
+from patchclamp.plan.bound import stored_op
 
 PROMPT = [1, 2, 3, 7, 5, 7, 8]
 D = 16
@@ -45,7 +46,7 @@ def test_a_probe_equals_its_formula_on_captured_rows(lm, activation, pool):
         expected = ACTIVATIONS[activation](POOLS[pool](products))
         assert run.probes["p"].shape == expected.shape
         assert np.asarray(run.probes["p"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert run.probe_positions("p") == run.positions(pc.resid_post[1])
+        assert run.probe_positions("p") == run.positions(pc.resid_post[1])[-1 if pool == "last" else 0 :]
 
 
 def test_reading_probes_does_not_keep_a_run(lm):
@@ -101,10 +102,33 @@ def test_a_pooled_capture_has_one_row(lm, pool):
     run = lm.run(PROMPT, capture=[pc.Capture(site, pool=pool) for site in sites], max_tokens=4)
     for site in (pc.resid_post[1], pc.z[1], pc.z[1, 0]):
         assert run[site] == pytest.approx(POOLS[pool](whole[site]), rel=1e-5, abs=1e-6)
-        assert run.positions(site) == whole.positions(site)
+        assert run.positions(site) == whole.positions(site)[-1 if pool == "last" else 0 :]
     assert run[pc.resid_post] == pytest.approx(np.stack([POOLS[pool](rows) for rows in whole[pc.resid_post]]), rel=1e-5)
     projected = lm.run(PROMPT, capture=pc.Capture(pc.resid_post[0], project=np.eye(D)[:2], pool=pool), max_tokens=4)
     assert projected[pc.resid_post[0]] == pytest.approx(run[pc.resid_post[0]][:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_of_a_prompt_the_last_token_alone_is_captured_for_the_last(lm, max_tokens):
+    """So that a cached prefix is read; where a generated token may be the last, it is captured too."""
+    selections = [(pc.every, [6], True), (pc.prompt, [6], False), (pc.prompt[1:4], [3], False),
+                  (pc.prompt[0] | pc.generated, [0], True), (pc.generated, [], True)]  # fmt: skip
+    for tokens, read, with_generated in selections:
+        read = [*read, *(range(7, 6 + max_tokens) if with_generated else ())]
+        capture = [pc.Capture(pc.resid_post[1], tokens, pool="last"),
+                   pc.Probe(W, at=pc.resid_post[0], tokens=tokens, pool="last", name="p")]  # fmt: skip
+        whole = lm.run(PROMPT, max_tokens=max_tokens, capture=pc.resid_post[:2] @ tokens)
+        run = lm.run(PROMPT, max_tokens=max_tokens, capture=capture)
+        for number, op in enumerate(run._bound.ops):
+            assert lm.engine.fetch(run.key, op.points[0], stored_op(op, number))[0].tolist() == read
+        if not read:
+            continue
+        assert run.positions(pc.resid_post[1]) == run.probe_positions("p") == read[-1:]
+        assert np.array_equal(run[pc.resid_post[1]], whole[pc.resid_post[1]][-1])
+        assert np.asarray(run.probes["p"]) == pytest.approx(np.asarray(whole[pc.resid_post[0]][-1]) @ W.T, rel=1e-5)
+    conditional = lm.run(PROMPT, max_tokens=3, capture=pc.Capture(pc.resid_post[1], pc.token(7), pool="last"))
+    tokens = [*PROMPT, *conditional.token_ids[:-1]]
+    assert conditional.positions(pc.resid_post[1]) == [len(tokens) - 1 - tokens[::-1].index(7)]
 
 
 def test_a_pooled_capture_is_no_source(lm):

@@ -15,7 +15,10 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
 import patchclamp as pc
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.probes import read_arrays
+from patchclamp.plan.bound import BoundOp, Encoded, PositionRange
+from patchclamp.runtime.dictionaries import Dictionaries
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sae"  # made by tests/golden/make_saes.py
 FOLDERS = sorted(file.parent.relative_to(GOLDEN).as_posix() for file in GOLDEN.rglob("expected.npz"))
@@ -290,6 +293,14 @@ def test_the_arithmetic_and_the_round_trip(tmp_path, kind):
     assert again.content == sae.content or "gated" in kind  # gains are stored as logarithms
 
 
+def test_a_feature_whose_gain_is_not_positive_is_not_local():
+    """It falls with its pre-activation: no product above a threshold decides when it is active."""
+    rng = np.random.default_rng(5)
+    for gain in (-1.0, 0.0):
+        gains = np.append(np.ones(F - 1), gain)
+        assert not random_sae(rng, gain=gains, offset=numbers(rng, F)).is_local
+
+
 def test_of_equal_values_the_first_are_kept():
     sae = pc.SAE(np.ones((F, D)), np.zeros(F), np.ones((F, D)), np.zeros(D), k=3)
     assert (np.nonzero(sae.encode(np.ones((2, D))))[1] == [0, 1, 2, 0, 1, 2]).all()
@@ -534,3 +545,50 @@ def test_paths_that_are_no_sae(tmp_path):
     with pytest.raises(pc.ProgramError) as caught:
         pc.SAE.load(GOLDEN / "saelens_topk", k=3)
     assert caught.value.path == "k"
+
+
+# -- on a device
+
+
+def encoded(sae: pc.SAE) -> list[BoundOp]:
+    return [BoundOp("edits[0]", Encoded("a", sae.content), (0,), (), (PositionRange(0, 1),))]
+
+
+def test_the_reserved_memory_is_reused_once_no_run_needs_it():
+    sae, other = (random_sae(np.random.default_rng(seed)) for seed in (8, 9))
+    size = Dictionaries(torch.device("cpu")).attach("a", sae, torch.float32)
+    of = Dictionaries(torch.device("cpu"), 2 * size + 1)
+    for name in "ab":
+        assert of.attach(name, sae, torch.float32) == 0
+    with pytest.raises(pc.CapacityError, match="sae_bytes"):
+        of.attach("c", sae, torch.float32)
+    rows = torch.tensor(numbers(np.random.default_rng(1), 3, D))
+    [edit] = of.code_of(encoded(sae)).values()  # of a run under way
+    expected = edit(rows, torch.arange(3))
+    of.detach("a")
+    with pytest.raises(pc.MissingSource):
+        of.code_of(encoded(sae))
+    with pytest.raises(pc.CapacityError):
+        of.attach("c", other, torch.float32)
+    assert torch.equal(edit(rows, torch.arange(3)), expected)
+    del edit
+    of.attach("c", other, torch.float32)
+    with pytest.raises(pc.CapacityError):
+        of.attach("a", sae, torch.float32)
+    for name, each in (("b", sae), ("c", other)):
+        read = of.read(FeatureReader(name, (0, 2)), [rows], 2)[1]
+        assert close(read, each.encode(rows)[:, [0, 2]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_computes_the_same(kind):
+    rng = np.random.default_rng(len(kind))
+    sae, rows = random_sae(rng, **KINDS[kind](rng)), 3 * numbers(rng, 7, D) + 1
+    of = Dictionaries(torch.device("cpu"))
+    for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        of.attach("a", sae, dtype)
+        values = of.of("a").encode(torch.tensor(rows))
+        output = of.of("a").decode(values, torch.tensor(rows))
+        if sae.k in (None, F) or dtype == torch.float32:  # rounded, another feature may be among the largest
+            assert (values - torch.tensor(sae.encode(rows))).abs().max() <= most * (1 + np.abs(sae.encode(rows)).max())
+        assert (output - torch.tensor(sae.decode(values, rows))).abs().max() <= most * (1 + output.abs().max())

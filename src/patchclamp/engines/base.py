@@ -218,12 +218,14 @@ class Part(msgspec.Struct, frozen=True):
     logprobs: one float per new token, if requested
     scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
         The last token of a run has none: it was never an input
+    lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
     scores: Mapping[str, PartScores] = {}
+    lens: Mapping[Any, Any] = {}
 
 
 class PartListener(Protocol):

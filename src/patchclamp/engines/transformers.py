@@ -287,7 +287,7 @@ class TransformersEngine(Engine):
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
-        self._fetches: collections.deque[tuple[Future[Any], Wanted]] = collections.deque()
+        self._reads: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
         self._queued: set[int] = set()  # numbers of the jobs that wait for the engine's thread
         self._numbers = itertools.count()
         self._unfinished: Generation | None = None
@@ -312,14 +312,11 @@ class TransformersEngine(Engine):
         return self._recompute.whole_because or FEW
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        fetched: Future[tuple[np.ndarray, torch.Tensor]] = Future()
-        self._fetches.append((fetched, Wanted(run, point, op, first)))
-        self._call(self._fetch_pending).add_done_callback(functools.partial(settle_if_failed, [fetched]))
-        positions, rows = fetched.result()
+        positions, rows = self._read(lambda: self.runtime.fetch(run, point, op, first))
         return positions, rows.cpu()
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
-        return self._call(self._lens, wanted, top, translator).result()
+        return self._read(lambda: self._lens(wanted, top, translator))
 
     def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
         def read() -> list[TopTokens]:
@@ -327,7 +324,7 @@ class TransformersEngine(Engine):
             found = self.runtime.dictionaries.read(reader, [torch.as_tensor(rows) for _, rows in captured], top)
             return by_capture([positions for positions, _ in captured], *found)
 
-        return self._call(read).result()
+        return self._read(read)
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         self._call(self.runtime.dictionaries.attach, name, sae, dtype_of_precision(precision, self._net.dtype)).result()
@@ -380,6 +377,13 @@ class TransformersEngine(Engine):
             self._queued.discard(job_number)
             raise
 
+    def _read(self, job: Callable[[], Any]) -> Any:
+        """Read captures on the engine's thread, also between two steps of a batch."""
+        read: Future[Any] = Future()
+        self._reads.append((read, job))
+        self._call(self._read_pending).add_done_callback(functools.partial(settle_if_failed, [read]))
+        return read.result()
+
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         Sampler.check(sampling)
 
@@ -402,15 +406,15 @@ class TransformersEngine(Engine):
 
     # -- on the engine's thread
 
-    def _fetch_pending(self) -> None:
-        """Serve pending fetches; also between two steps, for callers that read during generation."""
-        while self._fetches:
-            fetched, wanted = self._fetches.popleft()
+    def _read_pending(self) -> None:
+        """Serve pending reads; also between two steps, for callers that read during generation."""
+        while self._reads:
+            read, job = self._reads.popleft()
             try:
                 with torch.inference_mode(False):  # callers may train on the rows, and change them
-                    fetched.set_result(self.runtime.fetch(*wanted))
+                    read.set_result(job())
             except Exception as error:
-                fetched.set_exception(error)
+                read.set_exception(error)
 
     def _lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
         net, sizes = self._net, self.sites.sizes
@@ -562,7 +566,7 @@ class TransformersEngine(Engine):
             if all(writer.done for writer in writers):
                 return
             passes.advance([writer.ids[-1] if writer.ids else 0 for writer in writers])
-            self._fetch_pending()
+            self._read_pending()
             self._step(generation)
 
     def _step(self, generation: Generation) -> None:

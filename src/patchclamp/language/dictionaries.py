@@ -47,6 +47,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     is_local: True if a feature depends on one product with the row (`SAE.is_local`)
     normalizes: True if rows are normalised, so that what is added to them has their scale
     content: `SAE.content`
+    dtype: of the rows that it reads: that of its matrices
     """
 
     name: str
@@ -56,13 +57,18 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     is_local: bool
     normalizes: bool
     content: str
+    dtype: str = "float32"
 
 
 class FeatureReader(msgspec.Struct, frozen=True):
-    """Reads features by the SAE of this name: the largest of each row, or those of `ids`."""
+    """Reads features by the SAE of this name: the largest of each row, or those of `ids`.
+
+    content: of the SAE; "": of any that has the name
+    """
 
     name: str
     ids: tuple[int, ...] | None = None
+    content: str = ""
 
 
 class SAEOption(NamedTuple):

@@ -39,7 +39,9 @@ from patchclamp.language.tokens import Selection, read_tokens
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions", "plane", "project", "weight", "bias"}  # fields that hold vectors
+VECTORS = {  # fields that hold vectors
+    "value", "mask", "basis", "direction", "directions", "plane", "project", "weight", "bias", "rotation",
+}  # fmt: skip
 # fields that later versions added, with what they do not write: older programs keep their fingerprint
 LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0}
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
@@ -154,7 +156,7 @@ class Program(PublicStruct, frozen=True):
 
 
 _SIGN, _NAME = re.compile(r"\s*([+-])"), re.compile(r"\s*([A-Za-z_][\w.-]*)\s*")
-_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)(?:\s*\*|\s)")
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)(?:\s*\*|\s)")
 
 
 def to_dict(program: Program) -> dict[str, Any]:

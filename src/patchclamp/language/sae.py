@@ -96,8 +96,9 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @property
     def is_local(self) -> bool:
-        """True if each feature's value depends on its own pre-activation only, and that is linear in the row."""
-        return self.k is None and self.normalize == "none"
+        """True if each feature's value rises with its own pre-activation only, and that is linear in the row."""
+        rises = self.gain is None or bool((self.gain > 0).all())
+        return self.k is None and self.normalize == "none" and rises
 
     @functools.cached_property
     def content(self) -> str:

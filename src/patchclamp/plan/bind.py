@@ -179,8 +179,10 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
 
 @lower.register
 def _features(op: ops.Features, context: Context) -> Lowered:
-    context.dictionary(op.ids or ())
-    return Lowered(Keep(0, context.conditional, lens=True))
+    card = context.dictionary(op.ids or ()).card
+    if op.top is not None and op.top > card.features:
+        raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
+    return Lowered(Keep(DTYPES.index(card.dtype), context.conditional, lens=True, sae=card.content))
 
 
 @lower.register
@@ -453,11 +455,12 @@ class _Binder:
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
         self._edits_at: collections.Counter[int] = collections.Counter()  # the edits bound so far, by point
         self._read_after: dict[str, list[int]] = {}  # the same number where a probe is read, at each of its points
+        self._probes: dict[str, Probe] = {}  # by name, and features that conditions compare
         self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
-        self._spans: dict[tuple[int | None, ...], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
+        self._spans: dict[tuple[int, int], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
@@ -615,6 +618,11 @@ class _Binder:
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
         """The op that reads a probe, where the program names it first. Raises `ProgramError` for a probe whose scores
         would now be others, unless it is named to compare the scores that it has."""
+        if self._probes.setdefault(probe.name, probe) != probe:
+            raise ProgramError(
+                f"two probes are named {probe.name!r}, or a probe and a feature of a condition: give the probe another "
+                "name", "name"
+            )  # fmt: skip
         counts = [self._edits_at[ref.point] for ref in self._resolve(probe)]
         if probe.name in self._read_after:
             if self._read_after[probe.name] != counts and not is_compared:
@@ -726,7 +734,7 @@ class _Binder:
         their bits, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding,
         and written where the stream ends, since rows of one point are in no order."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
-        pair = tuple(self.prompt.token_of(each) for each in (between.opening, between.closing))
+        pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
         if pair not in self._spans:
             if self.sites.stages > 1:
                 raise UnsupportedSite(
@@ -734,12 +742,9 @@ class _Binder:
                 )
             inside, opened, outside = (self._next_bit() for _ in range(3))
             begin, latch = len(self.prompt.ids), self._next_latch()
-            delimiters = np.flatnonzero(np.isin(self.prompt.ids, pair))
-            is_open = bool(len(delimiters)) and self.prompt.ids[delimiters[-1]] == pair[0]
-            first, last = (
-                self.sites.resolve(Site("embed")),
-                self.sites.resolve(Site("resid_post", self.sites.layers - 1)),
-            )
+            is_open = [each for each in self.prompt.ids if each in pair][-1:] == [pair[0]]
+            first = self.sites.resolve(Site("embed"))
+            last = self.sites.resolve(Site("resid_post", self.sites.layers - 1))
             decisions = [(Span(*pair, is_open, inside, latch), first), (All(outside, 1 << inside, 0), first),
                          (Latch(opened, latch, True), last)]  # fmt: skip
             self._span_ops += [
@@ -792,10 +797,12 @@ class _Binder:
         return cases
 
     def check_ids(self, tokens: Selection, field: str) -> None:
-        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
-        if beyond:
+        delimiters = (leaf for leaf in leaves(tokens) if isinstance(leaf, Between))
+        ids = [leaf.ids[-1] for leaf in ids_in(tokens)]
+        ids += [each for leaf in delimiters for each in (leaf.opening, leaf.closing) if isinstance(each, int)]
+        if beyond := [each for each in ids if each >= self.sites.d_vocab]:
             raise TokensError(
-                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
+                f"token id {beyond[0]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
                 field,
             )
 
@@ -845,6 +852,9 @@ class _Binder:
         return number
 
 
+LAST = POOLS.index("last") + 1  # of `Keep.pool`
+
+
 class _OpBinder:
     """The `Context` of one op, at its site refs and at the positions of one case."""
 
@@ -858,7 +868,12 @@ class _OpBinder:
     def bound(self) -> list[BoundOp]:
         """The bound op, after the `Store` ops that it needs."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
-        ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
+        if isinstance(lowered.action, Keep) and lowered.action.pool == LAST and not self.conditional:
+            # of the prompt's tokens only the last one can be the last of all; the ones before may come from a cache
+            prompt = np.searchsorted(self._case.positions, len(self._binder.prompt.ids))
+            ranges = position_ranges(self._case.positions[max(prompt - 1, 0) :], None)
+        else:
+            ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]

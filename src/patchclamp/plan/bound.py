@@ -60,6 +60,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
     probe: the name of the probe that its products are for; "" if they are the site's
     lens: True if its rows are for a lens or an SAE, and not the site's
+    sae: the content of that SAE, since another one may be attached under its name before the rows are read
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -70,6 +71,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     pool: int = 0
     probe: str = ""
     lens: bool = False
+    sae: str = ""
 
     @property
     def is_private(self) -> bool:

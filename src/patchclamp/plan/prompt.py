@@ -80,23 +80,24 @@ class Prompt(msgspec.Struct):
 
     def _delimiter(self, delimiter: str | int, token: np.ndarray, selection: object) -> np.ndarray:
         """True for the tokens of a delimiter, [T]."""
-        known = self.token_of(delimiter)
-        if known is not None:
-            return token == known
-        if len(token) > len(self.ids):
-            raise self._not_one_token(delimiter, selection)
+        known = self._token_of(delimiter)
+        if known is not None or len(token) > len(self.ids):
+            return token == self.one_token(delimiter, selection)
         text, offsets = self.spell()
         spans = [TextSpan(str(delimiter), i).find(offsets, text) for i in range(text.count(str(delimiter)))]
         return np.isin(np.arange(len(token)), [position for span in spans for position in span])
 
-    def _not_one_token(self, delimiter: str | int, selection: object) -> TokensError:
-        return TokensError(
-            f"{selection}: {delimiter!r} is not one token of this model, so only the prompt is searched for it: select "
-            "prompt & between(...)"
-        )
+    def one_token(self, delimiter: str | int, selection: object) -> int:
+        """The id of a delimiter of a selection. Raises `TokensError` if it is several tokens."""
+        known = self._token_of(delimiter)
+        if known is None:
+            raise TokensError(
+                f"{selection}: {delimiter!r} is not one token of this model, so only the prompt is searched for it; "
+                "select prompt & between(...)"
+            )
+        return known
 
-    def token_of(self, delimiter: str | int) -> int | None:
-        """The id of a delimiter that is one token."""
+    def _token_of(self, delimiter: str | int) -> int | None:
         if isinstance(delimiter, int):
             return delimiter
         ids = [] if self.bare is None else self.bare(delimiter)
@@ -121,8 +122,7 @@ class Prompt(msgspec.Struct):
         if not conditional:
             return of_sides[False]
         for delimiter in (part for span in spans for part in (span.opening, span.closing)):
-            if self.token_of(delimiter) is None:
-                raise self._not_one_token(delimiter, tokens)
+            self.one_token(delimiter, tokens)
         return [Case(certain), *conditional]
 
     def _cases(self, tokens: Tokens, limit: int, lowest: int, inside: bool) -> list[Case]:

@@ -558,7 +558,7 @@ def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addres
 
 @_write.register
 def _encoded(first: Encoded, fields: np.ndarray, actions: Sequence[Encoded], addresses: Several, ordinal: int) -> None:
-    fields["code"] = 0  # only its place counts, for cuts: the runtime installs `RunCode` instead
+    """Write nothing: a worker runs it as code, and cuts need its points and positions alone."""
 
 
 def columns_of(record: np.void) -> slice:

@@ -97,9 +97,9 @@ class Frame(msgspec.Struct, frozen=True):
     decided: Decided
 
     @property
-    def read_by_saes(self) -> set[int]:
-        """The points whose rows an attached SAE reads."""
-        return {each.at.point for each in self.sites.dictionaries.values()}
+    def read_by_saes(self) -> set[tuple[int, str]]:
+        """The points whose rows an attached SAE reads, with its content."""
+        return {(each.at.point, each.card.content) for each in self.sites.dictionaries.values()}
 
 
 def verify(
@@ -307,9 +307,12 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.probes.add(action.probe)
         frame.decided.reading = op
     if action.lens:
-        _need(not (action.dtype or action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
-        whole = [frame.sites.lens_reads(point) or point in frame.read_by_saes for point in op.points]
+        _need(not (action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
+        _need(bool(action.sae) or not action.dtype, "a lens of rounded rows")
+        saes, of = frame.read_by_saes, action.sae
+        whole = [(point, of) in saes if of else frame.sites.lens_reads(point) for point in op.points]
         _need(all(whole), "a lens of a point that none reads")
+    _need(action.lens or not action.sae, "an SAE of other rows")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]

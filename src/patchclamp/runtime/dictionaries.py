@@ -5,12 +5,13 @@ N rows · D width · F features · O width of the output · K features asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
-from patchclamp.errors import CapacityError, MissingSource, unknown
+from patchclamp.errors import CapacityError, MissingSource, ShapeError, unknown
 from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
 from patchclamp.language.sae import EPSILON, SAE, SHAPES
 from patchclamp.plan.bound import BoundOp, Encoded
@@ -32,7 +33,7 @@ class DeviceSAE:
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
         self.k, self.normalize, self.content, self._arrays = sae.k, sae.normalize, sae.content, arrays
-        self.features = sae.n_features
+        self.features, self.width = sae.n_features, sae.width
 
     @staticmethod
     def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -83,13 +84,30 @@ class DeviceSAE:
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
+def in_parts(rows: Sequence[torch.Tensor], size: int, pinned: bool) -> Iterator[torch.Tensor]:
+    """All rows, `size` at a time, in one tensor that is overwritten: fresh memory would cost more than the copy."""
+    if not rows:
+        return
+    part, filled = torch.empty(size, rows[0].shape[1], dtype=rows[0].dtype, pin_memory=pinned), 0
+    for each in rows:
+        for some in (each[: size - filled], *each[size - filled :].split(size)):
+            part[filled : filled + len(some)] = some
+            filled += len(some)
+            if filled == size:
+                yield part
+                filled = 0
+    if filled:
+        yield part[:filled]
+
+
 class Dictionaries:
     """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they take what memory is free."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._used: dict[str, tuple[int, int]] = {}  # the parts of the memory
+        # the parts of the memory: a run under way may still use an SAE that was detached
+        self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
 
     def __len__(self) -> int:
@@ -114,9 +132,9 @@ class Dictionaries:
                 on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
         except torch.OutOfMemoryError:
             raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
+        self._of[name] = attached = DeviceSAE(sae, on_device)
         if self._size:
-            self._used[name] = begin - needed, begin
-        self._of[name] = DeviceSAE(sae, on_device)
+            self._used[attached] = begin - needed, begin
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
@@ -134,9 +152,8 @@ class Dictionaries:
         return begin
 
     def detach(self, name: str) -> None:
-        """Free an SAE's memory."""
+        """Free an SAE's memory, once no run uses it."""
         self._of.pop(name, None)
-        self._used.pop(name, None)
 
     def of(self, name: str, content: str = "") -> DeviceSAE:
         """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by one of other content."""
@@ -148,10 +165,13 @@ class Dictionaries:
     @torch.inference_mode()
     def read(self, reader: FeatureReader, rows: list[torch.Tensor], top: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids and values [N, K] of features of all rows, one after another: the `top` largest, or the reader's."""
-        sae, ids = self.of(reader.name), None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
+        sae = self.of(reader.name, reader.content)
+        ids = None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
         found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
+        if any(each.shape[1] != sae.width for each in rows):  # projected ones, of a hostile client
+            raise ShapeError(f"the SAE {reader.name!r} reads rows of {sae.width} numbers", "wanted")
         size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
-        for part_ND in torch.cat(rows).split(size) if rows else ():
+        for part_ND in in_parts(rows, size, pinned=self._device.type == "cuda"):
             values_NF = sae.encode(part_ND.to(self._device).float())
             best = values_NF.topk(top) if ids is None else (values_NF[:, ids], ids.expand(len(values_NF), -1))
             found.append((best[1].int().cpu().numpy(), best[0].cpu().numpy()))
@@ -174,22 +194,21 @@ class Dictionaries:
 
 
 class _Held:
-    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step."""
+    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step. A
+    kernel calls both once for each range of positions."""
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # positions, and what is written there
+        self._held: dict[int, torch.Tensor] = {}  # by position, what is written there
 
     def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         new_ND = self._sae.edited(self._action, rows_ND)
         return rows_ND + new_ND if self._action.ids else new_ND
 
     def read(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._held = positions, self._sae.edited(self._action, rows_ND)
+        self._held.update(zip(positions.tolist(), self._sae.edited(self._action, rows_ND), strict=True))
         return rows_ND
 
     def write(self, rows_NO: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        assert self._held is not None, "the site that it reads comes later in the model than the one that it writes"
-        there, new_NO = self._held
-        new_NO = new_NO[torch.searchsorted(there, positions)]
+        new_NO = torch.stack([self._held.pop(position) for position in positions.tolist()])
         return rows_NO + new_NO if self._action.ids else new_NO

@@ -28,7 +28,7 @@ from patchclamp.serve.program_call import (
     Variant,
     current,
     of_extra_args,
-    scores_of,
+    readouts_of,
     variant_of,
     with_variants,
 )
@@ -212,7 +212,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
                 async for chunk in last():
                     yield chunk
             if first:
-                yield _with_scores(_of_model(first, call.variant), call)
+                yield await _with_readouts(_of_model(first, call.variant), call)
             async for chunk in chunks:  # one per token: keep this loop cheap
                 text = chunk if type(chunk) is str else _text(chunk)
                 is_broken = is_broken or text.startswith(FAILED)
@@ -220,7 +220,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
                     async for each in last():
                         yield each
                 text = text if call.variant is None else _of_model(text, call.variant)
-                yield _with_scores(text, call) if call.scores else text
+                yield await _with_readouts(text, call) if call.parts else text
             if call.error is not None:
                 front.failed(call.error, call.owner)
             is_delivered = not is_broken and call.is_complete and not await raw_request.is_disconnected()
@@ -231,14 +231,16 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
     return StreamingResponse(body(), media_type="text/event-stream")
 
 
-def _with_scores(chunk: str, call: ProgramCall) -> str:
-    """A chunk of a stream with the scores of its tokens, which are those since the last chunk of its choice."""
-    if not call.scores or not chunk.startswith("data: {"):
+async def _with_readouts(chunk: str, call: ProgramCall) -> str:
+    """A chunk of a stream with the readouts of its tokens, which are those since the last chunk of its choice."""
+    if not call.parts or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])
     for choice in said.get("choices", ()):
-        if (choice.get("delta") or {}).get("role") is None and (parts := call.scores.pop(choice["index"], None)):
-            choice["patchclamp"] = {"probes": scores_of(parts)}
+        if (choice.get("delta") or {}).get("role") is None and (parts := call.parts.pop(choice["index"], None)):
+            # a lens has thousands of tokens to decode, those of a long prompt
+            told = await asyncio.to_thread(readouts_of, parts) if parts[0].lens else readouts_of(parts)
+            choice["patchclamp"] = told
     return data_event(said)
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.base import Answer, PartScores, Request
+from patchclamp.engines.base import Answer, Part, Request
 from patchclamp.engines.tokenizer import Chat, prompt_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.clients import http_error
@@ -39,12 +39,12 @@ from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_work
-from patchclamp.run import Run
+from patchclamp.run import LensResult, Run, joined
 from patchclamp.serve import monitoring
 from patchclamp.serve.capture_files import captured_file, finite
 from patchclamp.serve.kept import NAME, KeptObjects, check_name
 from patchclamp.serve.server_state import OPEN, Front, front_of, log
-from patchclamp.stream import ProbeWatch, scored_names
+from patchclamp.stream import RunWatch
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ class ProgramCall:
     variant: the program that is the request's model, or None
     chat: the messages and template options of a chat prompt
     runs: (name, run) of each choice of the answer, by index
-    scores: of the tokens that come with the next chunk of a choice in a stream, by index
+    parts: the parts, with their readouts, that come with the next chunk of a choice in a stream, by index
     error: the error that ended it
     records: the records of the program at all prompts
     bindings: the program bound to each distinct prompt
@@ -193,7 +193,7 @@ class ProgramCall:
         self.tokens: bool = bool(data.get("tokens", False))
         self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
-        self.scores: dict[int, list[dict[str, PartScores]]] = {}
+        self.parts: dict[int, list[Part]] = {}
         self.error: PatchclampError | None = None
         self.began = 0  # runs
         self.monitored: monitoring.MonitoredCall | None = monitoring.current.get()
@@ -316,7 +316,7 @@ class ProgramCall:
             fits = sum(4 * math.prod(run.probe_layout(name)[2]) for name in run.probes) <= limit
             answer["probes"] = await asyncio.to_thread(probe_answers, run) if fits else None
         if run.lens:
-            answer["lens"] = await asyncio.to_thread(lens_answers, run)
+            answer["lens"] = await asyncio.to_thread(lambda: lens_answers(run.lens))
         if run.features:
             answer["features"] = await asyncio.to_thread(feature_answers, run)
         if run.has_captures:
@@ -353,12 +353,12 @@ def probe_answers(run: Run) -> dict[str, Any]:
     return answers
 
 
-def lens_answers(run: Run) -> dict[str, Any]:
-    """The results of a run's lenses as JSON, by site."""
+def lens_answers(lenses: Mapping[Any, LensResult]) -> dict[str, Any]:
+    """The results of lenses as JSON, by site."""
     return {
         str(site): {"positions": read.positions, "ids": read.ids.tolist(), "tokens": read.tokens,
                     "logprobs": finite(read.logprobs.tolist())}
-        for site, read in run.lens.items()
+        for site, read in lenses.items()
     }  # fmt: skip
 
 
@@ -370,13 +370,16 @@ def feature_answers(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def scores_of(parts: Sequence[dict[str, PartScores]]) -> dict[str, Any]:
-    """The scores of consecutive tokens as JSON, like `probe_answers`."""
-    return {
-        name: {"positions": [at for part in parts for at in part[name].positions],
-               "scores": finite(np.concatenate([part[name].scores for part in parts], -2).tolist())}
-        for name in parts[0]
+def readouts_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """The readouts of consecutive parts as JSON, like `probe_answers` and `lens_answers`."""
+    scored = {name: [part.scores[name] for part in parts] for name in parts[0].scores}
+    probes = {
+        name: {"positions": [at for each in every for at in each.positions],
+               "scores": finite(np.concatenate([each.scores for each in every], -2).tolist())}
+        for name, every in scored.items()
     }  # fmt: skip
+    lenses = {site: joined([part.lens[site] for part in parts]) for site in parts[0].lens}
+    return {name: found for name, found in (("probes", probes), ("lens", lens_answers(lenses))) if found}
 
 
 def in_request(error: PatchclampError) -> PatchclampError:
@@ -518,7 +521,7 @@ def _bound(
         names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
         streams = [run.outputs(stock, name, others) for run, name in zip(each, names, strict=True)]
         outputs = streams[0] if len(streams) == 1 else _joined(streams, params)
-        return _publishing(call, outputs) if each[0].has_scores else outputs
+        return _publishing(call, outputs) if each[0].has_readouts else outputs
 
     if call.is_quick(tokens):
         return runs(bind())
@@ -575,13 +578,11 @@ class ProgramRun:
         )  # fmt: skip
         self._is_taken = False
         is_streamed = params.output_kind.name == "DELTA"
-        names = scored_names(call.program) if is_streamed else []
-        self.has_scores: bool = bool(names)
-        self._watch: ProbeWatch | None = None
-        if names or call.condition is not None:
-            self._watch = ProbeWatch(self._request, call.condition, self._look_at, names)
-            if not is_streamed:
-                self._params.output_kind = type(params.output_kind).CUMULATIVE
+        watch = RunWatch(self._request, call.condition, self._look_at, call.program if is_streamed else None)
+        self.has_readouts: bool = watch.has_readouts
+        self._watch: RunWatch | None = watch if watch.has_readouts or call.condition is not None else None
+        if self._watch is not None and not is_streamed:
+            self._params.output_kind = type(params.output_kind).CUMULATIVE
         call.began += 1
 
     def _look_at(self, answer: Answer, first: int) -> Run:
@@ -599,13 +600,13 @@ class ProgramRun:
         return outputs if self._watch is None else self._watched(outputs, self._watch)
 
     def _hold(self, output: Any, ids: list[int]) -> None:
-        """Keep the captures of a run that has ended, and is added to the call once its last scores are read."""
+        """Keep the captures of a run that has ended, and is added to the call once its last readouts are read."""
         self._is_taken = True
 
-    async def _watched(self, outputs: AsyncGenerator[Any, None], watch: ProbeWatch) -> AsyncGenerator[Any, None]:
-        """The outputs with the scores of their tokens, each one step later, when these exist, up to the token where the
-        condition held. Of a request that is not streamed, the last one."""
-        in_parts, held, sent = self.has_scores, list[Any](), [0, ""]  # the tokens and the text that were yielded
+    async def _watched(self, outputs: AsyncGenerator[Any, None], watch: RunWatch) -> AsyncGenerator[Any, None]:
+        """The outputs with the readouts of their tokens, each one step later, when these exist, up to the token where
+        the condition held. Of a request that is not streamed, the last one."""
+        in_parts, held, sent = self.has_readouts, list[Any](), [0, ""]  # the tokens and the text that were yielded
         try:
             with self._call.noting_errors():
                 async with contextlib.aclosing(outputs):
@@ -618,19 +619,19 @@ class ProgramRun:
                         held.append(output)
                         watch.ids += output.outputs[0].token_ids
                         if len(watch.ids) > 1 or output.finished:
-                            await self._front.scores.look(watch)
+                            await self._front.readouts.look(watch)
                         self._request.ended = watch.end is not None
                         if output.finished and watch.end is None:
                             self._take(output, watch.ids)
                         while watch.end is None and len(held) > (not output.finished):
-                            yield self._scored(held.pop(0), sent, watch)
+                            yield self._readable(held.pop(0), sent, watch)
                 if watch.end is not None:
                     count, reason = watch.end
                     while sent[0] + len(held[0].outputs[0].token_ids) < count:
-                        yield self._scored(held.pop(0), sent, watch)
+                        yield self._readable(held.pop(0), sent, watch)
                     self._cut(held[0], watch.ids[:count], reason, sent)
                     self._take(held[0], watch.ids[:count], reason)
-                    yield self._scored(held[0], sent, watch)
+                    yield self._readable(held[0], sent, watch)
         finally:
             if self._is_taken and self._choice not in self._call.runs:
                 self._front.engine.release([self._request.run])
@@ -644,12 +645,12 @@ class ProgramRun:
         last.cumulative_logprob, last.finish_reason, last.stop_reason = None, "stop", reason
         output.finished = True
 
-    def _scored(self, output: Any, sent: list[Any], watch: ProbeWatch) -> Any:
-        """An output of a stream, with the scores of its tokens for `_publishing`."""
+    def _readable(self, output: Any, sent: list[Any], watch: RunWatch) -> Any:
+        """An output of a stream, with the readouts of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
-        if self.has_scores:
-            vars(output)["patchclamp"] = self._choice, watch.scores(sent[0])
+        if self.has_readouts:
+            vars(output)["patchclamp"] = self._choice, watch.with_readouts(Part("", [], []), sent[0])
         return output
 
     @contextlib.contextmanager
@@ -690,10 +691,10 @@ def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
 
 
 async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """Outputs of a stream, whose scores are added to the call for the chunk that each becomes."""
+    """Outputs of a stream, whose readouts are added to the call for the chunk that each becomes."""
     async for output in outputs:
-        choice, scores = vars(output).pop("patchclamp")
-        call.scores.setdefault(choice, []).append(scores)
+        choice, part = vars(output).pop("patchclamp")
+        call.parts.setdefault(choice, []).append(part)
         yield output
 
 

@@ -26,6 +26,7 @@ from patchclamp.serve.capture_files import answer, captured_names, file_of
 from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
 from patchclamp.serve.schema import ERRORS, FILE, Deleted
 from patchclamp.serve.server_state import Front, owner_of
+from patchclamp.sites import LENS
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.version import __version__
 
@@ -121,6 +122,7 @@ async def read_model(request: Request) -> schema.ServedModel:
     return schema.ServedModel(
         patchclamp=__version__, vllm=model.version, model=model.name, family=model.family, layers=model.layers,
         d_model=model.d_model, d_vocab=model.d_vocab, dtype=model.dtype, max_model_len=model.max_model_len,
+        no_lens=front.engine.sites.withdrawn.get(LENS),
         limits={name: getattr(limits, name) for name in limits.__struct_fields__ if name not in OF_OPERATOR},
     )  # fmt: skip
 

@@ -120,6 +120,7 @@ class ServedModel(BaseModel):
     d_vocab: int
     dtype: str
     max_model_len: int
+    no_lens: str | None = Field(description="why this model has no lens; null if it has one")
     limits: dict[str, float | None] = Field(description="what one caller may ask for and leave here")
 
 

@@ -32,7 +32,7 @@ from patchclamp.plan.table import record_work
 from patchclamp.proving import ensure_proved
 from patchclamp.serve.kept import KeptObjects, NoteChannel, SweepJournals
 from patchclamp.serve.monitoring import watch_of
-from patchclamp.stream import ProbeWatch, look
+from patchclamp.stream import RunWatch, look
 
 OPEN = "open"  # the owner on servers without API keys: anyone who knows the name of an object can use it
 
@@ -170,15 +170,15 @@ class KnownBindings:
         return bind
 
 
-class ScoreReader:
-    """Reads the scores of requests under way, of all that are due in one call of the engine: about one in each step."""
+class ReadoutReader:
+    """Reads the readouts of requests under way, of all that are due together: about once in each step."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine, self._due = engine, list[tuple[ProbeWatch, asyncio.Future[None]]]()
+        self._engine, self._due = engine, list[tuple[RunWatch, asyncio.Future[None]]]()
         self._task: asyncio.Task[None] | None = None
 
-    async def look(self, watch: ProbeWatch) -> None:
-        """Reads the scores of a request so far."""
+    async def look(self, watch: RunWatch) -> None:
+        """Reads the readouts of a request so far."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -203,7 +203,7 @@ class Front:
     limits: the limits on the requests and the stored objects of one caller
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
-    scores: reads the probes of requests under way
+    readouts: reads the probes and lenses of requests under way
     waiting: by run, a function that aborts a client's request that has not started
     journals: journals of sweeps, to resume them from
     shows_scores: True if responses have the scores of the server's own probes
@@ -225,7 +225,7 @@ class Front:
         self._channel = NoteChannel(self.engine)
         self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
         self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
-        self.scores: ScoreReader = ScoreReader(self.engine)
+        self.readouts: ReadoutReader = ReadoutReader(self.engine)
         self.waiting: dict[str, Callable[[str], None]] = {}
         self.journals: SweepJournals = SweepJournals(self.limits)
         self.under_way: Counter[str] = Counter()

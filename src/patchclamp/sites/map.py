@@ -276,14 +276,19 @@ class Dictionary(NamedTuple):
     sae: SAE | None = None
 
 
-def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None) -> Dictionary:
-    """An SAE at its sites, for `lm.attach`. Raises `ProgramError`, `ShapeError` or `UnsupportedSite`."""
+def placed(
+    sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32"
+) -> Dictionary:  # fmt: skip
+    """An SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
+    `UnsupportedSite`."""
+    if not isinstance(sae, SAE):
+        raise ProgramError(f"expected a pc.SAE, as of pc.SAE.load(path), got {type(sae).__name__}", "sae")
     read = str(at or sae.site)
     if not read:
         raise ProgramError("expected the site that the SAE reads, which its file does not say", "at")
     written = str(to or (sae.site_out if at is None else "") or read)
     card = DictionaryCard(
-        as_probe_name(name), read, written, sae.n_features, sae.is_local, sae.normalize != "none", sae.content
+        as_probe_name(name), read, written, sae.n_features, sae.is_local, sae.normalize != "none", sae.content, dtype
     )
     dictionary = sites.dictionary(card, lambda ids: FeatureRows.of(sae, ids))
     for ref, width, field in ((dictionary.at, sae.width, "at"), (dictionary.to, len(sae.decoder_bias), "to")):

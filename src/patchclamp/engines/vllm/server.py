@@ -212,7 +212,8 @@ def loaded_saes(vllm_config: VllmConfig, sites: SiteMap) -> Iterator[tuple[SAE, 
     for i, (name, path, site) in enumerate(saes):
         try:
             sae = SAE.load(path)
-            yield sae, placed(sae, sites, name, site or None), precision
+            dtype = configuration.model_facts(vllm_config)["dtype"] if precision == "model" else "float32"
+            yield sae, placed(sae, sites, name, site or None, dtype=dtype), precision
         except PatchclampError as error:
             raise error.under(f"saes[{i}]") from None
 
