@@ -77,13 +77,15 @@ def demonstrate(lm: pc.LM, documents: list[str], folder: Path, site: str, featur
     prompt = "The capital of France is"
     read = lm.run(prompt, max_tokens=1, capture=[pc.Features("trained", top=5)])
     print(read.features["trained"].to_frame().tail(5))
-    feature = int(read.features["trained"].ids[-1, 0])
+    feature, value = int(read.features["trained"].ids[-1, 0]), float(read.features["trained"].values[-1, 0])
     texts = {
-        scale: lm.run(prompt, max_tokens=12, edits=[pc.SetFeature("trained", feature, scale, LATER, mode="scale")]).text
-        for scale in (0.0, 1.0, 8.0)
-    }
-    for scale, text in texts.items():
-        print(f"feature {feature} times {scale:g}: {prompt}{text!r}")
+        strength: lm.run(prompt, max_tokens=12, edits=[
+            pc.SetFeature("trained", feature, strength * value, LATER, mode="add")
+        ]).text
+        for strength in (0.0, 4.0, 12.0)
+    }  # fmt: skip
+    for strength, text in texts.items():
+        print(f"feature {feature} plus {strength:g} times its value: {prompt}{text!r}")
     held = [lm.tokens(text)[:128] for text in documents[kept:]]
     quality = pc.studies.evaluate_sae(lm, "trained", held, tokens=LATER)
     print(quality.to_frame())
@@ -117,8 +119,9 @@ def main() -> None:
     torch.manual_seed(0)
     with pc.LM(args.model, engine=args.engine) as lm:
         if args.documents is None:
-            written = lm.run(list(OPENINGS) * 40, max_tokens=96, sampling={"temperature": 1.0, "seed": 0})
-            documents = [opening + run.text for opening, run in zip(OPENINGS * 40, written, strict=True)]
+            written = lm.run(list(OPENINGS), max_tokens=96, n=40, temperature=1.0, sampling={"seed": 0})
+            documents = [opening + run.text for runs in zip(*written, strict=True)
+                         for opening, run in zip(OPENINGS, runs, strict=True)]  # fmt: skip
         else:
             documents = [line for line in args.documents.read_text(encoding="utf-8").splitlines() if line.strip()]
         demonstrate(lm, documents, args.folder, args.site, args.features, args.k, args.steps)

@@ -162,6 +162,20 @@ def test_attributions_equal_hooks(lm, plain, shallow, name, by_token):
     assert found.picture().table[1][0] == str(found.to_frame()["feature"][0])
 
 
+@pytest.mark.parametrize("kind", ["transcoder", "head"])
+def test_small_effects_are_what_gradients_say(lm, shallow, kind):
+    """Of a transcoder, whose features are read at one site and written at another, and of a part of a site."""
+    width, site = (D, {"site": "mlp_in[4]", "site_out": "mlp_out[4]", "k": 7}) if kind == "transcoder" else (
+        64, {"site": "z[4, 3]"})  # fmt: skip
+    encoder, decoder = numbers(F, width), 1e-3 * numbers(F, width)
+    sae = pc.SAE(encoder, np.zeros(F), decoder, np.zeros(width), **site)
+    gradients = shallow.get("transformers", "float32")
+    found = pc.studies.feature_attribution(gradients, on=lm, sae=sae, prompt=PROMPTS[0], answer=5, foil=6, verify=6)
+    best = np.isfinite(found.exact)
+    assert best.sum() == 6
+    assert np.abs(found.exact - found.estimates)[best].max() < 0.05 * np.abs(found.estimates).max()
+
+
 @pytest.mark.parametrize("name", ["standard", "topk"])
 def test_an_ablation_sweep_needs_no_gradients(lm, plain, name):
     sae, ids = SAES[name], lm.tokens(PROMPTS[1])

@@ -35,7 +35,7 @@ def test_an_sae_is_trained_read_steered_and_evaluated(engines, tmp_path):
     untrained = example.train_topk(rows, 576, 512, 24, 0)
     held = [lm.tokens(texts()[-1])]
     assert pc.studies.evaluate_sae(lm, untrained, held, at=site, tokens="every[1:]").totals["explained"] < 0.5
-    assert made["texts"][0.0] != made["texts"][8.0]
+    assert len(set(made["texts"].values())) > 1
     assert made["sae"].content == pc.SAE.load(tmp_path / "sae").content
     assert abs(made["needed"].faithfulness[-1] - 1) < 1e-3
     assert len(made["shown"].contexts) > 10

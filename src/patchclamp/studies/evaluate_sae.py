@@ -76,21 +76,20 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
         })  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: loss recovered, L0 and explained variance of the first prompts, and a table of the totals."""
-        frame, names = self.to_frame().iloc[:SHOWN], {"loss_recovered": "loss recovered", "l0": "L0",
-                                                     "explained": "variance explained"}  # fmt: skip
+        """Plot data: loss recovered, L0 and explained variance of the first prompts."""
+        frame = self.to_frame().iloc[:SHOWN]
         totals = ", ".join(f"{name.replace('_', ' ')} {style.number(value)}" for name, value in self.totals.items())
         return TokenGrid(
             title=f"Evaluation of {self.sae}", provenance=self.provenance.where,
             explained=f"Over {self.rows.sum():,} tokens of {len(self.prompts)} prompts, with {self.ablation} in the "
                       f"ablated model: {totals}.",
             panels=tuple(
-                GridPanel(name=label, row_name="prompt", column_name="", columns=("",), values=frame[[name]].to_numpy(),
-                          rows=tuple(map(str, frame.index)), texts=tuple((style.number(x),) for x in frame[name]),
+                GridPanel(name=name.replace("_", " "), row_name="prompt", column_name="", columns=("",),
+                          values=frame[[name]].to_numpy(), rows=tuple(map(str, frame.index)),
+                          texts=tuple((style.number(x),) for x in frame[name]),
                           notes=tuple((style.shorten(style.plain(text), 60),) for text in frame["prompt"]))
-                for name, label in names.items()
+                for name in ("loss_recovered", "l0", "explained")
             ),
-            table=(("measure", "over all tokens"), *((name, style.number(of)) for name, of in self.totals.items())),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -144,9 +143,8 @@ class EvaluateSAE(Study):
             active = np.zeros(sae.n_features, np.int64)
 
             def call(which: Sequence[int]) -> dict[str, Any]:
-                return {"prompt": [list(asked[i].ids) for i in which], "max_tokens": 1,
-                        "capture": [[Capture(site, chosen[i], "float32") for site in {at, to}]
-                                    for i in which]}  # fmt: skip
+                capture = [[Capture(site, chosen[i], "float32") for site in {at, to}] for i in which]
+                return {"prompt": [list(asked[i].ids) for i in which], "max_tokens": 1, "capture": capture}
 
             def measure(runs: Sequence[Run], _: Sequence[int]) -> list[tuple[int, int, float, float, np.ndarray]]:
                 lm.fetch(runs)
@@ -168,17 +166,13 @@ class EvaluateSAE(Study):
             mean_D = sums_PD.sum(0) / rows.sum()
             variance = square - 2 * sums_PD @ mean_D + rows * (mean_D @ mean_D)
 
-            def ablated(tokens: Any) -> Op:
-                return Zero(to, tokens) if self.ablation == "zeros" else Replace(mean_D, to, tokens)
+            def edits(tokens: Any) -> list[tuple[Op, ...]]:
+                ablated = Zero(to, tokens) if self.ablation == "zeros" else Replace(mean_D, to, tokens)
+                return [(), (Reconstruct(where.card.name, tokens),), (ablated,)]
 
-            edits: list[Callable[[Any], tuple[Op, ...]]] = [
-                lambda _: (), lambda tokens: (Reconstruct(where.card.name, tokens),), lambda tokens: (ablated(tokens),)
-            ]  # fmt: skip
             losses = []
-            for of in edits:  # apart, because only the reconstructions need requests of their own
-                items = [
-                    Forced(one.ids[:1], one.ids[1:], of(tokens)) for one, tokens in zip(asked, chosen, strict=True)
-                ]
+            for programs in zip(*map(edits, chosen), strict=True):  # only the reconstructions run as requests
+                items = [Forced(one.ids[:1], one.ids[1:], each) for one, each in zip(asked, programs, strict=True)]
                 losses.append([-each.mean() for each in forced_logprobs(lm, items, batch, advance, journal)])
         return EvaluateSAEResult(
             provenance=provenance(lm), sae=repr(sae), ablation=self.ablation, prompts=tuple(one.shown for one in asked),

@@ -13,7 +13,7 @@ import hashlib
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -143,13 +143,11 @@ class TopContexts(Study):
     column: inputs.OptionalText = None
     """Field or column with the documents; text by default."""
     context: inputs.OptionalCount = None
-    """Maximum prompt length in tokens; the limit of the model by default."""
-    overlong: Literal["refuse", "cut", "split"] = "split"
-    """Treatment of longer documents: refuse, cut or split."""
+    """Maximum prompt length in tokens; the limit of the model by default. Longer documents are split."""
 
     def _run(self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None) -> TopContextsResult:
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
-        tokens = read_tokens(lm, documents_of(self.documents, self.column), self.context, self.overlong)
+        tokens = read_tokens(lm, documents_of(self.documents, self.column), self.context, "split")
         with inputs.attached(lm, self.sae, self.at) as (sae, where):
             if self.features and max(self.features) >= sae.n_features:
                 raise ProgramError(f"expected features below {sae.n_features}, got {max(self.features)}", "features")
@@ -167,28 +165,25 @@ class TopContexts(Study):
                 lm.lens(runs)
                 return [run.features[read.name] for run in runs]
 
-            files = []
             with progress("reading features", prompts, show_progress, "prompts") as advance:
                 for number, first in enumerate(range(0, prompts, SHARD_PROMPTS)):
-                    files.append(place / f"features-{number:05d}.parquet")
+                    path, content = place / f"features-{number:05d}.parquet", io.BytesIO()
                     here = range(first, min(first + SHARD_PROMPTS, prompts))
-                    if files[-1].exists():
+                    if path.exists():
                         advance(len(here))
                         continue
                     results = recorded_runs(lm, None, here, call, found, FeaturesResult, advance, batch)
-                    file = io.BytesIO()
-                    parquet.write_table(arrow.table(_columns(tokens, here, results)), file, compression="zstd")
-                    write_whole(files[-1], file.getvalue())
-        contexts: list[FeatureContext] = []
-        density = np.zeros(len(self.features))
-        for i, feature in enumerate(self.features):
+                    parquet.write_table(arrow.table(_columns(tokens, here, results)), content, compression="zstd")
+                    write_whole(path, content.getvalue())
+        contexts, density = list[FeatureContext](), list[float]()
+        for feature in self.features:
             active = parquet.read_table(place, filters=[("feature", "=", feature)])
-            density[i] = len(active) / len(tokens.ids)
+            density.append(len(active) / len(tokens.ids))
             where_active = tokens.documents[active["document"].to_numpy()] + active["position"].to_numpy()
             contexts += self._contexts(lm, tokens, feature, where_active, active["value"].to_numpy())
         return TopContextsResult(
-            provenance=provenance(lm), folder=str(place), sae=repr(sae), features=tuple(self.features), density=density,
-            contexts=tuple(contexts),
+            provenance=provenance(lm), folder=str(place), sae=repr(sae), features=tuple(self.features),
+            density=np.array(density), contexts=tuple(contexts),
         )  # fmt: skip
 
     def _contexts(
