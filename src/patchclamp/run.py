@@ -523,12 +523,12 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
-        saes = {op.path: op.action.sae for op in self._ops if isinstance(op.action, Keep)}
+        saes = {op.path: (op.action.sae, op.columns & 0xFFFF) for op in self._ops if isinstance(op.action, Keep)}
         for path, key in self._feature_ops.items() if self.error is None else ():
             op = self._op(path)
             assert isinstance(op, Features)
             if key not in self._lenses:
-                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, saes[path])
+                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, *saes[path])
                 lenses[key] = UnreadLens(top, reader, len(self._expected(*key)))
         return lenses
 

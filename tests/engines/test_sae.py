@@ -238,3 +238,23 @@ def test_a_condition_on_features(lm, name):
             lm.run("x", edits=edits)
     with pytest.raises(pc.ProgramError, match="needs a whole row"):
         lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))
+
+
+def test_an_sae_of_one_head(lm):
+    """It reads and writes the head's columns, and no others."""
+    head = pc.SAE(0.5 * numbers(24, 64), numbers(24) - 0.5, numbers(24, 64), np.zeros(64))
+    lm.attach(head, at=pc.z[4, 3], name="head")
+    try:
+        op, at = pc.SetFeature("head", [1, 2], [3.0, 0.0]), pc.z[4]
+        run = lm.run(
+            PROMPTS[1], edits=[pc.Capture(at), op, pc.Capture(at)], capture=pc.Features("head", top=5), **ARGUMENTS
+        )
+    finally:
+        read = run.features["head"]
+        lm.detach("head")
+    before, after = (run[f"edits[{i}]"].numpy() for i in (0, 2))
+    expected = before.copy()
+    expected[:, 3] = changed(head, op, before[:, 3], before[:, 3])
+    assert close(after, expected)
+    assert np.array_equal(after[:, [0, 1, 2, 4]], before[:, [0, 1, 2, 4]])
+    assert close(read.values, np.sort(head.encode(after[:, 3]), 1)[:, ::-1][:, :5])

@@ -64,11 +64,13 @@ class FeatureReader(msgspec.Struct, frozen=True):
     """Reads features by the SAE of this name: the largest of each row, or those of `ids`.
 
     content: of the SAE; "": of any that has the name
+    first: the first column that it reads, of an SAE at a part of a site
     """
 
     name: str
     ids: tuple[int, ...] | None = None
     content: str = ""
+    first: int = 0
 
 
 class SAEOption(NamedTuple):

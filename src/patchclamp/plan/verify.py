@@ -57,6 +57,7 @@ from patchclamp.plan.bound import (
     check_one_way,
     is_vector,
     own_point,
+    pack_columns,
     position_array,
     run_key,
     source_of,
@@ -97,9 +98,12 @@ class Frame(msgspec.Struct, frozen=True):
     decided: Decided
 
     @property
-    def read_by_saes(self) -> set[tuple[int, str]]:
-        """The points whose rows an attached SAE reads, with its content."""
-        return {(each.at.point, each.card.content) for each in self.sites.dictionaries.values()}
+    def read_by_saes(self) -> set[tuple[int, str, int]]:
+        """The points whose rows an attached SAE reads, with its content and its columns."""
+        return {
+            (each.at.point, each.card.content, pack_columns(each.at.columns) if each.at.columns else 0)
+            for each in self.sites.dictionaries.values()
+        }
 
 
 def verify(
@@ -307,10 +311,11 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.probes.add(action.probe)
         frame.decided.reading = op
     if action.lens:
-        _need(not (action.matrix or action.pool or action.probe or op.columns), "a lens of other rows")
+        _need(not (action.matrix or action.pool or action.probe), "a lens of other rows")
+        _need(bool(action.sae) or not op.columns, "a lens of a part")
         _need(bool(action.sae) or not action.dtype, "a lens of rounded rows")
         saes, of = frame.read_by_saes, action.sae
-        whole = [(point, of) in saes if of else frame.sites.lens_reads(point) for point in op.points]
+        whole = [(point, of, op.columns) in saes if of else frame.sites.lens_reads(point) for point in op.points]
         _need(all(whole), "a lens of a point that none reads")
     _need(action.lens or not action.sae, "an SAE of other rows")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")

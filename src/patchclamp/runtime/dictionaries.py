@@ -168,8 +168,10 @@ class Dictionaries:
         sae = self.of(reader.name, reader.content)
         ids = None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
         found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
-        if any(each.shape[1] != sae.width for each in rows):  # projected ones, of a hostile client
-            raise ShapeError(f"the SAE {reader.name!r} reads rows of {sae.width} numbers", "wanted")
+        end = reader.first + sae.width
+        if any(each.shape[1] < end for each in rows):  # projected ones, of a hostile client
+            raise ShapeError(f"the SAE {reader.name!r} reads rows of {end} numbers", "wanted")
+        rows = [each[:, reader.first : end] for each in rows]
         size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
         for part_ND in in_parts(rows, size, pinned=self._device.type == "cuda"):
             values_NF = sae.encode(part_ND.to(self._device).float())

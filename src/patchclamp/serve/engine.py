@@ -164,7 +164,8 @@ async def features(request: Request) -> Response:
     most = min(MAX_TOP, dictionary.card.features) if ids is None else len(ids)
     if not 1 <= asked.top <= most or (ids is not None and asked.top < most):
         raise ProgramError(f"expected 1 to {MAX_TOP} features, or as many as ids, got {asked.top}", "top")
-    if any(point != dictionary.at.point for _, point, *_ in asked.wanted):
+    first, _ = dictionary.at.columns or (0, 0)
+    if asked.reader.first != first or any(point != dictionary.at.point for _, point, *_ in asked.wanted):
         raise ProgramError(f"expected rows of {dictionary.card.at}", "wanted")
     return await _tops(front, owner, "features", asked.wanted, asked.top, asked.reader)
 
