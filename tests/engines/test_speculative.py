@@ -244,7 +244,8 @@ def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
 
 
 def test_delimiters_are_found_in_the_prompt_alone(pair):
-    inside = pc.between(PROMPTS[0][1], PROMPTS[0][-1])
+    opening = PROMPTS[0][1]
+    inside = pc.between(opening, next(each for each in reversed(PROMPTS[0]) if each != opening))
     with pytest.raises(pc.PatchclampError, match="between"):
         pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], inside))
     run = pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.Scale(0.2, pc.resid_post[1], pc.prompt & inside))

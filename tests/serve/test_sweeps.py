@@ -313,7 +313,9 @@ OTHER_STUDIES = {
 
 
 def test_every_study_that_needs_one_engine_is_served():
-    assert {name for name, kind in KINDS.items() if not kind.not_served} == {"patch_sweep", *OTHER_STUDIES}
+    assert {name for name, kind in KINDS.items() if not kind.not_served} == {
+        "patch_sweep", "evaluate_sae", *OTHER_STUDIES,  # test_sae.py has those of SAEs
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_STUDIES)

@@ -229,6 +229,9 @@ def test_texts_are_spelled_once_for_a_prompt(lm):
             spelled.append(ids)
             return "abc", [(0, 1), (1, 2), (2, 3)]
 
+        def bare(self, text):
+            raise AssertionError("no delimiter was named")
+
     prompt = prompt_of(Tokenizer(), [5, 6, 7], None, None)
     edits = [pc.Scale(0.5, at=pc.embed, tokens=pc.span(letter)) for letter in "abc"]
     bind(Program.of(edits), "r", prompt, 2, lm.sites, lm._source)
