@@ -18,7 +18,7 @@ from patchclamp.kernels import cuda
 POINTERS = {
     "*i32": ("slot_of_row", "rank_of_row", "token_of_row", "row_of_sample", "rank_of_sample",
              "generation", "first", "bits_of_row", "latches", "records", "offset", "origin_of_row", "quantiles"),
-    "*i64": ("position_of_row", "base", "stride"), "*fp32": ("bank",), "i64": ("kept", "bad"),
+    "*i64": ("position_of_row", "base", "stride"), "*fp32": ("bank", "gates_of_row"), "i64": ("kept", "bad"),
     "i32": ("hidden_stride", "residual_stride", "width", "point", "points", "phase", "turn"),
 }  # fmt: skip
 ANY = ("kept", "bad", "point", "points", "phase", "turn")  # of no known alignment

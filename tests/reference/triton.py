@@ -36,7 +36,7 @@ from patchclamp.plan import (
     StepPlan,
     make_plan,
 )
-from patchclamp.plan.bound import BITS, NEVER, pack_columns
+from patchclamp.plan.bound import BITS, MAX_RANK, NEVER, pack_columns
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.cuda_step import CudaStep
 from tests.reference.admitting import Table
@@ -66,6 +66,7 @@ def tables_of(
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     made["bits_of_row"] = torch.zeros(batch.rows, dtype=torch.int32, device=device)
+    made["gates_of_row"] = torch.full((batch.rows * MAX_RANK,), float("nan"), device=device)
     made["latches"] = torch.from_numpy(table.latches.copy()).reshape(-1).to(device)
     made["stride"] = torch.tensor([stride]).to(device)
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)

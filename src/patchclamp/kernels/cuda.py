@@ -30,7 +30,7 @@ PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, pla
 APPLY, STORE, LOW_RANK = (tl.constexpr(n) for n in (plan.APPLY, plan.STORE, plan.LOW_RANK))
 ADD_NORMED, ROTATE, SPAN = (tl.constexpr(n) for n in (plan.ADD_NORMED, plan.ROTATE, plan.SPAN))
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
-MAX_LATCHES, BITS = tl.constexpr(bound.LATCHES), tl.constexpr(bound.BITS)
+MAX_LATCHES, BITS, MAX_GATES = (tl.constexpr(n) for n in (bound.LATCHES, bound.BITS, bound.MAX_RANK))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -194,23 +194,11 @@ def _capture(
 
 
 @triton.jit
-def _low_rank(h, bank, value, toward, record, columns, part, width, position, start, step, rank):
-    """The sum that a low-rank op adds to a row: products in fp64, their sum in fp32."""
-    factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
-    row = bank + value + (position - start).to(tl.int64) * step * width
-    read = h
-    if toward != 0.0:
-        read = tl.load(row + columns, mask=part, other=0.0) - h
-    total = tl.zeros_like(h)
-    for j in range(rank):
-        p = _dot(read, tl.load(factors + j * width + columns, mask=part, other=0.0), part).to(tl.float32)
-        g = toward * p
-        if toward == 0.0:
-            number = bank + value + 5 * j
-            q = p + _look(number)
-            g = tl.where(q > _look(number + 1), _look(number + 2) + _look(number + 3) * q, _look(number + 4))
-        total += g * tl.load(factors + (rank + j) * width + columns, mask=part, other=0.0)
-    return total
+def _gate(product, numbers, toward):
+    """The multiple of a low-rank op's direction, from the product with the row."""
+    q = product + _look(numbers)
+    gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
+    return tl.where(toward == 0.0, gated, toward * product)
 
 
 @triton.jit
@@ -240,7 +228,7 @@ def _spanned(token, position, rank, start, opening, closing, is_inside, latch):
 @triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-    origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+    origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: these
@@ -323,10 +311,22 @@ def _walk(
                     h = tl.where(changed, h + factor * along, h)
             elif kind == LOW_RANK:
                 edited = 1
-                if WHOLE:
-                    total = _low_rank(h, bank, value, x, record, columns, inside & changed, width, position, start,
-                                      step, y.to(tl.int32))  # fmt: skip
-                    h = tl.where(changed & (total != 0.0), h + total, h)
+                if WHOLE:  # sampled rows are not edited so
+                    rank, gates = y.to(tl.int32), gates_of_row + row * MAX_GATES
+                    factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
+                    for turn in range(2 * rank):  # all gates, which go through memory, and then all changes
+                        factor = tl.load(factors + turn * width + columns, mask=inside & changed, other=0.0)
+                        if turn < rank:
+                            source = bank + value + (position - start).to(tl.int64) * step * width
+                            toward = tl.load(source + columns, mask=inside & changed & (x != 0.0), other=0.0)
+                            product = _dot(tl.where(x != 0.0, toward - h, h), factor, inside & changed)
+                            numbers = tl.where(x == 0.0, value + 5 * turn, 0)
+                            tl.store(gates + turn, _gate(product.to(tl.float32), bank + numbers, x))
+                        else:
+                            g = tl.load(gates + turn - rank)
+                            if g != 0.0:
+                                h = tl.where(changed, h + g * factor, h)
+                        tl.debug_barrier()  # threads of this program read a gate next
             elif kind == ADD_NORMED:
                 edited = 1
                 added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
@@ -373,7 +373,7 @@ def _walk(
 @triton.jit
 def _sums(
     hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-    origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+    origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """Store in each record the factor from its op's sum over the whole row, as edited by the records before it."""
@@ -393,7 +393,8 @@ def _sums(
                 inside = columns < width
                 h = _read(hidden, residual, columns, inside, PAIR)
                 h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, token_of_row,
-                             records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+                             records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row,
+                             gates_of_row, latches,
                              SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
                 if kind == PROJECT:
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
@@ -450,7 +451,8 @@ def _between(records, begin, end, phase):
 @triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase", "turn"])
 def _site(
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, rank_of_sample, generation,
-    first, records, base, offset, origin_of_row, stride, bank, quantiles, bits_of_row, latches, bad, points,
+    first, records, base, offset, origin_of_row, stride, bank, quantiles, bits_of_row,
+    gates_of_row, latches, bad, points,
     hidden, residual, hidden_stride, residual_stride, width, kept, point, phase, turn,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
@@ -479,14 +481,15 @@ def _site(
     edited, finite = 0, 1
     if PASSES > 1:
         _sums(hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-              origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+              origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
               PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
     for block in range(PASSES):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
         h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                          records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+                          records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row,
+                          gates_of_row, latches,
                           SAMPLED, True, ALIGNED, PASSES == 1, BLOCK)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
@@ -501,7 +504,8 @@ def _site(
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
             h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                              records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row, latches,
+                              records, base, offset, origin_of_row, stride, bank, kept, quantiles, bits_of_row,
+                              gates_of_row, latches,
                               SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
@@ -569,7 +573,7 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 # in the order of the kernel's parameters
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "rank_of_sample",
         "generation", "first", "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles",
-        "bits_of_row", "latches")  # fmt: skip
+        "bits_of_row", "gates_of_row", "latches")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 

@@ -52,6 +52,7 @@ from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike
 from patchclamp.plan.bound import (
     BITS,
     LATCHES,
+    MAX_RANK,
     Action,
     All,
     Blend,
@@ -298,6 +299,8 @@ def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not edit logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
+    if len(rows) > 2 * MAX_RANK:
+        raise ShapeError(f"{type(op).__name__} has a rank of at most {MAX_RANK}, got {len(rows) // 2}")
     return Factored(len(rows) // 2, context.put(Vector.of(rows)), toward)
 
 

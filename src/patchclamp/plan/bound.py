@@ -37,6 +37,7 @@ LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for products p with k oth
 ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
 ROTATE = 14  # the part of h in the plane of two unit vectors, turned within it
 SPAN = 15  # two bits of the row: its token is between delimiters, and the next one is unless it is a delimiter
+MAX_RANK = 1024  # of a low-rank op
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
 

@@ -32,6 +32,7 @@ from patchclamp.plan.bound import (
     LINEAR,
     LOW_RANK,
     MATCH,
+    MAX_RANK,
     NOISE,
     PROJECT,
     ROTATE,
@@ -196,8 +197,8 @@ def _check_group(
         & ((beside < 0) | (rows[beside] != 1) | (size[beside] != width[point]) | (shards_read[beside] != 0)),
         "a mask of no blend": ~(blend | low_rank) & (beside >= 0),
         "factors of another form": low_rank
-        & ((beside < 0) | (y < 1) | (y != np.floor(y)) | (rows[beside] / 2 != y) | (size[beside] != width[point]) |
-           (shards_read[beside] != 0)),
+        & ((beside < 0) | (y < 1) | (y > MAX_RANK) | (y != np.floor(y)) | (rows[beside] / 2 != y) |
+           (size[beside] != width[point]) | (shards_read[beside] != 0)),
         "gates of another form": gated
         & ((key < 0) | (rows[key] != y) | (size[key] != 5) | (shards_read[key] != 0) | (value != 0) | (step != 0)),
         "logits in a sum of their own": low_rank & sampled[point],
@@ -454,7 +455,7 @@ def _project(action: Projection, op: BoundOp, frame: Frame, width: int) -> None:
 @_check_action.register
 def _low_rank(action: Factored, op: BoundOp, frame: Frame, width: int) -> None:
     _check_numbers(action.toward)
-    _need(1 <= action.rank <= width, f"rank {action.rank}")
+    _need(1 <= action.rank <= MAX_RANK, f"rank {action.rank}")
     _need(frame.sizes.get(action.factors) == (2 * action.rank, width), f"factors that are not of rank {action.rank}")
     _need(all(frame.sites.points[point].rows == "tokens" for point in op.points), "logits in a sum of their own")
     if action.toward:

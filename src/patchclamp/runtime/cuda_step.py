@@ -34,7 +34,7 @@ from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
-from patchclamp.plan.bound import LATCHES
+from patchclamp.plan.bound import LATCHES, MAX_RANK
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
@@ -98,6 +98,7 @@ class CudaTables:
         self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
         self.base, self.stride = (views.pop(name).view(torch.int64) for name in ("base", "stride"))
+        self.gates_of_row: torch.Tensor = torch.empty(rows * MAX_RANK, device=self.device)  # written by the kernel
         self.quantiles: torch.Tensor = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
@@ -124,13 +125,13 @@ class CudaTables:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The kernel's inputs, by name."""
-        names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", *self._at)
+        names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", "gates_of_row", *self._at)
         return {name: getattr(self, name) for name in names}
 
     @property
     def bytes(self) -> int:
         """Device memory in bytes."""
-        return self._words.nbytes + self.quantiles.nbytes
+        return self._words.nbytes + self.quantiles.nbytes + self.gates_of_row.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
         """The (slot, point) pairs with edits that were not finite, of steps whose results have arrived."""

@@ -147,7 +147,7 @@ class Dictionaries:
         if self._size and begin + needed > self._size:
             used = sum(end - first for first, end in self._used.values())
             raise CapacityError(
-                f"the SAE needs {needed:,} bytes of sae_bytes={self._size:,}, of which {used:,} are in use"
+                f"the SAE needs {needed:,} bytes, and sae_bytes={self._size:,} has {self._size - used:,} left"
             )
         return begin
 
