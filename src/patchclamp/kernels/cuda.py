@@ -318,7 +318,7 @@ def _walk(
                         factor = tl.load(factors + turn * width + columns, mask=inside & changed, other=0.0)
                         if turn < rank:
                             source = bank + value + (position - start).to(tl.int64) * step * width
-                            toward = tl.load(source + columns, mask=inside & changed & (x != 0.0), other=0.0)
+                            toward = tl.load(source + columns, mask=columns < tl.where(x != 0.0, width, 0), other=0.0)
                             product = _dot(tl.where(x != 0.0, toward - h, h), factor, inside & changed)
                             numbers = tl.where(x == 0.0, value + 5 * turn, 0)
                             tl.store(gates + turn, _gate(product.to(tl.float32), bank + numbers, x))
