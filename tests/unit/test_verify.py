@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import msgspec
 import numpy as np
@@ -373,6 +374,40 @@ def test_cells_of_another_form_are_refused(wrong):
     cells, sizes = cells_and_sizes()
     with pytest.raises(ProgramError, match="no binder makes this"):
         check_cells(wrong(cells), sizes)
+
+
+@pytest.mark.parametrize("field", ["y", "key", "beside", "value", "step"])
+@pytest.mark.parametrize("edit", [
+    pc.LowRank(ROWS, [1.0, -1.0], ROWS, "mlp_out[1]"), pc.Replace(V, "resid_mid[1]", basis=ROWS),
+], ids=["gates", "toward a row"])  # fmt: skip
+def test_forged_cells_of_low_rank_edits_are_refused(edit, field):
+    """A kernel reads as many factors and gates as a record says, from where it says."""
+    program, sizes = bound([edit])
+    cells = cells_of([program])
+    check_cells(cells, sizes)
+    [group] = cells.groups
+    forged = msgspec.structs.replace(
+        group, records=group.records.copy(), key=group.key.copy(), beside=group.beside.copy()
+    )
+    if field in ("key", "beside"):
+        getattr(forged, field)[:] = getattr(group, "beside" if field == "key" else "key")  # the other vector
+    else:
+        forged.records[field] = {"y": 3, "value": 2, "step": 1}[field]
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check_cells(CellRecords(cells.count, [forged], cells.keys), sizes)
+
+
+def test_a_rank_that_no_scratch_holds_is_refused(monkeypatch):
+    """Where programs are bound, and where they come from elsewhere."""
+    program, sizes = bound([pc.LowRank(ROWS, None, ROWS, "mlp_out[1]")])
+    for name in ("bind", "verify"):
+        monkeypatch.setattr(sys.modules[f"patchclamp.plan.{name}"], "MAX_RANK", 1)
+    with pytest.raises(pc.ShapeError, match="a rank of at most 1, got 2"):
+        bound([pc.LowRank(ROWS, None, ROWS, "mlp_out[1]")])
+    with pytest.raises(ProgramError, match="rank 2"):
+        check(program, sizes)
+    with pytest.raises(ProgramError, match="factors of another form"):
+        check_cells(cells_of([program]), sizes)
 
 
 def test_columns_of_wide_rows():
