@@ -23,6 +23,7 @@ KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 STARTS_WITHIN_S = 600
+HELD = ("programs", "requests", "waiting", "under_way", "vectors", "captured_bytes")
 LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "program_bytes": 1 << 21, "json_bytes": 1 << 20, "program_ops": 64,
           "program_captures": 32, "bank_names": 8, "named_bytes": 1 << 20, "run_bytes": 1 << 27,
           "sweep_prompts": 12, "sweep_grid": 50_000}  # fmt: skip
@@ -32,6 +33,12 @@ LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "program_bytes": 
 # that yields: where both cores are busy, Linux 6.18 then lets other processes stand still for ten seconds and more. On a
 # GPU one worker is in the core's process, as here
 STILL = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+# A server that collects no garbage: what is freed by a collection alone stays for minutes on a server at work
+UNCOLLECTED = (
+    "-c", "import gc, runpy, sys; gc.disable(); sys.argv[1:1] = ['serve']; runpy.run_module('patchclamp', alter_sys=True)",
+)  # fmt: skip
 
 
 class Server:
@@ -136,10 +143,26 @@ def server(model, saes, tmp_path_factory, request) -> Iterator[Server]:
     made = start(
         model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS,
         *(f"--sae={name}={saes['folder'] / name}@resid_post[3]" for name in ("plain", "topk")),
-        environment={"VLLM_LOGGING_LEVEL": "INFO"}, meanwhile=lambda: request.getfixturevalue("local"),
+        command=UNCOLLECTED, environment={"VLLM_LOGGING_LEVEL": "INFO"},
+        meanwhile=lambda: request.getfixturevalue("local"),
     )  # fmt: skip
     yield made
     stop(made)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request) -> Iterator[None]:
+    """A test leaves nothing on the server."""
+    yield
+    if "server" in request.fixturenames:
+        with request.getfixturevalue("server").http() as http:
+
+            def held() -> dict[str, int]:
+                status = http.get("/v1/patchclamp/engine/status").json()
+                return {name: status[name] for name in HELD if status[name]}
+
+            becomes(lambda: not held(), within_s=60)
+            assert held() == {}
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,8 @@ def test_every_example_of_the_openai_routes_runs(page, http, server, path):
         assert len(ours["fingerprint"]) == 64
         assert ours["runs"][0]["idle_edits"] == []
         assert ("unedited" in ours) == (name == "compare")
+    for kept in http.get("/v1/patchclamp/runs").json()["runs"]:
+        assert http.delete(f"/v1/patchclamp/runs/{kept['run']}").status_code == 200
 
 
 def test_every_other_example_runs(page, http):

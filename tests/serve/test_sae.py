@@ -16,7 +16,7 @@ from patchclamp.engines.base import Wanted
 from patchclamp.engines.vllm.server import with_config
 from patchclamp.language.dictionaries import FeatureReader
 
-from .conftest import KEYS, Server, becomes
+from .conftest import KEYS, Server
 from .test_openai import program
 from .test_sweeps import events
 
@@ -156,14 +156,3 @@ def test_the_options_of_a_server():
         with_config(["--sae", "a=x@resid_post[1]", "--sae=b=y", "--sae-precision", "model"])[-1]
     )
     assert config["patchclamp"] == {"saes": ["a=x@resid_post[1]", "b=y"], "sae_precision": "model"}
-
-
-def test_nothing_is_left_on_the_server(server: Server):
-    with server.http() as http:
-
-        def held() -> dict[str, int]:
-            status = http.get("/v1/patchclamp/engine/status").json()
-            return {name: status[name] for name in ("programs", "captured_bytes", "under_way") if status[name]}
-
-        becomes(lambda: not held(), within_s=20)
-        assert held() == {}

@@ -11,10 +11,11 @@ few MiB at a time, so that the server's memory use does not grow with the file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -159,17 +160,22 @@ class FileResponse(StreamingResponse):
 
 
 class StoppedResponse(StreamingResponse):
-    """Streams the results of work that is stopped at its end, even if the client left before the first."""
+    """Streams the results of work that is stopped at its end, even if the client left before the first.
 
-    def __init__(self, stop: Callable[[], None], parts: AsyncIterator[Any], media_type: str) -> None:
+    The stream is closed here. Left to the garbage collector, it holds what it captures until a collection, which may
+    take minutes.
+    """
+
+    def __init__(self, stop: Callable[[], None], parts: AsyncGenerator[Any, None], media_type: str) -> None:
         super().__init__(parts, media_type=media_type)
         self._stop = stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        parts: Any = self.body_iterator
+        async with contextlib.AsyncExitStack() as ended:
+            ended.callback(self._stop)
+            ended.push_async_callback(parts.aclose)
             await super().__call__(scope, receive, send)
-        finally:
-            self._stop()
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 from fastapi import APIRouter, Path, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from safetensors import SafetensorError
 
 from patchclamp.engines import wire
@@ -90,7 +90,7 @@ async def run(request: Request) -> Response:
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
         front.leases.renew(session)
     running = _Running(front, owner, batch, requests)
-    return StreamingResponse(running.frames(), media_type="application/octet-stream")
+    return StoppedResponse(running.stop, running.frames(), "application/octet-stream")
 
 
 @router.get("/batches")
@@ -228,20 +228,17 @@ async def live(session: Session, request: Request) -> Response:
     front, owner = caller(request)
     name = f"{owner}-{session}"
 
-    async def beats() -> AsyncIterator[bytes]:
+    async def beats() -> AsyncGenerator[bytes, None]:
         beat_s = 0.0
-        front.leases.opened(name)
-        try:
-            while not request.app.state.server.should_exit:  # the server's shutdown waits for its connections
-                if beat_s <= time.monotonic():
-                    front.leases.renew(name)
-                    beat_s = time.monotonic() + wire.BEAT_S
-                    yield b"."
-                await asyncio.sleep(0.5)
-        finally:
-            front.leases.lost(name)
+        while not request.app.state.server.should_exit:  # the server's shutdown waits for its connections
+            if beat_s <= time.monotonic():
+                front.leases.renew(name)
+                beat_s = time.monotonic() + wire.BEAT_S
+                yield b"."
+            await asyncio.sleep(0.5)
 
-    return StreamingResponse(beats(), media_type="application/octet-stream")
+    front.leases.opened(name)
+    return StoppedResponse(lambda: front.leases.lost(name), beats(), "application/octet-stream")
 
 
 @router.post("/tokenizer")
@@ -313,31 +310,32 @@ class _Running:
                          for i, each in enumerate(requests)}  # fmt: skip
         self._records: dict[int, int] = {}  # of running requests, by index
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yields frames of events until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
                 request.listener = _PartQueue(i, self._events)
-        try:
-            self._front.waiting.update((request.run, self._abort) for request in self._requests)
-            self._start()
-            while self._left:
-                events = [await self._events.get()]
-                while not self._events.empty():
-                    events.append(self._events.get_nowait())
-                for event in events:
-                    if not isinstance(event, wire.Generated):
-                        self._left.discard(self._requests[event.i].run)
-                yield wire.frame(events)
-        finally:
-            programs = sum(request.bound is not None for request in self._requests)
-            log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
-                took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
-            for i in self._waiting:
-                self._front.waiting.pop(self._requests[i].run, None)
-            self._waiting.clear()
-            if self._left:
-                self._front.engine.abort(list(self._left))
+        self._front.waiting.update((request.run, self._abort) for request in self._requests)
+        self._start()
+        while self._left:
+            events = [await self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            for event in events:
+                if not isinstance(event, wire.Generated):
+                    self._left.discard(self._requests[event.i].run)
+            yield wire.frame(events)
+
+    def stop(self) -> None:
+        """Aborts the requests that have not ended."""
+        programs = sum(request.bound is not None for request in self._requests)
+        log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
+            took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
+        for i in self._waiting:
+            self._front.waiting.pop(self._requests[i].run, None)
+        self._waiting.clear()
+        if self._left:
+            self._front.engine.abort(list(self._left))
 
     def _start(self) -> None:
         """Starts as many waiting requests as fit now."""
@@ -387,7 +385,7 @@ class _Grading(ClientWork):
         self._jobs = jobs
         super().__init__(front, owner)
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yields frames of events until every program is graded, or one of the error."""
         while (event := await self.events.get()) is not None:
             if isinstance(event, PatchclampError):

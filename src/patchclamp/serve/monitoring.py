@@ -7,6 +7,7 @@ gives those of a sample of requests to a `ScoreLog`, which writes them on a thre
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import queue
@@ -15,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -81,20 +82,21 @@ class MonitoredCall:
         headers = {name: value for name, value in response.headers.items() if name.startswith("endpoint-load")}
         return JSONResponse(body, headers=headers)
 
-    async def _told(self, chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async def _told(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
         waiting: dict[int, list[dict[str, Any]]] = {}
-        async for chunk in chunks:
-            text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
-            for index, scores in self.news().items():
-                waiting.setdefault(index, []).append(scores)
-            if waiting and text.startswith("data: {"):
-                said = json.loads(text[6:])
-                for choice in said.get("choices", ()):
-                    if (choice.get("delta") or {}).get("role") is None or choice.get("finish_reason"):
-                        for scores in waiting.pop(choice["index"], ()):
-                            _add(choice, scores)
-                text = data_event(said)
-            yield text
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
+                for index, scores in self.news().items():
+                    waiting.setdefault(index, []).append(scores)
+                if waiting and text.startswith("data: {"):
+                    said = json.loads(text[6:])
+                    for choice in said.get("choices", ()):
+                        if (choice.get("delta") or {}).get("role") is None or choice.get("finish_reason"):
+                            for scores in waiting.pop(choice["index"], ()):
+                                _add(choice, scores)
+                    text = data_event(said)
+                yield text
 
 
 current: ContextVar[MonitoredCall | None] = ContextVar("patchclamp monitored call", default=None)

@@ -6,10 +6,11 @@ Requests with neither are passed to vLLM's functions unchanged, and so are their
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,7 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.ops import check_words, is_ours
 from patchclamp.serve import monitoring
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
-from patchclamp.serve.capture_files import MAX_LINE, data_event
+from patchclamp.serve.capture_files import MAX_LINE, StoppedResponse, data_event
 from patchclamp.serve.program_call import (
     ProgramCall,
     Variant,
@@ -79,24 +80,26 @@ def _with_programs(stock: Endpoint) -> Endpoint:
             raise ProgramError("compare is not supported with stream=true", "patchclamp.compare")
         front: Front = raw_request.app.state.patchclamp
         twin = asyncio.ensure_future(_twin(stock, request, raw_request)) if call.compare else None
+        is_answered = False
         try:
             response = await _called(call, stock(request=request, raw_request=raw_request))
             if isinstance(response, StreamingResponse):
-                return await _streamed(response, raw_request, call, front)
+                stream = await _streamed(response, raw_request, call, front)
+                is_answered = True
+                return stream
             twin_body = None if twin is None else await twin
             if response is None or (twin is not None and twin_body is None):  # the client disconnected
-                call.leave(front.kept)
                 return response
             answer = await _whole(response, call, front, twin_body)
-            if await raw_request.is_disconnected():
-                call.leave(front.kept)
+            is_answered = answer.status_code == 200 and not await raw_request.is_disconnected()
             return answer
         except PatchclampError as error:
-            call.leave(front.kept)
             raise error if call.variant is None else call.variant.said_of(error) from None
         finally:
             if twin is not None:
                 twin.cancel()
+            if not is_answered:
+                call.leave(front.kept)
 
     async def scored(request: Any, raw_request: Request) -> Response:
         """The response with the scores of the server's own probes."""
@@ -205,14 +208,17 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
             log("program", call.owner, **call.facts())
             yield data_event({**facts, "choices": [], "patchclamp": answer})
 
-    async def body() -> AsyncIterator[str]:
-        is_delivered, is_broken = False, first.startswith(FAILED)
-        try:
-            if first.startswith(DONE):
-                async for chunk in last():
-                    yield chunk
-            if first:
-                yield await _with_readouts(_of_model(first, call.variant), call)
+    is_delivered = False
+
+    async def body() -> AsyncGenerator[str, None]:
+        nonlocal is_delivered
+        is_broken = first.startswith(FAILED)
+        if first.startswith(DONE):
+            async for chunk in last():
+                yield chunk
+        if first:
+            yield await _with_readouts(_of_model(first, call.variant), call)
+        async with contextlib.aclosing(chunks):
             async for chunk in chunks:  # one per token: keep this loop cheap
                 text = chunk if type(chunk) is str else _text(chunk)
                 is_broken = is_broken or text.startswith(FAILED)
@@ -221,14 +227,15 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
                         yield each
                 text = text if call.variant is None else _of_model(text, call.variant)
                 yield await _with_readouts(text, call) if call.parts else text
-            if call.error is not None:
-                front.failed(call.error, call.owner)
-            is_delivered = not is_broken and call.is_complete and not await raw_request.is_disconnected()
-        finally:
-            if not is_delivered:
-                call.leave(front.kept)
+        if call.error is not None:
+            front.failed(call.error, call.owner)
+        is_delivered = not is_broken and call.is_complete and not await raw_request.is_disconnected()
 
-    return StreamingResponse(body(), media_type="text/event-stream")
+    def leave() -> None:
+        if not is_delivered:
+            call.leave(front.kept)
+
+    return StoppedResponse(leave, body(), "text/event-stream")
 
 
 async def _with_readouts(chunk: str, call: ProgramCall) -> str:

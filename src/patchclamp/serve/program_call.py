@@ -239,10 +239,10 @@ class ProgramCall:
     async def bound(self) -> list[Binding]:
         """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller. Raises
         the errors of binding; then no run of the call has begun, except those bound immediately."""
-        if not self._unbound:
-            return []
         if self._binding is None:
-            jobs = self._unbound
+            if not self._unbound:
+                return []
+            jobs, self._unbound = self._unbound, []  # each refers to this call
             self._binding = asyncio.get_running_loop().run_in_executor(_binders, lambda: [job() for job in jobs])
             self._binding.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -277,7 +277,10 @@ class ProgramCall:
             uses = to_dict(self.variant.uses)["edits"]
             answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits), "program": uses}
         for choice, told in zip(sorted(self.runs), answer["runs"], strict=True):
-            if not self.keep and told.get("captures") is not None:
+            _, run = self.runs[choice]
+            if not run.has_captures:
+                run.close()  # the rows that its lenses and features were read from
+            elif not self.keep and told["captures"] is not None:
                 kept.let_go(self.owner, *self.runs[choice])
         return answer
 
@@ -295,8 +298,10 @@ class ProgramCall:
 
     def leave(self, kept: KeptObjects) -> None:
         """Frees runs that are not kept, after the client disconnected or got an error instead of the answer."""
-        if not self.keep:
-            for name, run in self.runs.values():
+        for name, run in self.runs.values():
+            if not run.has_captures:
+                run.close()
+            elif not self.keep:
                 kept.let_go(self.owner, name, run)
 
     async def _run_answer(self, choice: int, name: str, run: Run, most: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
@@ -177,7 +177,7 @@ async def study(
         running.stop()
         raise
 
-    async def events() -> AsyncIterator[str]:
+    async def events() -> AsyncGenerator[str, None]:
         event = first
         while event is not None:
             if isinstance(event, PatchclampError):
