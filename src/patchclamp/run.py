@@ -278,6 +278,9 @@ class Run:
     def positions(self, site: Site | str) -> list[int]:
         """The position of each row of `run[site]`, or of the rows that were pooled."""
         _, refs, ordinal = self._locate(site)
+        for i in self._captures_at.get(refs[0].point, ()):
+            if self._ops[i].kept != self._ops[i].ranges:
+                return self._computed(position_array(self._ops[i].ranges)).tolist()
         positions = self._shared_positions(site, refs, ordinal).tolist()
         return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
 
@@ -363,15 +366,18 @@ class Run:
         if self._monitor(name) is not None:
             assert self.answer.monitored is not None
             return list(range(len(self.answer.monitored)))
-        positions = self._products(name)[0].tolist()
-        return positions[-1:] if self._named_probes[name].pool == "last" else positions
+        return self.probe_layout(name)[1].tolist()
 
-    def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
-        """The positions of a probe, and W h for each of its points, [T, k]."""
+    def _probe_number(self, name: str) -> int:
+        """The number under which a probe's products are stored."""
         self.answer  # noqa: B018  raises the run's own error
         if name not in self._probe_ops:
             raise unknown("probe", name, self._probe_ops)
-        number = self._probe_ops[name]
+        return self._probe_ops[name]
+
+    def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
+        """The positions of a probe, and W h for each of its points, [T, k]."""
+        number = self._probe_number(name)
         points, op = self._stored_op(number).points, f"the probe {name!r}"
         keys = [(point, number) for point in points]
         if self.closed and not self._fetched.keys() >= set(keys):
@@ -414,10 +420,10 @@ class Run:
     def probe_layout(self, name: str) -> tuple[list[tuple[int, int]], np.ndarray, tuple[int, ...]]:
         """The engine's captures that `run.probes[name]` is made from, each a point and the number of an op, its
         positions, and its shape, without reading it."""
-        number = self._probe_ops[name]
+        number = self._probe_number(name)
         bound, op = self._stored_op(number), self._named_probes[name]
         assert isinstance(bound.action, Keep)
-        positions, selected = self._selected(number, self._expected(bound.points[0], number))
+        positions, selected = self._selected(number, self._computed(position_array(bound.ranges)))
         positions = positions if selected is None else positions[selected]
         positions = positions[-1:] if op.pool == "last" else positions
         count = [] if op.pool and len(positions) else [len(positions)]
@@ -605,6 +611,8 @@ class Run:
             stored = [Stored(ordinal, self._expected(ref.point, ordinal))]
         wanted = [each.positions if each.selected is None else each.positions[each.selected] for each in stored]
         positions = wanted[0] if len(stored) == 1 else np.unique(np.concatenate(wanted))
+        if self._ops[ordinals[0]].kept != self._ops[ordinals[0]].ranges:
+            positions = self._computed(position_array(self._ops[ordinals[0]].ranges))
         empty = self.shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
         dtypes = self._dtypes(ordinals)
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -751,7 +759,7 @@ class Run:
         """The positions captured at a point by one op or by all (None)."""
         if ordinal is None:
             return self._captured_computed[point]
-        return self._computed(position_array(self._stored_op(ordinal).ranges))
+        return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The positions, and the mask of those that the op selects now that the tokens are known (None: all)."""

@@ -49,6 +49,7 @@ from patchclamp.errors import (
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
 from patchclamp.language.ops import Translator
+from patchclamp.language.values import POOLS
 from patchclamp.plan import CAPTURE, STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import is_loaded
@@ -189,10 +190,14 @@ class FakeEngine(Engine):
         if captured is None:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         row_of: dict[int, np.ndarray] = {}
-        at_point = (
+        at_point = [
             chunk for chunk in captured
             if chunk.point == point and (chunk.op < PROBE if op is None else chunk.op == op)
-        )  # fmt: skip
+        ]  # fmt: skip
+        if at_point and at_point[0].pool:
+            rows = np.concatenate([chunk.rows for chunk in at_point])
+            row = rows.mean(0, dtype=np.float64) if POOLS[at_point[0].pool - 1] == "mean" else rows.max(0)
+            return at_point[-1].positions[-1:], row.astype(np.float32)[None]
         for chunk in sorted(at_point, key=lambda chunk: chunk.op):
             row_of.update(zip(chunk.positions.tolist(), chunk.rows, strict=True))
         positions = sorted(position for position in row_of if position >= first)
@@ -323,6 +328,7 @@ class _CapturedRows(msgspec.Struct, frozen=True):
     op: int
     positions: np.ndarray
     rows: np.ndarray
+    pool: int
 
 
 class _Programs:
@@ -410,7 +416,8 @@ class _Programs:
             positions = np.arange(plan.begin[c], plan.begin[c] + plan.count[c])
             begin, width = plan.base[a] + plan.offset[c] * plan.row[a], int(plan.row[a])
             rows = self._buffer[begin : begin + plan.count[c] * width].reshape(-1, width).copy()
-            rows_at = _CapturedRows(int(layout.point[a]), int(layout.op[c]), positions, rows)
+            pool = int(layout.pool[layout.group[c]])
+            rows_at = _CapturedRows(int(layout.point[a]), int(layout.op[c]), positions, rows, pool)
             captured.append((self._run[int(layout.slot[c])], rows_at))
         return captured
 

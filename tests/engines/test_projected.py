@@ -121,6 +121,38 @@ def test_scores_equal_those_computed_from_rows_captured_in_the_same_run(shallow,
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_rows_of_a_prompt_are_pooled_before_they_leave_the_worker(shallow, mode):
+    engine, options = MODES[mode]
+    lm, at, heads = shallow.get(engine, "float32", **options), pc.resid_post[1:3], pc.z[3, 1:3]
+    prompts, tokens = [*map(lm.tokens, PROMPTS), [400], list(range(400, 460))], pc.prompt[-40:]
+    probes = [pc.Probe(W, at=pc.resid_post[2], bias=np.ones(5), tokens=tokens, pool=pool, name=pool)
+              for pool in ("mean", "max")]  # fmt: skip
+    pooled = [pc.Capture(at, tokens, "float16", pool="mean"), pc.Capture(heads, tokens, pool="max")]
+    plain = lm.run(prompts, max_tokens=3, capture=[pc.Capture(site, tokens) for site in (at, heads)])
+    for _ in range(2):
+        gc.collect()
+        lm.run(prompts[0], max_tokens=1)  # with it goes what earlier runs kept
+        before = lm.engine.status()["captured_bytes"]
+        runs = lm.run(prompts, max_tokens=3, capture=[*probes, *pooled])
+        steps = 4 if "chunks" in mode else 1  # at most, of a prompt
+        row = 4 * (2 * len(W) + 2 * D + D)  # a capture of heads keeps the whole row
+        assert 0 < lm.engine.status()["captured_bytes"] - before <= len(runs) * steps * row
+        many, scored = lm.rows(runs, [pc.resid_post[2], heads]), lm.probes(runs)["max"].values
+        for i, (run, rows) in enumerate(zip(runs, plain, strict=True)):
+            h, w = rows[at], torch.from_numpy(W)
+            expected = {"mean": h[1].mean(0) @ w.T + 1, "max": (h[1] @ w.T + 1).amax(0)}
+            for name, scores in expected.items():
+                torch.testing.assert_close(run.probes[name], scores, rtol=1e-4, atol=1e-4 * float(scores.abs().max()))
+            torch.testing.assert_close(run[at], h.mean(1), rtol=1e-4, atol=1e-4 * float(h.abs().max()))
+            torch.testing.assert_close(run[heads], rows[heads].amax(0), rtol=1e-4, atol=1e-4)
+            assert run.positions(at) == run.probe_positions("max") == rows.positions(at)
+            assert np.array_equal(many["resid_post[2]"].values[i], run[pc.resid_post[2]].numpy())
+            assert np.array_equal(many["z[3, 1:3]"].values[i], run[heads].numpy())
+            assert np.array_equal(scored[i], run.probes["max"].numpy())
+        del runs, run
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_last_token_of_a_prompt_is_read_behind_its_cached_prefix(shallow, mode):
     engine, options = MODES[mode]
     lm, prompt, at = shallow.get(engine, "float32", **options), list(range(400, 500)), pc.resid_post[5]

@@ -14,6 +14,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.language import Program
+from patchclamp.language.values import POOLS
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
@@ -51,7 +52,7 @@ class Engine:
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
-        self.count = self.went_on = self.planned = self.replayed = self.moved = 0
+        self.count = self.went_on = self.planned = self.replayed = self.moved = self.pooled = 0
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
@@ -72,6 +73,9 @@ class Engine:
             dtype = self.rng.choice(["float32", "bfloat16", "float16"])
             if self.rng.random() < 0.2:
                 captures.append(pc.Capture(pc.logits, dtype=dtype))
+            elif self.rng.random() < 0.3:
+                pool = self.rng.choice(["mean", "max"])
+                captures.append(pc.Capture(pc.site(self.rng.choice(names)), tokens, dtype=dtype, pool=pool))
             else:
                 captures.append(pc.Capture(pc.site(self.rng.choice(names)), tokens, dtype=dtype))
         longest = 60 if self.calm else 25
@@ -80,7 +84,7 @@ class Engine:
             prompt = Prompt(list(range(made.prompt)), lambda: ("", []))
             try:
                 self.admitter.admit(made.name, bind(made.program, made.run, prompt, made.most, self.sites, None))
-            except pc.CapacityError:
+            except (pc.CapacityError, pc.ProgramError):  # or a site is captured in two ways
                 return
         self.running.append(made)
 
@@ -153,8 +157,19 @@ class Engine:
         for point in {point for op in bound.ops for point in op.points}:
             wanted = {at for op in bound.ops if point in op.points for bounds in op.ranges for at in range(*bounds[:2])}
             lowest = request.prompt - 1 if self.sites.points[point].rows == "sampled" else 0
+            [how] = {(op.action.pool, op.action.in_step) for op in bound.ops if point in op.points}
+            if how[1] and max(wanted) >= request.computed:  # it is pooled when all rows are there
+                continue
             wanted = {at for at in wanted if lowest <= at < request.computed}
             positions, rows = self.runtime.fetch(request.run, point)
+            if how[1]:
+                values = [self.value(request, at, point) for at in wanted]
+                value = max(values) if how[0] == POOLS.index("max") + 1 else np.float32(np.mean(values))
+                assert positions.tolist() == [max(wanted)]
+                assert rows.tolist() == [[value] * self.sites.points[point].width]
+                self.pooled += 1
+                checked += 1
+                continue
             assert positions.tolist() == sorted(wanted), (request.run, self.sites.label(point))
             expected = [[self.value(request, at, point)] * self.sites.points[point].width for at in sorted(wanted)]
             assert rows.float().tolist() == expected, (request.run, self.sites.label(point))
@@ -174,7 +189,7 @@ class Engine:
 @pytest.mark.parametrize("calm", [False, True])
 def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes, calm):
     cuda_on_cpu.stub(monkeypatch)
-    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=3).tolist(), 0, np.zeros(4, int)
+    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=3).tolist(), 0, np.zeros(5, int)
     for seed in seeds:
         random.seed(seed)
         engine = Engine(seed, sizes, calm)
@@ -193,12 +208,43 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes
         for request in [request for request in engine.running if request.program is not None]:
             engine.runtime.release([request.run])
         assert engine.runtime.store.bytes == 0
-        counts += [engine.went_on, engine.planned, engine.replayed, engine.moved]
+        counts += [engine.went_on, engine.planned, engine.replayed, engine.pooled, engine.moved]
         engine.step.close()
     assert rows > 1000
-    # steps that went on with a plan, that were planned, that replayed a graph; and how often the ring was at its end
+    # steps that went on with a plan, that were planned, that replayed a graph; pooled captures; and how often the ring was
+    # at its end
     assert (counts[:3] > 50).all(), counts
-    assert counts[3] > 0, counts
+    assert counts[3] > 5, counts
+    assert counts[4] > 0, counts
+
+
+@pytest.mark.parametrize("kept", [1 << 12, 0])  # 0: every step captures too much to allocate it when it begins
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_of_pooled_rows_one_leaves_the_device_in_each_step(monkeypatch, pool, kept):
+    """Of a request that begins again after a preemption, what was pooled before does not count."""
+    cuda_on_cpu.stub(monkeypatch)
+    runtime = Runtime(
+        SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
+    )
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, kept, 1 << 13, 1 << 15)
+    tokens = list(range(9))
+    program = Program.of((), [pc.Capture(pc.resid_post, pc.prompt[1:], dtype="float16", pool=pool)])
+    Admitter(runtime).admit("request", bind(program, "run", Prompt(tokens, lambda: ("", [])), 5, runtime.sites, None))
+    values, one = np.random.default_rng(3).standard_normal((12, WIDTH)).astype(np.float32), np.ones(1, np.int64)
+    for first, count in [(0, 3), (3, 2), (0, 1), (1, 4), (5, 2), (7, 1), (8, 1), (9, 1), (10, 1)]:
+        positions[:count] = range(first, first + count)
+        runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
+        for point in runtime.sites.points if runtime.plan is not None else ():
+            runtime.apply(point.number, torch.from_numpy(values[first : first + count]), None)
+        runtime.end()
+    pooled = values[1:9].mean(0, dtype=np.float64) if pool == "mean" else values[1:9].max(0)
+    for place in runtime.sites.resolve(pc.resid_post):
+        for where, rows in (runtime.fetch("run", place.point), runtime.store.gather(["run"], place.point)[1:]):
+            assert where.tolist() == [8]
+            assert rows.numpy() == pytest.approx(pooled.astype(np.float32)[None], rel=1e-6, abs=1e-6)
+    assert step.drain.bytes == LAYERS * 6 * 4 * WIDTH
+    assert runtime.store.bytes == LAYERS * 6 * 4 * WIDTH
+    step.close()
 
 
 def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apart(monkeypatch):

@@ -62,6 +62,7 @@ def layout_of(group, points, dtypes=None, op=None, products=None) -> CaptureLayo
         np.arange(count), none + 1, none if op is None else op, none, none, np.asarray(group), none > 0,
         np.arange(len(point))[order], region_group[order], point[order], dtype[order],
         none[:1].repeat(len(point)) if products is None else np.asarray(products)[point[order]], len(points),
+        np.zeros(len(points), np.int64),
     )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def captured(places, size, layout, run, begin, count, base, row, unit_bytes=4) -
     none, labels = np.zeros(0, np.int64), RowLabels(*np.zeros((3, 0), np.int32))
     offset, rows = _offsets(np.asarray(count), layout)
     plan = StepPlan(labels, labels, none, layout, np.asarray(begin), np.asarray(count), offset, rows,
-                    np.asarray(base), np.asarray(row), size, unit_bytes)  # fmt: skip
+                    np.asarray(base), np.asarray(row), size, size, unit_bytes)  # fmt: skip
     return CaptureChunk(places, size * unit_bytes, PlannedCaptures(plan, np.asarray(run), 0))
 
 

@@ -100,7 +100,7 @@ def test_all_at_once_passes_on_the_wire():
 
 ADD, NOISE, KEEP = pc.Add(V, "resid_post[1]"), pc.Noise(0.5, "resid_mid[1]"), pc.Capture("embed")
 KEY, PAIR, PROJECTED = vector_key(pc.Vector.of(V)), vector_key(pc.Vector.of(ROWS)), pc.Capture("embed", project=ROWS)
-ROTATED = pc.Rotate(ROWS, 30, "resid_mid[1]")
+ROTATED, POOLED = pc.Rotate(ROWS, 30, "resid_mid[1]"), pc.Capture("embed", "prompt", pool="mean")
 WRONG = {
     "points beyond": (ADD, {"points": (10_000,)}),
     "points before": (ADD, {"points": (-1,)}),
@@ -130,6 +130,13 @@ WRONG = {
     "no products": (PROJECTED, {"action": Keep(0, False, PAIR, 0)}),
     "products of nothing": (PROJECTED, {"action": Keep(0, False, "", 2)}),
     "another run's rows for a matrix": (PROJECTED, {"action": Keep(0, False, f"r:ran:{point('embed')}", 2)}),
+    "a last row of a step": (POOLED, {"action": Keep(0, pool=3, in_step=True)}),
+    "rows of a step that are not pooled": (POOLED, {"action": Keep(0, in_step=True)}),
+    "rows pooled in another dtype": (POOLED, {"action": Keep(1, pool=1, in_step=True)}),
+    "rows pooled by token id": (POOLED, {"action": Keep(0, True, pool=1, in_step=True)}),
+    "pooled rows of generated tokens": (POOLED, {"ranges": (PositionRange(0, PROMPT + 1),)}),
+    "no rows to pool": (POOLED, {"ranges": ()}),
+    "pooled logits": (POOLED, {"points": (point("logits"),)}),
     "projected logits": (PROJECTED, {"points": (point("logits"),)}),
     "a part beyond the row": (PROJECTED, {"columns": 2 | 9 << 16}),
     "a mask that is nowhere": (ADD, {"action": Blend(1.0, "v:" + "0" * 64)}),

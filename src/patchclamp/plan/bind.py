@@ -877,16 +877,27 @@ class _OpBinder:
             ranges = position_ranges(self._case.positions[max(prompt - 1, 0) :], None)
         else:
             ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
+        action = self._pooled_in_step(lowered.action)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
         bound = BoundOp(
-            self._path, lowered.action, tuple(point.number for point in points), lowered.values, ranges,
+            self._path, action, tuple(point.number for point in points), lowered.values, ranges,
             reaches_cache=not isinstance(self._op, Readout) and any(map(reaches_cache, points)),
             columns=0 if columns is None or is_whole(self._op) else pack_columns(columns),
             condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
         )  # fmt: skip
         return [*self._stored, bound]
+
+    def _pooled_in_step(self, action: Action) -> Action:
+        """The action of the op; a mean or maximum over tokens of the prompt is taken on the device. Of generated tokens
+        some may not count in the end: those of rejected drafts, and behind a stop string."""
+        positions = self._case.positions
+        if not isinstance(action, Keep) or action.pool in (0, LAST) or self.conditional or not len(positions):
+            return action
+        in_prompt = positions.max() < len(self._binder.prompt.ids)
+        in_step = in_prompt and all(self._sites.points[ref.point].rows == "tokens" for ref in self._refs)
+        return msgspec.structs.replace(action, dtype=0, in_step=True) if in_step else action
 
     def put(self, vector: Vector) -> str:
         return self._binder.put(vector)

@@ -59,6 +59,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
+    in_step: True if the rows of each step are pooled on the device, so that one leaves it
     probe: the name of the probe that its products are for; "" if they are the site's
     lens: True if its rows are for a lens or an SAE, and not the site's
     sae: the content of that SAE, since another one may be attached under its name before the rows are read
@@ -73,6 +74,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     probe: str = ""
     lens: bool = False
     sae: str = ""
+    in_step: bool = False
 
     @property
     def is_private(self) -> bool:
@@ -290,6 +292,13 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
+    def kept(self) -> tuple[PositionRange, ...]:
+        """The positions of the rows that a capture keeps: of rows that are pooled on the device, the last one."""
+        if isinstance(self.action, Keep) and self.action.in_step:
+            return (PositionRange(self.ranges[-1].stop - 1, self.ranges[-1].stop),)
+        return self.ranges
+
+    @property
     def is_gated(self) -> bool:
         """True if its value is no row but the numbers of a `Factored` action."""
         return isinstance(self.action, Factored) and not self.action.toward
@@ -343,7 +352,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
         for op in self.ops:
             for point in op.points if captures_site(op) else ():
-                ranges[point] += op.ranges
+                ranges[point] += op.kept
         positions = {of_point: position_array(of_point) for of_point in set(ranges.values())}
         return {point: positions[of_point] for point, of_point in ranges.items()}
 
@@ -359,7 +368,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return sum(
             4 * (op.action.products or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
             for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
-            for start, stop, *_ in op.ranges for point in op.points
+            for start, stop, *_ in op.kept for point in op.points
         )  # fmt: skip
 
     @functools.cached_property

@@ -85,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     rows [G]: the number of rows that each group keeps
     base, row [A]: the offset of each region in the step's capture buffer, and the size of one of its rows
     size: the size of the buffer
+    sent: the part of it that leaves the device. The regions behind it are pooled in the step
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
     """
@@ -100,6 +101,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     base: np.ndarray
     row: np.ndarray
     size: int
+    sent: int
     unit_bytes: int = 4
     steady_steps: int = 0
 
@@ -134,6 +136,28 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         bounds = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
         return dict(zip(points.tolist(), bounds, strict=True))
 
+    @functools.cached_property
+    def pooled(self) -> list[tuple[int, np.ndarray]]:
+        """The regions that are pooled in the step, each with the capture ranges whose rows it holds, in order."""
+        layout, live = self.layout, np.flatnonzero(self.count)
+        regions = np.flatnonzero((layout.pool[layout.region_group] > 0) & (self.rows[layout.region_group] > 0))
+        return [(region, live[layout.group[live] == layout.region_group[region]]) for region in regions.tolist()]
+
+    def pooled_table(self, run: np.ndarray, steps: int) -> np.ndarray:
+        """The rows that the regions of `pooled` are pooled to, one for each range, side by side in fp32, in the step
+        `steps` later, as `CAPTURED`, in order of run numbers. `run` [C]: the number of each capture range's run"""
+        parts, size = list[np.ndarray](), 0
+        for region, ranges in self.pooled:
+            part, row_bytes = np.zeros(len(ranges), CAPTURED), int(self.row[region]) * self.unit_bytes
+            part["run"], part["op"], part["point"] = run[ranges], self.layout.op[ranges], self.layout.point[region]
+            part["position"], part["count"] = self.begin[ranges] + steps, 1
+            part["offset"], part["row_bytes"] = size + row_bytes * np.arange(len(ranges)), row_bytes
+            part["pool"], part["pooled"] = self.layout.pool[self.layout.group[ranges]], self.count[ranges]
+            size += row_bytes * len(ranges)
+            parts.append(part)
+        table = np.concatenate(parts)
+        return table[np.argsort(table["run"], kind="stable")]
+
     def to_bytes(self) -> bytes:
         """Serialize the arrays in a fixed order and layout, for golden plans."""
         arrays = (
@@ -154,7 +178,7 @@ class PlannedCaptures(msgspec.Struct):
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes that the step captures for each run, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
-        live = np.flatnonzero(plan.count)
+        live = self._live()
         position_bytes = np.bincount(layout.region_group, plan.row * plan.unit_bytes, layout.groups)
         run, run_of_range = np.unique(self.run[live], return_inverse=True)
         sizes = np.bincount(run_of_range, plan.count[live] * position_bytes[layout.group[live]], len(run))
@@ -163,15 +187,19 @@ class PlannedCaptures(msgspec.Struct):
     def table(self) -> np.ndarray:
         """Every captured range at every point as `CAPTURED`, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
-        live = np.flatnonzero(plan.count)
+        live = self._live()
         ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
-        table: np.ndarray = np.empty(len(ranges), CAPTURED)
+        table: np.ndarray = np.zeros(len(ranges), CAPTURED)
         table["run"], table["op"], table["point"] = self.run[ranges], layout.op[ranges], layout.point[regions]
         table["position"], table["count"] = plan.begin[ranges] + self.steps, plan.count[ranges]
         table["offset"] = (plan.base[regions] + plan.offset[ranges] * plan.row[regions]) * plan.unit_bytes
         table["row_bytes"] = plan.row[regions] * plan.unit_bytes
         table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions]  # on the CPU all rows are kept in fp32
         return table
+
+    def _live(self) -> np.ndarray:
+        """The capture ranges with rows of their own in the step."""
+        return np.flatnonzero((self.plan.count > 0) & (self.plan.layout.pool[self.plan.layout.group] == 0))
 
 
 NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
@@ -186,7 +214,9 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     unit_bytes = 1 if unit is BYTES else 4
     if len(layout) == 0:
         none, steady_steps = np.zeros(0, np.int64), FOREVER if steady else 0
-        return StepPlan(tokens, last, active, layout, none, none, none, none, none, none, 0, unit_bytes, steady_steps)
+        return StepPlan(
+            tokens, last, active, layout, none, none, none, none, none, none, 0, 0, unit_bytes, steady_steps
+        )  # fmt: skip
     bounds = np.full((2, len(table.first)), -1)  # by slot: first and end of the step's positions
     bounds[0, batch.slot] = batch.position
     bounds[1, batch.slot] = batch.position + batch.count
@@ -201,9 +231,14 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     offset, rows = _offsets(count, layout)
     row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
     sizes = rows[layout.region_group] * row
-    base, size = _side_by_side(sizes, table.sampled[layout.point]) if unit is BYTES else _by_width(sizes, row)
+    if unit is BYTES:
+        base, size, sent = _side_by_side(sizes, table.sampled[layout.point] + 2 * layout.stays)
+    else:
+        base, size, sent = _by_width(sizes, row, layout.stays)
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
-    return StepPlan(tokens, last, active, layout, begin, count, offset, rows, base, row, size, unit_bytes, steady_steps)
+    return StepPlan(
+        tokens, last, active, layout, begin, count, offset, rows, base, row, size, sent, unit_bytes, steady_steps
+    )  # fmt: skip
 
 
 def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -224,23 +259,29 @@ def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
-def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` bytes, aligned to 16, those of sampled rows last; returns offsets and total size."""
+def _side_by_side(sizes: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Lay out regions of `sizes` bytes, aligned to 16: those of 0 in `last`, then those of sampled rows, 1, and then
+    those that stay on the device, 2. Returns offsets, the total size, and the size of what leaves the device."""
     sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
-    order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
+    order = last.argsort(kind="stable") if last.any() else slice(None)
     end[order] = sizes[order].cumsum()
-    return end - sizes, int(end.max())
+    size = int(end.max())
+    return end - sizes, size, size - int(sizes[last == 2].sum())
 
 
-def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and size."""
-    base, size = np.zeros(len(sizes), np.int64), 0
-    for width in np.unique(row):
-        regions = np.flatnonzero(row == width)
-        end = -(-size // width) * width + np.cumsum(sizes[regions])
-        base[regions] = end - sizes[regions]
-        size = int(end[-1])
-    return base, size
+def _by_width(sizes: np.ndarray, row: np.ndarray, stays: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows), those that stay on the device
+    last. Returns offsets, the total size, and the size of what leaves the device."""
+    base, ends = np.zeros(len(sizes), np.int64), [0]
+    for among in (~stays, stays):
+        size = ends[-1]
+        for width in np.unique(row[among]):
+            regions = np.flatnonzero(among & (row == width))
+            end = -(-size // width) * width + np.cumsum(sizes[regions])
+            base[regions] = end - sizes[regions]
+            size = int(end[-1])
+        ends.append(size)
+    return base, ends[2], ends[1]
 
 
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:

@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.language.values import DTYPES
+from patchclamp.language.values import DTYPES, POOLS
 from patchclamp.plan.bound import (
     ADD_NORMED,
     ALL,
@@ -86,6 +86,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     products: the numbers kept per row; 0: all
 
     groups: G
+    pool [G]: how the rows of each range are pooled in a step, as `Keep.pool`; 0: not at all
     """
 
     range_number: np.ndarray
@@ -101,10 +102,17 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     dtype: np.ndarray
     products: np.ndarray
     groups: int
+    pool: np.ndarray
 
     def __len__(self) -> int:
         """The number of capture ranges."""
         return len(self.range_number)
+
+    @functools.cached_property
+    def stays(self) -> np.ndarray:
+        """True for each region whose rows do not leave the device: all at its point are pooled."""
+        is_pooled = self.pool[self.region_group] > 0
+        return is_pooled & ~np.isin(self.point, self.point[~is_pooled])
 
     @functools.cached_property
     def any_sampled(self) -> bool:
@@ -163,6 +171,7 @@ class _PointGroup(msgspec.Struct):
     points: np.ndarray
     dtype: int
     products: int
+    pool: int
     regions: np.ndarray
     ranges: int = 0
 
@@ -176,7 +185,7 @@ class CaptureRanges:
         self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
         # by slot: the numbers of its ranges, and the count of its ranges in each group
         self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
-        self._groups: dict[tuple[bytes, int, int], _PointGroup] = {}  # by points, dtype and products
+        self._groups: dict[tuple[bytes, int, int, int], _PointGroup] = {}  # by points, dtype, products and pool
         self._layout: CaptureLayout | None = None
 
     def __len__(self) -> int:
@@ -185,12 +194,12 @@ class CaptureRanges:
 
     def add(
         self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
-        point: np.ndarray, products: np.ndarray,
+        point: np.ndarray, products: np.ndarray, pool: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in their
         slots [N], and in `start` and `stop` [N, K]. Returns the numbers of their ranges [N, K] and regions [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
-        kept_as = dtype + len(DTYPES) * products
+        kept_as = dtype + len(DTYPES) * (pool + (1 + len(POOLS)) * products)
         grids = self._grids(op, start, stop, kept_as, point)
         first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one per range
         numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
@@ -198,7 +207,7 @@ class CaptureRanges:
         group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
         for grid in grids:
             first, mine = grid[0, 0], slice(begin, begin + grid.shape[1])
-            group = self._group(point[grid[:, 0]], int(dtype[first]), int(products[first]))
+            group = self._group(point[grid[:, 0]], int(dtype[first]), int(products[first]), int(pool[first]))
             range_number[:, grid], region_number[grid] = numbers[:, None, mine], group.regions[:, None]
             group_number[mine] = group.number
             group.ranges += len(slots) * grid.shape[1]
@@ -222,7 +231,7 @@ class CaptureRanges:
         for group, count in group_counts:
             group.ranges -= count
             if group.ranges == 0:
-                del self._groups[group.points.tobytes(), group.dtype, group.products]
+                del self._groups[group.points.tobytes(), group.dtype, group.products, group.pool]
                 self._region_numbers.give(group.regions)
                 self._group_numbers.give(np.array([group.number]))
         self._layout = None
@@ -254,7 +263,7 @@ class CaptureRanges:
         return CaptureLayout(
             number, slot, op, start, stop, group, sampled[group],
             region_number[by_point], region_group[by_point], point[by_point], dtype[by_point], products[by_point],
-            len(groups),
+            len(groups), np.array([g.pool for g in groups], np.int64),
         )  # fmt: skip
 
     def _reserve(self, ranges: int) -> None:
@@ -297,11 +306,12 @@ class CaptureRanges:
         alike = same_ranges and (kept_as == kept_as[0]).all() and (sampled == sampled[0]).all()
         return records.reshape(points, -1) if alike else None
 
-    def _group(self, points: np.ndarray, dtype: int, products: int) -> _PointGroup:
-        key = points.tobytes(), dtype, products
+    def _group(self, points: np.ndarray, dtype: int, products: int, pool: int) -> _PointGroup:
+        key = points.tobytes(), dtype, products, pool
         if key not in self._groups:
             number = int(self._group_numbers.take(1)[0])
-            self._groups[key] = _PointGroup(number, points, dtype, products, self._region_numbers.take(len(points)))
+            regions = self._region_numbers.take(len(points))
+            self._groups[key] = _PointGroup(number, points, dtype, products, pool, regions)
         return self._groups[key]
 
 
@@ -319,7 +329,7 @@ RECORD = np.dtype(
 # Field names by kind, besides start, stop, kind and columns. A capture's region is the op's number until it is
 # installed in a table; with 0 products the row itself is kept.
 FIELDS: dict[int, dict[str, str]] = {
-    CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other"},
+    CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other", "pool": "factor"},
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
     BLEND: {"row_step": "step", "vector": "value", "alpha": "y", "mask": "other"},
     PROJECT: {"row_step": "step", "vector": "value", "low": "x", "high": "y"},
@@ -471,6 +481,7 @@ def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses
     fields["dtype"] = _column([action.dtype for action in actions])
     fields["region"] = _column([ordinal + (PROBE if action.is_private else 0) for action in actions])
     fields["products"], fields["matrix"] = _column([action.products for action in actions]), _column(matrices)
+    fields["pool"] = _column([action.pool * action.in_step for action in actions])
 
 
 @_write.register
@@ -671,14 +682,14 @@ class ProgramTable:
             return
         kept = np.flatnonzero(captures[0])
         fields = named(records[:, kept], CAPTURE)
-        same = captures, counts, *(fields[name] for name in ("region", "dtype", "products"))
+        same = captures, counts, *(fields[name] for name in ("region", "dtype", "products", "pool"))
         if len(slots) > 1 and not all((each == each[0]).all() for each in same):
             for i in range(len(slots)):
                 self._add_captures(slots[i : i + 1], places[i : i + 1], records[i : i + 1], counts[i : i + 1])
             return
-        names = ("region", "dtype", "products", "start", "stop")
-        op, dtype, products, start, stop = (fields[name].astype(np.int64) for name in names)
+        names = ("region", "dtype", "products", "pool", "start", "stop")
+        op, dtype, products, pool, start, stop = (fields[name].astype(np.int64) for name in names)
         point = np.repeat(np.arange(counts.shape[1]), counts[0])[kept]
         in_table, index = named(self.records, CAPTURE), places[:, kept]
-        numbers = self.captures.add(slots, op[0], start, stop, dtype[0], point, products[0])
+        numbers = self.captures.add(slots, op[0], start, stop, dtype[0], point, products[0], pool[0])
         in_table["range"][index], in_table["region"][index] = numbers

@@ -319,6 +319,11 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         whole = [(point, of, op.columns) in saes if of else frame.sites.lens_reads(point) for point in op.points]
         _need(all(whole), "a lens of a point that none reads")
     _need(action.lens or not action.sae, "an SAE of other rows")
+    if action.in_step:
+        _need(0 < action.pool <= POOLS.index("max") + 1 and not action.dtype, "a step does not pool these rows so")
+        rows = {frame.sites.points[point].rows for point in op.points}
+        _need(not action.conditional and rows <= {"tokens"}, "rows that a step does not pool")
+        _need(bool(op.ranges) and op.ranges[-1].stop <= frame.prompt, "pooled rows of generated tokens")
     _need(not op.values and op.condition is None, "a capture reads a matrix alone")
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]

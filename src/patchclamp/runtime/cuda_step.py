@@ -38,7 +38,7 @@ from patchclamp.plan.bound import LATCHES, MAX_RANK
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
-from patchclamp.runtime.host_step import Bank
+from patchclamp.runtime.host_step import Bank, pool_step
 from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
@@ -376,6 +376,10 @@ class Drain:
             self._workers.shutdown()
             self._pinned.close()
 
+    def retract(self, size: int) -> None:
+        """Give back the last bytes of the last allocation, which the current stream has read."""
+        self._head -= size
+
     def _overlaps(self, begin: int, end: int) -> bool:
         """True if a copy of the bytes begin … end−1 may be pending."""
         return any(sent_begin < end and begin < sent_end for sent_begin, sent_end, _ in self._sent)
@@ -493,7 +497,9 @@ class CudaStep:
         self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
         self._begin = 0  # offset of the planned step's captures in the tables
         self._upfront: BufferSlice | None = None  # allocated when the step began
+        self._first_byte = 0  # of what was allocated when the step began, in the ring
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
+        self._of_taps: dict[int, tuple[torch.Tensor, int]] = {}  # by point: that memory, and the plan's 0 in it
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Our tensors that graphs read and write, by name."""
@@ -520,10 +526,11 @@ class CudaStep:
             self._upfront_bytes = self._bytes_upfront(plan)
             self.recorded.use(plan.active)
         self._tap_parts, self._upfront, begin = [], None, 0
+        self._of_taps = {}
         if self._upfront_bytes:
-            _, first_byte, block, offset = self.drain.allocate(self._upfront_bytes)
+            _, self._first_byte, block, offset = self.drain.allocate(self._upfront_bytes)
             self._upfront = BufferSlice(block, offset)
-            begin = first_byte - steps * self._upfront_bytes
+            begin = self._first_byte - steps * self._upfront_bytes
         if not steps:
             self.tables.load(plan, batch, begin, self._upfront_bytes if plan.steady_steps else 0)
         elif begin != self._begin:
@@ -548,7 +555,7 @@ class CudaStep:
         if plan is not None and plan.size:
             if self._upfront_bytes == plan.size:
                 begin = -self._steps * self._upfront_bytes if sampled else 0  # for other rows the kernel adds it
-            elif sampled or not self._upfront_bytes:
+            elif sampled or not self._upfront_bytes or plan.bounds_of_point.get(point, (0, 0))[0] >= plan.sent:
                 memory, begin = self._allocate(plan, point)
         if self.tables.table.coded:
             return self._carry_out(point, hidden_RW, residual_RW, memory, begin, sampled)
@@ -561,8 +568,12 @@ class CudaStep:
         if bounds is None:
             return self.drain.ring, 0
         begin, end = bounds
-        memory, first_byte, block, offset = self.drain.allocate(end - begin)
-        self._tap_parts.append((begin, end, block, offset))
+        if begin >= plan.sent:  # it is pooled in the step
+            memory, first_byte = self.drain.ring.new_empty(end - begin), 0
+        else:
+            memory, first_byte, block, offset = self.drain.allocate(end - begin)
+            self._tap_parts.append((begin, end, block, offset))
+        self._of_taps[point] = memory, first_byte - begin
         return memory, begin + self._begin - first_byte
 
     def _carry_out(
@@ -635,20 +646,40 @@ class CudaStep:
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
-    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """The location of the step's captures on the host."""
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, BufferSlice | None]:
+        """The locations of the step's captures and of its pooled rows on the host."""
         upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
         upfront_bytes = self._upfront_bytes
-        if plan.size > upfront_bytes and len(parts) < sum(
+        if plan.size > upfront_bytes and len(self._of_taps) < sum(
             begin >= upfront_bytes for begin, _ in plan.bounds_of_point.values()
         ):
             raise ModelError("rows that were to be captured did not come by their taps")
+        pooled = self._pool(plan)
         if not parts:
-            return upfront
+            return upfront if plan.sent else None, pooled
         if upfront is not None:
             parts.append((0, upfront_bytes, upfront.block, upfront.offset))
-        return ScatteredSlices(parts)
+        return ScatteredSlices(parts), pooled
+
+    def _pool(self, plan: StepPlan) -> BufferSlice | None:
+        """Pool rows of the step, and give back the part of the ring that they took."""
+        data = pool_step(plan, lambda region: self._rows_of(plan, region))
+        self._of_taps = {}
+        if self._upfront_bytes == plan.size:
+            self.drain.retract(plan.size - plan.sent)
+        if data is None:
+            return None
+        memory, first_byte, block, offset = self.drain.allocate(len(data))
+        memory[first_byte : first_byte + len(data)].copy_(data)
+        return BufferSlice(block, offset)
+
+    def _rows_of(self, plan: StepPlan, region: int) -> torch.Tensor:
+        """The rows [n, W] of a region of the step's captures, on the device."""
+        memory, zero = self._of_taps.get(int(plan.layout.point[region]), (self.drain.ring, self._first_byte))
+        begin, row = zero + int(plan.base[region]), int(plan.row[region])
+        rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
+        return rows.view(torch.float32).view(-1, row // 4)
 
     def prepare(self) -> None:
         self.drain.prepare()

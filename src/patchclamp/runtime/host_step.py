@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from patchclamp.kernels import fused
 from patchclamp.kernels.transfer import Arriving, to_device
+from patchclamp.language.values import POOLS
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store.captures import BufferSlice, ScatteredSlices
@@ -34,6 +35,29 @@ class Bank:
         if self.data.is_cuda and not numbers.is_cuda:
             numbers = numbers.pin_memory()
         self.data[begin : begin + numbers.numel()].copy_(numbers, non_blocking=True)
+
+
+POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
+
+
+def pool_step(plan: StepPlan, rows_of: Callable[[int], torch.Tensor]) -> torch.Tensor | None:
+    """The rows that regions are pooled to in a step (`StepPlan.pooled`), side by side as bytes; None without any.
+    `rows_of(region)`: the rows [n, W] of a region."""
+    pooled = [
+        _pool(rows_of(region), plan.count[ranges], int(plan.layout.pool[plan.layout.region_group[region]]))
+        for region, ranges in plan.pooled
+    ]
+    return torch.cat([rows.reshape(-1) for rows in pooled]).view(torch.uint8) if pooled else None
+
+
+def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
+    """The sums, in fp64, or the maxima of consecutive rows, `counts` of them at a time, [R, W]."""
+    lengths = to_device(counts, rows_NW.device)
+    if POOLS[pool - 1] == "max":
+        return torch.segment_reduce(rows_NW, "max", lengths=lengths, unsafe=True)
+    parts = rows_NW.split(max(POOLED_NUMBERS // len(rows_NW), 1), 1)
+    sums = [torch.segment_reduce(part.double(), "sum", lengths=lengths, unsafe=True).float() for part in parts]
+    return torch.cat(sums, 1)
 
 
 class Step(Protocol):
@@ -64,8 +88,8 @@ class Step(Protocol):
         `failed` will report them."""
         ...
 
-    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """The location of the step's captures; None if there are none."""
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, BufferSlice | None]:
+        """The locations of the step's captures and of its pooled rows; None if there are none."""
         ...
 
     def prepare(self) -> None:
@@ -131,12 +155,23 @@ class HostStep:
                      self._bits)  # fmt: skip
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
-    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | None, BufferSlice | None]:
         parts = [(point, slot, flags) for point, late in self._late.items() for slot, flags in late]
         if parts:
             slots = [(int(one), point) for point, slot, _ in parts for one in slot]
             self._arriving.append((slots, Arriving(torch.cat([flags for _, _, flags in parts]))))
-        return BufferSlice(HostBlock(self._captures.cpu().view(torch.uint8)), 0) if plan.size else None
+        pooled, sent = pool_step(plan, self._rows_of), self._captures
+        if plan.sent < plan.size:  # a view would keep the memory of all
+            sent = sent[: plan.sent].clone()
+        blocks = (sent.cpu().view(torch.uint8) if plan.sent else None, None if pooled is None else pooled.cpu())
+        captured, rows = (None if data is None else BufferSlice(HostBlock(data), 0) for data in blocks)
+        return captured, rows
+
+    def _rows_of(self, region: int) -> torch.Tensor:
+        """The rows [n, W] of a region of the step's captures."""
+        plan = self._plan
+        begin, width = int(plan.base[region]), int(plan.row[region])
+        return self._captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
 
     def prepare(self) -> None:
         return None

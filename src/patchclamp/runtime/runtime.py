@@ -44,6 +44,7 @@ from patchclamp.store.captures import (
     CaptureChunk,
     CaptureStore,
     ScatteredSlices,
+    StoredTable,
     tensors_of,
 )
 
@@ -315,7 +316,7 @@ class Continuity:
             return None
         plan = self.plan
         self._source = PlannedCaptures(plan, run[plan.layout.slot], self.steps)
-        self._chunk = CaptureChunk([place], plan.size * plan.unit_bytes, self._source)
+        self._chunk = CaptureChunk([place], plan.sent * plan.unit_bytes, self._source)
         return self._chunk
 
 
@@ -803,12 +804,14 @@ class Runtime:
     def end(self) -> None:
         """Pass the step's captures to the store."""
         plan, self.plan = self.plan, None
-        captured = None if plan is None else self.step.end(plan)
-        if captured is None:
-            return
-        chunk = self.continuity.captured(captured, self._run_of_slot)
-        if chunk is not None:
-            self.store.add(chunk)
+        captured, pooled = (None, None) if plan is None else self.step.end(plan)
+        if captured is not None:
+            chunk = self.continuity.captured(captured, self._run_of_slot)
+            if chunk is not None:
+                self.store.add(chunk)
+        if plan is not None and pooled is not None:
+            table = plan.pooled_table(self._run_of_slot[plan.layout.slot], self.continuity.steps)
+            self.store.add(CaptureChunk([pooled], int(table["row_bytes"].sum()), StoredTable(table)))
 
 
 def fits(shape: Sequence[int], width: int) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource
-from patchclamp.language.values import DTYPES
+from patchclamp.language.values import DTYPES, POOLS
 from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 from patchclamp.store.tensors import PROBE, CapturedEntry, CaptureSource
 
@@ -350,6 +350,8 @@ class CaptureStore:
         for chunk in filter(None, map(self._chunks.get, turns)):
             table = chunk.table
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
+            if table["pool"][held].any():
+                return self._gather_pooled(runs, point, op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
             kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
@@ -379,6 +381,15 @@ class CaptureStore:
         order = order[np.append(True, np.diff(key[order]) > 0)]
         return run[order], position[order], rows.index_select(0, torch.from_numpy(order))
 
+    def _gather_pooled(
+        self, runs: Sequence[str], point: int, op: int | None
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+        """Like `gather`, of rows that were pooled: at most one for each run."""
+        found = self.find((run, point, op, 0) for run in runs)
+        run = np.repeat(np.arange(len(runs)), [len(stored.positions) for stored in found])
+        positions = np.concatenate([stored.positions for stored in found])
+        return run, positions, torch.cat([rows for _, rows in tensors_of(found)])
+
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
             if run not in self._runs:
@@ -396,6 +407,11 @@ class CaptureStore:
             if run not in chunks_of:
                 chunks_of[run] = [chunk for _, chunk in self._chunks_of(self._runs[run])]
             number = self._runs[run].number
+            pooled = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)
+                      if entry.pool]  # fmt: skip
+            if pooled:
+                stored.append(_pooled(pooled))
+                continue
             parts = [(entry.op, chunk.rows(entry, first, known)) for chunk in chunks_of[run]
                      for entry in chunk.captured(number, point, op)
                      if not first or entry.position + entry.count + chunk.steps - 1 > first]  # fmt: skip
@@ -403,6 +419,22 @@ class CaptureStore:
             begin = int(np.searchsorted(rows.positions, first)) if first else 0
             stored.append(rows.window(begin, len(rows.positions)) if begin else rows)
         return stored
+
+
+def _pooled(held: list[tuple[CaptureChunk, CapturedEntry]]) -> StoredRows:
+    """One row of what steps pooled, at the last position of all. Where a request began again, after a preemption, the
+    steps since then count."""
+    first = min(entry.position for _, entry in held)
+    restarted = max(i for i, (_, entry) in enumerate(held) if entry.position == first)
+    kept = [pair for i, pair in enumerate(held) if i >= restarted or pair[0] is held[restarted][0]]
+    rows = np.concatenate([chunk.rows(entry, 0, {}).parts[0].view(np.float32) for chunk, entry in kept])
+    if POOLS[kept[0][1].pool - 1] == "mean":
+        row = rows.sum(0, dtype=np.float64) / sum(entry.pooled for _, entry in kept)
+    else:
+        row = rows.max(0)
+    last = max(entry.position + entry.pooled for _, entry in kept) - 1
+    data = row.astype(np.float32)[None]
+    return StoredRows(np.array([last]), [data.view(np.uint8)], torch.float32, data.shape[1])
 
 
 class StoredRows(NamedTuple):

@@ -177,6 +177,8 @@ CAPTURED = np.dtype(
         ("offset", "<i8"),     # of the rows, in the bytes of a step
         ("row_bytes", "<i4"),
         ("dtype", "<i4"),      # index into `language.values.DTYPES`
+        ("pool", "<i4"),       # how the row was pooled, as `Keep.pool`; 0: not at all
+        ("pooled", "<i4"),     # the number of rows that were pooled to it
     ]
 )  # fmt: skip
 
@@ -192,6 +194,8 @@ class CapturedEntry(NamedTuple):
     offset: int
     row_bytes: int
     dtype: int
+    pool: int
+    pooled: int
 
 
 class CaptureSource(Protocol):
