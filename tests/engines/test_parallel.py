@@ -153,6 +153,10 @@ def projected(lm: pc.LM) -> dict[str, torch.Tensor]:
         none = lm.run(LONG, max_tokens=1, capture=[pc.Capture(name, "generated & token(9)", project=matrix)])
         assert none[name].shape == (0, run[name].shape[1])
         found |= {f"products {name}": run[name], f"beside them {name}": run["mlp_out[1]"]}
+    pooled = [pc.Capture(pc.z[2], pc.prompt, pool="max"), pc.Capture(pc.resid_post[3], pc.prompt[1:], pool="mean"),
+              pc.Probe("rows", at=pc.mlp_out[1], tokens=pc.prompt, pool="mean", name="p")]  # fmt: skip
+    for i, run in enumerate(lm.run([LONG, SHORT], max_tokens=2, capture=pooled)):
+        found |= {f"{i} pooled": run[pc.z[2]], f"{i} mean": run[pc.resid_post[3]], f"{i} mean score": run.probes["p"]}
     return found
 
 
@@ -343,13 +347,15 @@ def test_two_workers_do_what_one_does(start, alone, options):
         logprobs=True,
     )
     tensor_parallel = "tensor_parallel_size" in options  # there one worker keeps what both need
-    opening = lm.run(SHORT, max_tokens=1).token_ids[0]
+    drawn = {"max_tokens": 8, "temperature": 1.0, "sampling": {"seed": 3}, "logprobs": True}  # else one token repeats
+    plain = lm.run(SHORT, **drawn)
+    opening = plain.token_ids[0]
     inside = pc.Scale(0.5, pc.z[1], pc.generated & pc.between(opening, 511 - opening))
     if tensor_parallel:
-        run = lm.run(SHORT, max_tokens=8, edits=inside, logprobs=True)
+        run = lm.run(SHORT, edits=inside, **drawn)
         static = pc.Scale(0.5, pc.z[1], run.acted["edits[0]"])
-        assert run.logprobs == lm.run(SHORT, max_tokens=8, edits=static, logprobs=True).logprobs
-        assert run.logprobs != lm.run(SHORT, max_tokens=8, logprobs=True).logprobs
+        assert run.logprobs == lm.run(SHORT, edits=static, **drawn).logprobs
+        assert run.logprobs != plain.logprobs
     else:
         with pytest.raises(pc.UnsupportedSite, match="pipeline stages"):
             lm.run(SHORT, max_tokens=8, edits=inside)

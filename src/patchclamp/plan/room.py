@@ -83,8 +83,8 @@ def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[st
     for op in bound.ops:
         sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1
         for key in op.keys:
-            condition = op.condition is not None and key == op.condition.ids
-            names[resident_name(key, sharded and not condition)] = sizes[key]
+            is_whole = (op.is_gated and key in op.values) or (op.condition is not None and key == op.condition.ids)
+            names[resident_name(key, sharded and not is_whole)] = sizes[key]
     return names
 
 
