@@ -183,7 +183,11 @@ def _features(op: ops.Features, context: Context) -> Lowered:
     card = context.dictionary(op.ids or ()).card
     if op.top is not None and op.top > card.features:
         raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
-    return Lowered(Keep(DTYPES.index(card.dtype), context.conditional, lens=True, sae=card.content))
+    dictionary = context.dictionary(op.ids or ())
+    first, _ = dictionary.at.columns or (0, 0)
+    reader = FeatureReader(op.name, op.ids, card.content, first)
+    top = len(op.ids) if op.ids else op.top or 0
+    return Lowered(Keep(DTYPES.index(card.dtype), context.conditional, reader=reader, top=top))
 
 
 @lower.register
