@@ -219,6 +219,7 @@ class Part(msgspec.Struct, frozen=True):
     scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
         The last token of a run has none: it was never an input
     lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
+    features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
     """
 
     text: str
@@ -226,6 +227,7 @@ class Part(msgspec.Struct, frozen=True):
     logprobs: list[float]
     scores: Mapping[str, PartScores] = {}
     lens: Mapping[Any, Any] = {}
+    features: Mapping[str, Any] = {}
 
 
 class PartListener(Protocol):
@@ -492,6 +494,7 @@ class Engine(Protocol):
     sites: its site map
     tokenizer: its tokenizer
     remote: True if programs run in other processes, which rules out `Apply`
+    has_gradients: True if it computes `gradients` and `jacobians`
     proved: True if the sites were already proved where the engine runs
     run_prefix: the prefix of its runs' names
     batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
@@ -504,6 +507,7 @@ class Engine(Protocol):
     sites: SiteMap
     tokenizer: Tokenizer
     remote: bool = False
+    has_gradients: bool = False
     proved: bool = False
     run_prefix: str = ""
     keeps_captures_here: bool = True
