@@ -499,7 +499,7 @@ class Run:
     def _kept_for_reading(self) -> dict[str, int]:
         """The number under which the rows of each lens, and of each `Features`, are stored, by its path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
-                if isinstance(op.action, Keep) and op.action.lens}  # fmt: skip
+                if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
@@ -542,13 +542,11 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
-        saes = {op.path: (op.action.sae, op.columns & 0xFFFF) for op in self._ops if isinstance(op.action, Keep)}
-        for path, key in self._feature_ops.items() if self.error is None else ():
-            op = self._op(path)
-            assert isinstance(op, Features)
+        for key in self._feature_ops.values() if self.error is None else ():
             if key not in self._lenses:
-                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, *saes[path])
-                lenses[key] = UnreadLens(top, reader, len(self._expected(*key)))
+                keep = self._stored_op(key[1]).action
+                assert isinstance(keep, Keep)
+                lenses[key] = UnreadLens(keep.top, keep.reader, len(self._expected(*key)))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -1129,12 +1127,18 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
             rows = [Wanted(run.key, point, op, run._first) for run, (point, op), _ in some]
-            if isinstance(by, FeatureReader):
-                found = engine.features_many(rows, by, top)
+            if isinstance(by, FeatureReader):  # they were computed within the step
+                found = [_features_in(*captured, top) for captured in engine.fetch_many(rows)]
             else:
                 found = engine.lens_many(rows, top, by)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
+
+
+def _features_in(positions: np.ndarray, rows: torch.Tensor | np.ndarray, top: int) -> TopTokens:
+    """The ids and values of features in captured rows (`Keep.top`)."""
+    both = np.asarray(rows).reshape(len(positions), 2 * top)
+    return positions, np.ascontiguousarray(both[:, top:]).view(np.int32), both[:, :top]
 
 
 def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> None:

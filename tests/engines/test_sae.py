@@ -98,7 +98,7 @@ def test_features_are_those_of_the_rows(lm):
 
 def test_features_come_with_their_token(lm, monkeypatch):
     """The largest and some by id, at some tokens only, beside a lens: those of the rows, which are not read again."""
-    rows = {"features_many": [], "lens_many": []}
+    rows = {"fetch_many": [], "lens_many": []}
 
     def counted(name):
         stock = getattr(lm.engine, name)
@@ -137,7 +137,7 @@ def test_features_come_with_their_token(lm, monkeypatch):
             best = every[:, [5, 2]] if name == "topk" else np.sort(every, 1)[:, ::-1][:, : ids.shape[1]]
             assert close(values, best)
             assert close(np.take_along_axis(every, ids, 1), best)
-        assert sum(read["features_many"]) <= (length + 1) + 2 * 3 * max_tokens  # a step is looked at, then read
+        assert sum(read["fetch_many"]) <= (length + 1) + 2 * 3 * max_tokens  # a step is looked at, then read
         assert sum(read["lens_many"]) <= length + 3 * max_tokens
     assert not any(part.features for part in lm.stream("x", capture=[pc.Lens(pc.resid_post[2])], **ARGUMENTS))
 
@@ -241,18 +241,24 @@ def test_an_identity_changes_no_bit(lm):
             assert torch.equal(run[pc.resid_post[layer]], plain[pc.resid_post[layer]])
 
 
-def test_another_sae_of_the_name_reads_no_rows_of_the_first(lm):
+def test_features_are_of_the_sae_that_was_attached_when_they_were_computed(lm):
     lm.attach(SAES["topk"], name="a")
-    runs = [lm.run("x", capture=pc.Features("a"), **ARGUMENTS) for _ in range(2)]
+    run = lm.run("x", capture=[pc.Features("a", ids=range(8)), SITE], **ARGUMENTS)
     lm.detach("a")
-    with pytest.raises(pc.MissingSource, match="'a' was detached"):
-        runs[0].features["a"]
     lm.attach(SAES["jumprelu"], name="a")
     try:
-        with pytest.raises(pc.PatchclampError, match="'a' was detached"):
-            runs[1].features["a"]
+        other = lm.run("x", capture=pc.Features("a", ids=range(8)), **ARGUMENTS)
     finally:
         lm.detach("a")
+    assert close(run.features["a"].values, SAES["topk"].encode(run[SITE].numpy())[:, :8])
+    assert close(other.features["a"].values, SAES["jumprelu"].encode(run[SITE].numpy())[:, :8])
+
+
+def test_of_a_row_its_features_alone_are_kept(lm):
+    before = lm.engine.status()["captured_bytes"]
+    runs = lm.run([*PROMPTS, "x"], capture=[pc.Features("standard", top=6), pc.Features("topk", ids=[1])], **ARGUMENTS)
+    tokens = sum(len(run.prompt_token_ids) + len(run.token_ids) - 1 for run in runs)
+    assert lm.engine.status()["captured_bytes"] - before == 8 * 7 * tokens
 
 
 def test_graded_cells_equal_requests(lm):

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,8 @@ from safetensors.torch import save_file as save_tensors
 import patchclamp as pc
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.probes import read_arrays
-from patchclamp.plan.bound import BoundOp, Encoded, PositionRange
+from patchclamp.language.values import POOLS
+from patchclamp.plan.bound import BoundOp, Encoded, Keep, PositionRange
 from patchclamp.runtime.dictionaries import Dictionaries
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sae"  # made by tests/golden/make_saes.py
@@ -554,6 +556,11 @@ def encoded(sae: pc.SAE) -> list[BoundOp]:
     return [BoundOp("edits[0]", Encoded("a", sae.content), (0,), (), (PositionRange(0, 1),))]
 
 
+def keep(name: str, sae: pc.SAE) -> Keep:
+    """A capture of two features."""
+    return Keep(0, reader=FeatureReader(name, (0, 2), sae.content), top=2)
+
+
 def test_the_reserved_memory_is_reused_once_no_run_needs_it():
     sae, other = (random_sae(np.random.default_rng(seed)) for seed in (8, 9))
     size = Dictionaries(torch.device("cpu")).attach("a", sae, torch.float32)
@@ -564,7 +571,7 @@ def test_the_reserved_memory_is_reused_once_no_run_needs_it():
         of.attach("c", sae, torch.float32)
     rows = torch.tensor(numbers(np.random.default_rng(1), 3, D))
     [edit] = of.code_of(encoded(sae)).values()  # of a run under way
-    expected = edit(rows, torch.arange(3))
+    reading, expected = of.reading(keep("a", sae)), edit(rows, torch.arange(3))
     of.detach("a")
     with pytest.raises(pc.MissingSource):
         of.code_of(encoded(sae))
@@ -572,12 +579,36 @@ def test_the_reserved_memory_is_reused_once_no_run_needs_it():
         of.attach("c", other, torch.float32)
     assert torch.equal(edit(rows, torch.arange(3)), expected)
     del edit
+    with pytest.raises(pc.CapacityError):
+        of.attach("c", other, torch.float32)
+    assert close(of.encode(reading.number, rows)[:, :2].numpy(), sae.encode(rows)[:, [0, 2]])
+    del reading
     of.attach("c", other, torch.float32)
     with pytest.raises(pc.CapacityError):
         of.attach("a", sae, torch.float32)
     for name, each in (("b", sae), ("c", other)):
-        read = of.read(FeatureReader(name, (0, 2)), [rows], 2)[1]
-        assert close(read, each.encode(rows)[:, [0, 2]])
+        reading = of.reading(keep(name, each))
+        assert close(of.encode(reading.number, rows)[:, :2].numpy(), each.encode(rows)[:, [0, 2]])
+
+
+def test_programs_share_a_reading_of_features():
+    rng = np.random.default_rng(2)
+    sae, rows = random_sae(rng), torch.tensor(numbers(rng, 5, D + 3))
+    of = Dictionaries(torch.device("cpu"))
+    of.attach("a", sae, torch.float32)
+    largest = msgspec.structs.replace(keep("a", sae), reader=FeatureReader("a", None, sae.content, 3), top=4)
+    readings = [of.reading(each) for each in (keep("a", sae), largest, keep("a", sae))]
+    assert readings[0] is readings[2]
+    assert len({each.number for each in readings} | set(range(len(POOLS) + 1))) == len(POOLS) + 3
+    found, values = of.encode(readings[1].number, rows).numpy(), sae.encode(rows[:, 3:].numpy())
+    assert close(found[:, :4], np.sort(values, 1)[:, ::-1][:, :4])
+    ids = np.ascontiguousarray(found[:, 4:]).view(np.int32)
+    assert close(np.take_along_axis(values, ids, 1), found[:, :4])
+    number = readings[0].number
+    del readings
+    assert of.reading(largest).number == number  # free again
+    with pytest.raises(pc.MissingSource):
+        of.reading(msgspec.structs.replace(largest, reader=FeatureReader("a", None, "0" * 64)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

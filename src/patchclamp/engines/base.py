@@ -39,7 +39,6 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
-from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Probe, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
@@ -554,10 +553,6 @@ class Engine(Protocol):
         """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
         model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
         raise EngineError(f"the {self.model.engine} engine has no lens")
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        """Return `top` features of each captured row, by an attached SAE: their ids, and values in fp32."""
-        raise EngineError(f"the {self.model.engine} engine has no SAEs")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         """Copy an SAE to the device, under a name that no other has. Raises `CapacityError` if it does not fit."""

@@ -44,6 +44,7 @@ from patchclamp.language import (
     ops,
 )
 from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, comparisons
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
 from patchclamp.language.site import parse_site

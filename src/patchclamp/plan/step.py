@@ -140,7 +140,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray]]:
-        """The regions that are pooled or encoded in the step, in order: each with how (`CaptureLayout.pool`) and with the
+        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), and with the
         capture ranges whose rows it holds, in order."""
         layout, live = self.layout, np.flatnonzero(self.count)
         how = layout.pool[layout.region_group]
@@ -151,8 +151,8 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         ]
 
     def reduced_table(self, run: np.ndarray, steps: int, widths: Sequence[int]) -> np.ndarray:
-        """The results of `reduced` in the step `steps` later, side by side in fp32, as `CAPTURED`, in order of run numbers:
-        a row of each range that is pooled, and of each of its rows else.
+        """The results of `reduced` in the step `steps` later, side by side in fp32, as `CAPTURED`, in order of run
+        numbers: one row of each range that is pooled, and else one of each of its rows.
 
         run [C]: the number of each capture range's run
         widths: the numbers in a row of each region's results

@@ -67,7 +67,6 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.store.tensors import PROBE
 
-
 READINGS = 1 << 24  # the number of each is exact in a record, as fp32
 
 

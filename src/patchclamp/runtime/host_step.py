@@ -108,7 +108,7 @@ class Step(Protocol):
         ...
 
     def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, Reduced | None]:
-        """The locations of the step's captures, and of the results of those that are reduced; None if there are none."""
+        """The locations of the step's captures, and of the results of those that are reduced; None without any."""
         ...
 
     def prepare(self) -> None:

@@ -577,20 +577,22 @@ class Runtime:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
-        readings = [self.dictionaries.reading(op.action) for op in ops if isinstance(op.action, Keep) and op.action.reader]
-        ops = self._with_encoders(arrival.bound.run, ops, readings)
+        readings = list[Reading]()
+        ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
         addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
         return _Local(arrival, ops, addresses, token_bytes, readings)
 
-    def _with_encoders(self, run: str, ops: Sequence[BoundOp], readings: Sequence[Reading]) -> Sequence[BoundOp]:
-        """The ops, with the edits that run a whole encoder as code of this worker, and with the numbers of readings."""
-        if readings:
-            rest = iter(readings)
-            ops = [
-                msgspec.structs.replace(op, action=msgspec.structs.replace(op.action, pool=next(rest).number, in_step=True))
-                if isinstance(op.action, Keep) and op.action.reader else op
-                for op in ops
-            ]  # fmt: skip
+    def _with_reading(self, op: BoundOp, readings: list[Reading]) -> BoundOp:
+        """The op; a capture of features with the number of its reading, which is added to `readings`."""
+        if not isinstance(op.action, Keep) or op.action.reader is None:
+            return op
+        readings.append(self.dictionaries.reading(op.action))
+        return msgspec.structs.replace(
+            op, action=msgspec.structs.replace(op.action, pool=readings[-1].number, in_step=True)
+        )
+
+    def _with_encoders(self, run: str, ops: Sequence[BoundOp]) -> Sequence[BoundOp]:
+        """The ops, with the edits that run a whole encoder as code of this worker."""
         numbers = {i: (next(code_numbers), function) for i, function in self.dictionaries.code_of(ops).items()}
         self.hold_code(
             run, {number: Code(ops[i].path, function, ("positions",)) for i, (number, function) in numbers.items()}
