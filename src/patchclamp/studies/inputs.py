@@ -638,28 +638,35 @@ def as_sae(sae: Any, path: str) -> SAE | str:
 
 
 @contextlib.contextmanager
-def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
-    """An SAE, attached for as long as this lasts, unless it is attached there already. Of a server's, known by its name
-    alone, the numbers are missing in a client: `ProgramError`."""
+def placed_sae(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[Dictionary]:
+    """An SAE, attached for as long as this lasts, unless it is attached there already."""
     known = lm.sites.dictionaries
     if isinstance(sae, str):
         if sae not in known:
             raise unknown("attached SAE", sae, known, "sae")
-        if (own := known[sae].sae) is None:
-            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
-                               " or run the study on the server", "sae")  # fmt: skip
-        yield own, known[sae]
+        yield known[sae]
         return
     for one in known.values():
         if one.card.content == sae.content and str(at or sae.site or one.card.at) == one.card.at:
-            yield sae, one
+            yield one
             return
     name = f"study-{sae.content[:16]}"
     lm.attach(sae, at, name=name)
     try:
-        yield sae, known[name]
+        yield known[name]
     finally:
         lm.detach(name)
+
+
+@contextlib.contextmanager
+def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
+    """The same, with the numbers. Of a server's, known by its name alone, a client does not have them:
+    `ProgramError`."""
+    with placed_sae(lm, sae, at) as where:
+        if (own := where.sae if isinstance(sae, str) else sae) is None:
+            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
+                               " or run the study on the server", "sae")  # fmt: skip
+        yield own, where
 
 
 def lines_of(file: Path) -> list[str]:
