@@ -19,6 +19,7 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SITES, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -511,6 +512,14 @@ def as_texts(texts: Any, path: str) -> list[str]:
     return [as_text(text, f"{path}[{i}]") for i, text in enumerate(as_items(texts, path))]
 
 
+def as_feature_numbers(ids: Any, path: str) -> list[int]:
+    """Distinct features of an SAE, by number."""
+    numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
+    if len(set(numbers)) < len(numbers):
+        raise ProgramError(f"expected different features, got {numbers}", path)
+    return numbers
+
+
 def as_float(value: Any, path: str) -> float:
     """`as_number`, with the path on its errors."""
     try:
@@ -712,6 +721,8 @@ Subject = Annotated[Any, Arg()]
 Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
 SiteField = Annotated[Any, Arg()]
 SAEField = Annotated[Any, Arg(as_sae, sae_of)]
+FeatureIds = Annotated[Any, Arg(as_feature_numbers, int, many=True, option="feature")]
+Kept = Annotated[int, Arg(functools.partial(check_whole, least=1, most=MAX_TOP), int)]
 Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
 Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
 Frozen = Annotated[Any, Arg(_frozen, many=True)]

@@ -17,7 +17,7 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language import Features
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_file, as_items
+from patchclamp.language.values import as_file
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.studies import inputs
@@ -96,10 +96,6 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<TopContextsResult {len(self.contexts)} contexts of {len(self.features)} features, in {self.folder}>"
 
 
-def _ids(ids: Any, path: str) -> list[int]:
-    return [inputs.check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
-
-
 class TopContexts(Study):
     """Show the contexts of a data set in which some features are largest, from a harvest of features, made if it is not
     given.
@@ -118,11 +114,11 @@ class TopContexts(Study):
     """Parent of the folder of the harvest of these documents."""
     harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
     """Harvest with features of the SAE, instead of documents: its folder or its reader. Nothing is run."""
-    features: Annotated[Any, Arg(_ids, int, many=True, option="feature")] = ()
+    features: inputs.FeatureIds = ()
     """Features to show contexts of."""
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not say it."""
-    kept: inputs.Positive = 32
+    kept: inputs.Kept = 32
     """Largest features of each token to write, at most 128."""
     contexts: inputs.Positive = 10
     """Contexts of each feature."""

@@ -169,10 +169,14 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
     ran: int
     complete: bool
 
+    @property
+    def what(self) -> str:
+        """The stored sites and features."""
+        return ", ".join([*self.sites, *(f"features of {name}" for name in self.features)])
+
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
-        what = ", ".join([*self.sites, *(f"features of {name}" for name in self.features)])
-        return f"<HarvestResult of {what}: {self.rows} rows{state}, in {self.folder}>"
+        return f"<HarvestResult of {self.what}: {self.rows} rows{state}, in {self.folder}>"
 
     def open(self) -> Harvested:
         """Open the data set for reading."""
