@@ -566,9 +566,9 @@ def read_site(text: str) -> Any:
     from patchclamp.language import Program
     from patchclamp.language.site import parse_site
 
-    return (
-        Program.from_json(f'{{"capture": [{text}]}}').capture[0] if text.lstrip().startswith("{") else parse_site(text)
-    )
+    if not text.lstrip().startswith("{"):
+        return parse_site(text)
+    return Program.from_json(f'{{"capture": [{text}]}}').capture[0]
 
 
 def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | None], ...]:
