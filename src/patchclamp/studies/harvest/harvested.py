@@ -170,7 +170,7 @@ class Harvested:
         return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
 
     def stored_features(self, name: str | None = None) -> StoredFeatures:
-        """What is stored of an SAE's features."""
+        """The entry of an SAE in the recipe, by its name, or the only one."""
         stored = {one.name: one for one in self.manifest.recipe.features}
         if name is None and len(stored) == 1:
             return next(iter(stored.values()))
