@@ -172,6 +172,7 @@ def test_what_has_no_features_under_an_adapter(lm, hubs, adapters):
     for wrong, error, path in (
         ({"lora": "/not/here"}, pc.MissingSource, "lora"), ({"features": [4]}, pc.ProgramError, "features"),
         ({"features": [1, 1]}, pc.ProgramError, "features"), ({"kept": 129}, pc.ProgramError, "kept"),
+        ({"features": [1], "kept": 3}, pc.ProgramError, "kept"),
         ({"tokens": "generated"}, pc.TokensError, "tokens"), ({"sae": "none"}, pc.UnknownName, "sae"),
     ):  # fmt: skip
         with pytest.raises(error) as caught:

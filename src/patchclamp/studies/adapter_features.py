@@ -160,6 +160,8 @@ class AdapterFeatures(Study):
             card, ids = where.card, tuple(self.features) or None
             if ids and max(ids) >= card.features:
                 raise ProgramError(f"expected features below {card.features}, got {max(ids)}", "features")
+            if ids and self.kept != inputs.MAX_TOP:
+                raise ProgramError("it is for all features: leave it out with features=", "kept")
             top = None if ids else min(self.kept, card.features)
             read = Features(card.name, self.tokens, top, ids)
 

@@ -141,11 +141,12 @@ class TopContexts(Study):
                 known = stored.ids or f"below {stored.count}"
                 raise ProgramError(f"expected features {known}, got {feature}", "features")
         contexts, density, tokens = list[FeatureContext](), list[float](), data.documents
+        active = data.features(stored.name, self.features)
+        places = tokens.documents[active["document"].to_numpy()] + active["position"].to_numpy()
         for feature in self.features:
-            active = data.features(stored.name, [feature])
-            density.append(len(active) / len(data))
-            where_active = tokens.documents[active["document"].to_numpy()] + active["position"].to_numpy()
-            contexts += self._contexts(lm, tokens, feature, where_active, active["value"].to_numpy())
+            here = active["feature"].to_numpy() == feature
+            density.append(here.sum() / len(data))
+            contexts += self._contexts(lm, tokens, feature, places[here], active["value"].to_numpy()[here])
         return TopContextsResult(
             provenance=provenance(lm), folder=str(data.folder), sae=str(self.sae), name=stored.name,
             features=tuple(self.features), density=np.array(density), contexts=tuple(contexts),
