@@ -76,8 +76,9 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         for name, values in (("mean", self.means), ("rate", self.rates)):
             for side, of_side in zip((*SIDES, "difference"), (*values, values[1] - values[0]), strict=True):
                 frame[f"{name}_{side}"] = of_side
-        frame = frame[self.rates.any(axis=0)]
-        return frame.iloc[np.argsort(-frame["mean_difference"].abs(), kind="stable")].reset_index(drop=True)
+        active = np.flatnonzero(self.rates.any(axis=0))
+        order = np.argsort(-np.abs(self.means[1] - self.means[0])[active], kind="stable")
+        return frame.iloc[active[order]].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
         """Plot data: the means and the firing rates of the features that differ most, and a table of these."""
