@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.study_commands import app
 from patchclamp.engines import wire
 from patchclamp.engines.base import Wanted
 from patchclamp.engines.vllm.server import with_config
@@ -203,6 +205,42 @@ def test_features_are_ablated_on_the_server_and_from_a_client(
     assert set(best) == set(np.argsort(-np.abs(proposed.estimates), kind="stable")[:6])
     np.testing.assert_allclose(proposed.exact[best], expected.exact[best], atol=2e-3)
     assert abs(proposed.faithfulness[-1] - 1) < 1e-2
+
+
+def test_features_are_harvested_from_a_client(server: Server, here: pc.LM, tmp_path):
+    """By the name of the server's SAE, as here; top contexts are read from the harvest. Adapters are not served."""
+    sites = [pc.Features("plain", top=6), SITE, pc.Features("topk", ids=[3, 8])]
+    asked = {"dtype": "float32", "shard_rows": 9, "batch_tokens": 12}
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        there = pc.studies.harvest(lm, PROMPTS, tmp_path / "there", sites=sites, **asked).open()
+        local = pc.studies.harvest(here, PROMPTS, tmp_path / "here", sites=sites, **asked).open()
+        for name in ("plain", "topk"):
+            ours, theirs = (data.features(name).to_pydict() for data in (local, there))
+            np.testing.assert_allclose(theirs.pop("value"), ours.pop("value"), atol=1e-4)
+            assert ours == theirs
+        feature = ours["feature"][0]
+        contexts = [
+            pc.studies.top_contexts(each, sae="topk", harvest=data, features=[feature]).contexts
+            for each, data in ((here, local), (lm, there))
+        ]
+        made = pc.studies.top_contexts(lm, sae="topk", documents=PROMPTS, folder=tmp_path / "made")
+    assert [(one.document, one.position, one.tokens) for one in contexts[0]] == [
+        (one.document, one.position, one.tokens) for one in contexts[1]
+    ] != []  # fmt: skip
+    assert set(zip(*list(ours.values()), strict=True)) <= set(
+        zip(*list(made.table().drop(["value"]).to_pydict().values()), strict=True)
+    )
+    (tmp_path / "texts.txt").write_text("\n".join(PROMPTS))
+    words = ["harvest", server.url, str(tmp_path / "texts.txt"), str(tmp_path / "there"), "--shard-rows", "9",
+             "--store", "float32", "--site", str(SITE), "--site", '{"type": "features", "name": "plain", "top": 6}',
+             "--site", '{"type": "features", "name": "topk", "ids": [3, 8]}']  # fmt: skip
+    done = CliRunner().invoke(app, words, env={"VLLM_API_KEY": KEYS[0], "COLUMNS": "200"})
+    assert done.output.splitlines()[0] == str(there.folder), done.output
+    assert f"{len(there)} rows of resid_post[3], features of plain, features of topk" in done.output
+    with server.http() as http:
+        answer = http.post("/v1/patchclamp/studies/adapter_features", json={"sae": "plain", "prompts": ["x"]})
+        assert answer.status_code == 422
+        assert "adapters" in answer.json()["error"]["message"]
 
 
 def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
