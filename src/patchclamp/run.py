@@ -504,7 +504,7 @@ class Run:
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
         """The features that its program reads, by the name of their SAE. Where two ops read one, the later one; the key
-        "edits[0]" means that one. They are computed at the first read; `lm.lens(runs)` reads those of many runs
+        "edits[0]" means that one. They are fetched at the first read; `lm.lens(runs)` reads those of many runs
         together."""
         return _FeaturesRead(self)
 

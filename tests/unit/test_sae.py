@@ -16,11 +16,17 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
 import patchclamp as pc
+from patchclamp.language import Program
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.probes import read_arrays
 from patchclamp.language.values import POOLS
+from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bound import BoundOp, Encoded, Keep, PositionRange
+from patchclamp.plan.verify import verify
 from patchclamp.runtime.dictionaries import Dictionaries
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.map import placed
+from patchclamp.sites.tables import LLAMA
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sae"  # made by tests/golden/make_saes.py
 FOLDERS = sorted(file.parent.relative_to(GOLDEN).as_posix() for file in GOLDEN.rglob("expected.npz"))
@@ -623,3 +629,25 @@ def test_a_device_computes_the_same(kind):
         if sae.k in (None, F) or dtype == torch.float32:  # rounded, another feature may be among the largest
             assert (values - torch.tensor(sae.encode(rows))).abs().max() <= most * (1 + np.abs(sae.encode(rows)).max())
         assert (output - torch.tensor(sae.decode(values, rows))).abs().max() <= most * (1 + output.abs().max())
+
+
+@pytest.mark.parametrize("change", [
+    {"reader": FeatureReader("b", None, "")}, {"reader": FeatureReader("a", None, "0" * 64)}, {"reader": None},
+    {"reader": FeatureReader("a", (F,), "")}, {"reader": FeatureReader("a", (-1,), "")},
+    {"reader": FeatureReader("a", (1, 2), "")}, {"reader": FeatureReader("a", None, "", 1)}, {"top": 0},
+    {"top": F + 1}, {"top": 1 << 40}, {"matrix": "v:" + "0" * 64, "products": 2}, {"probe": "p"}, {"lens": True},
+    {"pool": 1}, {"in_step": True},
+], ids=str)  # fmt: skip
+def test_forged_readings_are_refused(change):
+    sites, sae = SiteMap(LLAMA, Sizes(2, D, 9)), random_sae(np.random.default_rng(1))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[1]", None, "float32")
+    prompt = Prompt([1, 2, 3], lambda: ("", []))
+    bound = bind(Program.of((), [pc.Features("a", top=1)]), "mine", prompt, 3, sites, None)
+    verify(bound, {}, 3, 5, sites)
+    keep = bound.ops[0].action
+    if (reader := change.get("reader")) is not None and not reader.content:
+        change = {"reader": msgspec.structs.replace(reader, content=sae.content)}
+    for field in ({"points": (0,)}, {"columns": 1 | 2 << 16}, {"action": msgspec.structs.replace(keep, **change)}):
+        forged = msgspec.structs.replace(bound, ops=(msgspec.structs.replace(bound.ops[0], **field),))
+        with pytest.raises(pc.ProgramError):
+            verify(forged, {}, 3, 5, sites)
