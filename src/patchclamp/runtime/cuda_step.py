@@ -378,8 +378,8 @@ class Drain:
             self._pinned.close()
 
     def retract(self, size: int) -> None:
-        """Give back the last bytes of the last allocation, which the current stream has read."""
-        self._head -= size
+        """Give back the last bytes of the last allocation, which the current stream has read, unless they were sent."""
+        self._head = max(self._head - size, self._unsent)
 
     def _overlaps(self, begin: int, end: int) -> bool:
         """True if a copy of the bytes begin … end−1 may be pending."""
