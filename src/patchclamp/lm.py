@@ -701,7 +701,7 @@ class LM:
         self.sites.dictionaries[name] = dictionary
 
     def detach(self, name: str) -> None:
-        """Detaches an SAE and frees its memory. Runs whose features were not read can no longer read them."""
+        """Detaches an SAE and frees its memory, once no running program uses it."""
         if not isinstance(name, str) or name not in self.sites.dictionaries:
             raise unknown("attached SAE", str(name), self.sites.dictionaries, "name")
         self.engine.detach(name)

@@ -37,6 +37,7 @@ MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
 LENS_ROWS = 1 << 13  # unembedded in one call of the engine, so that steps of requests run between two
 NO_POSITIONS = np.zeros(0, np.int64)
 _Result = TypeVar("_Result")
+_OfTokens = TypeVar("_OfTokens", "LensResult", "FeaturesResult")
 
 
 class Stored(NamedTuple):
@@ -498,12 +499,12 @@ class Run:
     def _kept_for_reading(self) -> dict[str, int]:
         """The number under which the rows of each lens, and of each `Features`, are stored, by its path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
-                if isinstance(op.action, Keep) and op.action.lens}  # fmt: skip
+                if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
         """The features that its program reads, by the name of their SAE. Where two ops read one, the later one; the key
-        "edits[0]" means that one. They are computed at the first read; `lm.lens(runs)` reads those of many runs
+        "edits[0]" means that one. They are fetched at the first read; `lm.lens(runs)` reads those of many runs
         together."""
         return _FeaturesRead(self)
 
@@ -511,10 +512,22 @@ class Run:
         """The results of its lenses at positions first … end−1, by site. They must have been read (`read_lenses`)."""
         found: dict[str, LensResult] = {}
         for site, key in _Lenses(self).keys_of_sites.items():
-            positions, ids, logprobs = self._lenses[key]
-            rows = slice(*np.searchsorted(positions, [first, end]))
-            found[site] = self._lens_result(site, positions[rows], ids[rows], logprobs[rows])
+            found[site] = self._lens_result(site, *self._read_between(key, first, end))
         return ReadLenses(found, self._sites)
+
+    def features_between(self, first: int, end: int) -> dict[str, FeaturesResult]:
+        """The features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
+        found: dict[str, FeaturesResult] = {}
+        for name, path in _FeaturesRead(self).paths.items():
+            positions, ids, values = self._read_between(self._feature_ops[path], first, end)
+            found[name] = FeaturesResult(name, positions.tolist(), ids, values)
+        return found
+
+    def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
+        """The results of one lens, or of one `Features`, at positions first … end−1."""
+        positions, ids, values = self._lenses[key]
+        rows = slice(*np.searchsorted(positions, [first, end]))
+        return positions[rows], ids[rows], values[rows]
 
     def _lens_result(self, site: str, positions: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> LensResult:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
@@ -529,13 +542,11 @@ class Run:
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
-        saes = {op.path: (op.action.sae, op.columns & 0xFFFF) for op in self._ops if isinstance(op.action, Keep)}
-        for path, key in self._feature_ops.items() if self.error is None else ():
-            op = self._op(path)
-            assert isinstance(op, Features)
+        for key in self._feature_ops.values() if self.error is None else ():
             if key not in self._lenses:
-                top, reader = len(op.ids) if op.ids else op.top or 0, FeatureReader(op.name, op.ids, *saes[path])
-                lenses[key] = UnreadLens(top, reader, len(self._expected(*key)))
+                keep = self._stored_op(key[1]).action
+                assert isinstance(keep, Keep)
+                lenses[key] = UnreadLens(keep.top, keep.reader, len(self._expected(*key)))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
@@ -1001,12 +1012,12 @@ class _FeaturesRead(_Readings):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
+        self.paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
 
     def __getitem__(self, name: str) -> FeaturesResult:
         run = self._run
         run.answer  # noqa: B018  raises the run's own error
-        path = self._paths.get(name, name)
+        path = self.paths.get(name, name)
         if path not in run._feature_ops:
             raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
         key, op = run._feature_ops[path], run._op(path)
@@ -1016,13 +1027,13 @@ class _FeaturesRead(_Readings):
         return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._paths or name in self._run._feature_ops
+        return name in self.paths or name in self._run._feature_ops
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self.paths)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def __repr__(self) -> str:
         return f"<features: {', '.join(self) or 'none'}>"
@@ -1087,10 +1098,11 @@ def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) ->
     return first._replace(site=str(at), layers=layers, ids=ids, logprobs=logprobs)
 
 
-def joined(read: Sequence[LensResult]) -> LensResult:
-    """The results of a lens at one layer, at consecutive tokens, as one."""
-    ids, logprobs = np.concatenate([each.ids for each in read]), np.concatenate([each.logprobs for each in read])
-    return read[0]._replace(positions=[at for each in read for at in each.positions], ids=ids, logprobs=logprobs)
+def joined(read: Sequence[_OfTokens]) -> _OfTokens:
+    """The results of a lens at one layer, or of features, at consecutive tokens, as one."""
+    arrays = [name for name, value in read[0]._asdict().items() if isinstance(value, np.ndarray)]
+    whole = {name: np.concatenate([getattr(each, name) for each in read]) for name in arrays}
+    return read[0]._replace(positions=[at for each in read for at in each.positions], **whole)
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
@@ -1115,12 +1127,18 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
             rows = [Wanted(run.key, point, op, run._first) for run, (point, op), _ in some]
-            if isinstance(by, FeatureReader):
-                found = engine.features_many(rows, by, top)
+            if isinstance(by, FeatureReader):  # they were computed within the step
+                found = [_features_in(*captured, top) for captured in engine.fetch_many(rows)]
             else:
                 found = engine.lens_many(rows, top, by)
             for (run, key, _), tokens in zip(some, found, strict=True):
                 run.take_lenses({key: tokens})
+
+
+def _features_in(positions: np.ndarray, rows: torch.Tensor | np.ndarray, top: int) -> TopTokens:
+    """The ids and values of features in captured rows (`Keep.top`)."""
+    both = np.asarray(rows).reshape(len(positions), 2 * top)
+    return positions, np.ascontiguousarray(both[:, top:]).view(np.int32), both[:, :top]
 
 
 def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> None:

@@ -119,6 +119,69 @@ def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
     assert len(texts) == 4  # adapters matter
 
 
+def test_features_under_an_adapter_equal_those_of_merged_weights(lm, hubs, adapters, tmp_path):
+    """By NumPy, of the rows of Transformers; all features, some, and the largest alone."""
+    draw, count, site = np.random.default_rng(6), 40, "resid_post[1]"
+    encoder, decoder = draw.standard_normal((2, count, D)).astype(np.float32)
+    sae = pc.SAE(0.1 * encoder, draw.standard_normal(count) - 1, decoder, np.zeros(D), site=site)
+    prompts, linear = [IDS[:30], IDS[30:37], IDS[40:41]], adapters["linear"]
+    values = []
+    for name in (None, "linear"):
+        rows = [hubs[name].run(ids, max_tokens=1, capture=[pc.Capture(site)])[site] for ids in prompts]
+        values.append(sae.encode(np.concatenate(rows)))
+    found = pc.studies.adapter_features(lm, sae, prompts, linear, resume=tmp_path / "journal", batch=2)
+    assert (found.rows, found.full.tolist()) == (38, [0, 0])
+    means, rates = np.array(values).mean(1), (np.array(values) > 0).mean(1)
+    assert np.abs(found.means - means).max() < 1e-3
+    assert np.abs(found.rates - rates).max() < 1e-9
+    difference = means[1] - means[0]
+    frame = found.to_frame()
+    assert frame["feature"].tolist() == np.argsort(-np.abs(difference))[: rates.any(0).sum()].tolist()
+    assert np.abs(frame["mean_difference"] - difference[frame["feature"]]).max() < 1e-3
+    assert np.abs(frame["rate_difference"] - (rates[1] - rates[0])[frame["feature"]]).max() < 1e-9
+    assert np.abs(difference).max() > 0.1
+    assert {"study-" + sae.content[:16]}.isdisjoint(lm.sites.dictionaries)
+
+    lm.attach(sae, name="mine")
+    chosen, first = [7, 3], frame["feature"][0]
+    some = pc.studies.adapter_features(lm, "mine", prompts, linear, features=chosen, tokens="prompt[1:]")
+    later = np.delete(np.array(values), [0, 30, 37], axis=1)
+    assert (some.rows, some.features.tolist()) == (35, chosen)
+    assert np.abs(some.means - later.mean(1)[:, chosen]).max() < 1e-3
+    few = pc.studies.adapter_features(lm, "mine", prompts, linear, kept=4)
+    largest = [np.where(np.argsort(np.argsort(-of, axis=1), axis=1) < 4, of, 0) for of in values]
+    assert np.abs(few.means - np.mean(largest, 1)).max() < 1e-3
+    assert np.allclose(few.full, [((of > 0).sum(1) >= 4).mean() for of in values])
+    assert few.full.min() > 0
+    lm.detach("mine")
+
+    again = {"sae": sae, "prompts": prompts, "lora": linear, "resume": tmp_path / "journal"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "arun", None)  # nothing is run again
+        resumed = pc.studies.adapter_features(lm, **again)
+    assert (resumed.means == found.means).all()
+    with pytest.raises(pc.ProgramError, match="resume"):
+        pc.studies.adapter_features(lm, **again | {"lora": adapters["third"]})
+    assert str(first) in found.to_html(tmp_path / "page.html").read_text()
+    assert found.picture().table[1][0] == str(first)
+    assert pc.studies.load(found.save(tmp_path / "saved")).to_frame().equals(frame)
+
+
+def test_what_has_no_features_under_an_adapter(lm, hubs, adapters):
+    sae = pc.SAE(np.ones((4, D)), np.zeros(4), np.ones((4, D)), np.zeros(D), site="resid_post[1]")
+    for wrong, error, path in (
+        ({"lora": "/not/here"}, pc.MissingSource, "lora"), ({"features": [4]}, pc.ProgramError, "features"),
+        ({"features": [1, 1]}, pc.ProgramError, "features"), ({"kept": 129}, pc.ProgramError, "kept"),
+        ({"features": [1], "kept": 3}, pc.ProgramError, "kept"),
+        ({"tokens": "generated"}, pc.TokensError, "tokens"), ({"sae": "none"}, pc.UnknownName, "sae"),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            pc.studies.adapter_features(lm, **{"sae": sae, "prompts": [IDS], "lora": adapters["linear"], **wrong})
+        assert caught.value.path == path
+    with pytest.raises(pc.EngineError, match="enable_lora=True"):
+        pc.studies.adapter_features(hubs[None], sae, [IDS], adapters["linear"])
+
+
 def test_a_clean_run_with_an_adapter_patched_into_one_without(lm, hubs, adapters):
     tuned = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], capture=[pc.resid_pre, pc.logits], logprobs=True)
     program = [pc.Replace(pc.From(tuned), pc.resid_pre[1])]

@@ -53,7 +53,7 @@ def lm(shallow, request):
 
 def close(one, other, most: float = 1e-4) -> bool:
     one, other = (np.asarray(each, np.float64) for each in (one, other))
-    return one.shape == other.shape and np.abs(one - other).max() <= most * max(1.0, np.abs(other).max())
+    return one.shape == other.shape and np.abs(one - other).max(initial=0) <= most * np.abs(other).max(initial=1.0)
 
 
 def test_features_are_those_of_the_rows(lm):
@@ -94,6 +94,52 @@ def test_features_are_those_of_the_rows(lm):
     assert abs(after.values[0, 0] - before.values.max()) > 1
     with pytest.raises(pc.MissingSource, match="'none' was not read"):
         run.features["none"]
+
+
+def test_features_come_with_their_token(lm, monkeypatch):
+    """The largest and some by id, at some tokens only, beside a lens: those of the rows, which are not read again."""
+    rows = {"fetch_many": [], "lens_many": []}
+
+    def counted(name):
+        stock = getattr(lm.engine, name)
+
+        def counting(wanted, *by):
+            found = stock(wanted, *by)
+            rows[name].append(sum(len(positions) for positions, *_ in found))
+            return found
+
+        monkeypatch.setattr(lm.engine, name, counting)
+
+    for name in rows:
+        counted(name)
+    capture = [
+        pc.Features("standard", top=6), pc.Features("topk", pc.generated, ids=[5, 2]), pc.Capture(SITE),
+        pc.Features("transcoder", pc.prompt[-1], top=3), pc.Lens(pc.resid_post[2], top=2), pc.Capture(IN),
+    ]  # fmt: skip
+    for prompt, max_tokens in ((PROMPTS[1], 24), (PROMPTS[1], 1), ("x", 5)):
+        for counts in rows.values():
+            counts.clear()
+        stream = lm.stream(prompt, capture=capture, **{**ARGUMENTS, "max_tokens": max_tokens})
+        parts, length = list(stream), len(lm.tokens(prompt))
+        read = {name: list(counts) for name, counts in rows.items()}
+        run, at = stream.run, length
+        assert run.token_ids == [token for part in parts for token in part.token_ids]
+        for number, part in enumerate(parts):
+            first, at = at if number else 0, at + len(part.token_ids)
+            assert part.features["standard"].positions == list(range(first, min(at, length + max_tokens - 1)))
+            assert part.lens["resid_post[2]"].positions == part.features["standard"].positions
+        for name in ("standard", "topk", "transcoder"):
+            found = [part.features[name] for part in parts]
+            positions = [position for each in found for position in each.positions]
+            ids, values = (np.concatenate([getattr(each, of) for each in found]) for of in ("ids", "values"))
+            assert positions == run.features[name].positions
+            every = SAES[name].encode(run[IN if name == "transcoder" else SITE].numpy())[positions]
+            best = every[:, [5, 2]] if name == "topk" else np.sort(every, 1)[:, ::-1][:, : ids.shape[1]]
+            assert close(values, best)
+            assert close(np.take_along_axis(every, ids, 1), best)
+        assert sum(read["fetch_many"]) <= (length + 1) + 2 * 3 * max_tokens  # a step is looked at, then read
+        assert sum(read["lens_many"]) <= length + 3 * max_tokens
+    assert not any(part.features for part in lm.stream("x", capture=[pc.Lens(pc.resid_post[2])], **ARGUMENTS))
 
 
 def changed(sae: pc.SAE, op: pc.Op, read: np.ndarray, row: np.ndarray) -> np.ndarray:
@@ -145,6 +191,39 @@ def test_edits_are_what_their_formulas_say(lm, what):
         assert moved > 0.1
 
 
+def is_between(tokens: list[int], opening: int, closing: int) -> bool:
+    """True if the last token is strictly between delimiters."""
+    last = next((token for token in reversed(tokens) if token in (opening, closing)), closing)
+    return last == opening and tokens[-1] != opening
+
+
+def test_rows_between_generated_delimiters_are_what_the_formula_says(lm):
+    """Of SAEs that need the whole encoder, too: the delimiters are known only as they are generated."""
+    options = {**ARGUMENTS, "max_tokens": 20}
+    plain = lm.run(PROMPTS[1], **options)
+    opening, *others = dict.fromkeys(plain.token_ids[1:])
+    tokens, hits = pc.generated & pc.between(opening, others[-1]), dict.fromkeys(SAES, 0)
+    ops = [
+        op for name in SAES for op in (pc.SetFeature(name, [3, 40], [7.0, 0.0], tokens), pc.Reconstruct(name, tokens))
+    ]
+    places = [(IN, OUT) if op.name == "transcoder" else (SITE, SITE) for op in ops]
+    edits = [[pc.Capture(at), pc.Capture(to), op, pc.Capture(to)] for (at, to), op in zip(places, ops, strict=True)]
+    for run, op in zip(lm.run([PROMPTS[1]] * len(ops), edits=edits, **options), ops, strict=True):
+        read, before, after = (run[f"edits[{i}]"].double().numpy() for i in (0, 1, 3))
+        length, ids = len(run.prompt_token_ids), [*run.prompt_token_ids, *run.token_ids]
+        where = [p for p in range(length, len(before)) if is_between(ids[: p + 1], opening, others[-1])]
+        expected = before.copy()
+        expected[where] = changed(SAES[op.name], op, read[where].astype(np.float32), before[where])
+        assert close(after, expected)
+        assert np.array_equal(np.delete(after, where, 0), np.delete(before, where, 0))
+        assert run.acted["edits[2]"] == where
+        if where:
+            assert np.abs(after - before)[where].max(1).min() > 0.1
+        assert len(where) < len(before) - length
+        hits[op.name] += len(where)
+    assert min(hits.values()) > 0
+
+
 def test_an_identity_changes_no_bit(lm):
     eye = np.eye(D, dtype=np.float32)
     both = np.concatenate([eye, -eye])
@@ -162,18 +241,24 @@ def test_an_identity_changes_no_bit(lm):
             assert torch.equal(run[pc.resid_post[layer]], plain[pc.resid_post[layer]])
 
 
-def test_another_sae_of_the_name_reads_no_rows_of_the_first(lm):
+def test_features_are_of_the_sae_that_was_attached_when_they_were_computed(lm):
     lm.attach(SAES["topk"], name="a")
-    runs = [lm.run("x", capture=pc.Features("a"), **ARGUMENTS) for _ in range(2)]
+    run = lm.run("x", capture=[pc.Features("a", ids=range(8)), SITE], **ARGUMENTS)
     lm.detach("a")
-    with pytest.raises(pc.MissingSource, match="'a' was detached"):
-        runs[0].features["a"]
     lm.attach(SAES["jumprelu"], name="a")
     try:
-        with pytest.raises(pc.PatchclampError, match="'a' was detached"):
-            runs[1].features["a"]
+        other = lm.run("x", capture=pc.Features("a", ids=range(8)), **ARGUMENTS)
     finally:
         lm.detach("a")
+    assert close(run.features["a"].values, SAES["topk"].encode(run[SITE].numpy())[:, :8])
+    assert close(other.features["a"].values, SAES["jumprelu"].encode(run[SITE].numpy())[:, :8])
+
+
+def test_of_a_row_its_features_alone_are_kept(lm):
+    before = lm.engine.status()["captured_bytes"]
+    runs = lm.run([*PROMPTS, "x"], capture=[pc.Features("standard", top=6), pc.Features("topk", ids=[1])], **ARGUMENTS)
+    tokens = sum(len(run.prompt_token_ids) + len(run.token_ids) - 1 for run in runs)
+    assert lm.engine.status()["captured_bytes"] - before == 8 * 7 * tokens
 
 
 def test_graded_cells_equal_requests(lm):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 
 import numpy as np
 import pytest
@@ -99,6 +98,14 @@ def test_what_cannot_be_evaluated_is_refused(lm):
         with pytest.raises(error) as caught:
             pc.studies.evaluate_sae(lm, sae, prompts)
         assert caught.value.path == path
+    asked = {"prompt": PROMPTS[0], "answer": 5, "at": pc.resid_post[LAYER]}
+    if not lm.engine.has_gradients:
+        with pytest.raises(pc.UnsupportedStudy, match="gradients") as caught:
+            pc.studies.feature_attribution(lm, sae=SAES["topk"], **asked)
+        assert caught.value.path == "estimate"
+    wide = pc.SAE(np.zeros((1025, D)), np.ones(1025), np.zeros((1025, D)), np.zeros(D))
+    with pytest.raises(pc.TokensError, match="at most 1024 active features, got 1025"):
+        pc.studies.feature_attribution(lm, sae=wide, estimate=False, **asked)
 
 
 @contextlib.contextmanager
@@ -214,37 +221,149 @@ def test_an_evaluation_resumes_and_is_saved(lm, tmp_path, monkeypatch):
     assert f"loss recovered {first.totals['loss_recovered']:.2f}"[:16] in loaded.picture().explained
 
 
-def test_features_of_a_data_set_and_top_contexts(lm, tmp_path, monkeypatch):
-    """The files have the active features of every token, and a feature's contexts are where it is largest."""
+def features_in(table) -> list[tuple[int, ...]]:
+    """The rows of a table of features, without the values."""
+    return list(zip(*list(table.to_pydict().values())[:4], strict=True))
+
+
+def expected_features(lm, sae, documents, kept: int, longest: int = 512) -> list[tuple]:
+    """The largest features of every token, by NumPy, of captured rows."""
+    expected = []
+    for number, ids in enumerate(documents):
+        for begin in range(0, len(ids), longest):
+            run = lm.run(ids[begin : begin + longest], max_tokens=1, capture=[pc.Capture(f"resid_post[{LAYER}]")])
+            for t, row in enumerate(sae.encode(run[f"resid_post[{LAYER}]"])):
+                best = [i for i in np.argsort(-row)[:kept] if row[i] > 0]
+                expected += [(number, begin + t, ids[begin + t], i, row[i]) for i in best]
+    return expected
+
+
+def test_a_harvest_of_features_and_rows(lm, tmp_path):
+    """The features of every kept row, and of no other; of the same rows as in the index of their shard."""
+    sae, site = SAES["standard"], f"resid_post[{LAYER}]"
+    ids = [lm.tokens(each) for each in PROMPTS]
+    lm.attach(sae, at=site, name="s")
+    lm.attach(SAES["topk"], at=site, name="t")
+    asked = {"dtype": "float32", "shard_rows": 9, "parts": 2, "batch_tokens": 16,
+             "filters": pc.studies.Filters(positions=((1, None),), not_tokens=ids[1][3:5])}  # fmt: skip
+    both = [site, pc.Features("s", top=8), pc.Features("t", ids=[3, 40, 7])]
+    try:
+        data = pc.studies.harvest(lm, ids, tmp_path, sites=both, **asked).open()
+        alone = pc.studies.harvest(lm, ids, tmp_path, sites=pc.Features("s", top=8), **asked).open()
+        rows = np.concatenate(list(data.blocks(site)))
+        cap = float(np.median(np.linalg.norm(rows, axis=1)))
+        asked["filters"] = pc.studies.Filters(norm_cap=cap)
+        capped = pc.studies.harvest(lm, ids, tmp_path, sites=both, **asked).open()
+    finally:
+        lm.detach("s")
+        lm.detach("t")
+    kept = [(number, position) for number, each in enumerate(ids) for position, token in enumerate(each)
+            if position > 0 and token not in ids[1][3:5]]  # fmt: skip
+    assert len(data) == len(alone) == len(kept) < sum(map(len, ids)) - len(ids) - 1
+    assert len(data.shards) == len(alone.shards) > 3
+    assert (data.sites, alone.sites) == ([site], [])
+    expected = [each for each in expected_features(lm, sae, ids, 8) if each[:2] in kept]
+    for table in (data.features("s"), alone.features()):
+        assert [str(field.type) for field in table.schema] == ["int64", "int32", "int32", "int32", "float"]
+        assert features_in(table) == [each[:4] for each in expected]
+        assert np.allclose(table["value"], [each[4] for each in expected], atol=1e-4)
+    for each in (data, capped):
+        for shard in each.shards:
+            index, rows = each.index(shard).to_pydict(), each.array(site, shard)
+            values = SAES["topk"].encode(rows)[:, [3, 40, 7]]
+            row, which = np.nonzero(values)
+            here = {(index["document"][r], index["position"][r], index["token"][r], [3, 40, 7][i]): values[r, i]
+                    for r, i in zip(row, which, strict=True)}  # fmt: skip
+            table = each.features("t", shard=shard)
+            assert sorted(features_in(table)) == sorted(here)
+            assert np.allclose(table["value"], [here[key] for key in features_in(table)], atol=1e-4)
+    assert 0 < len(capped) < sum(map(len, ids))
+    assert set(data.features("t", ids=[40])["feature"].to_pylist()) == {40}
+    assert len(data.features("t")) > len(data.features("t", ids=[40])) > 0
+
+
+def test_a_stopped_harvest_of_features_is_resumed(lm, tmp_path, monkeypatch):
+    ids, asked = [lm.tokens(each) for each in PROMPTS * 2], {"batch_tokens": 1, "shard_rows": 20}
+    lm.attach(SAES["standard"], at=f"resid_post[{LAYER}]", name="s")
+    read, left = lm.lens, [2]
+
+    def lens(runs):
+        if not left[0]:
+            raise RuntimeError("stopped")
+        left[0] -= 1
+        return read(runs)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(lm, "lens", lens)
+            with pytest.raises(RuntimeError, match="stopped"):
+                pc.studies.harvest(lm, ids, tmp_path / "one", sites=[pc.Features("s", top=5)], **asked)
+        assert not list(tmp_path.glob("one/*/shard-*"))
+        again, whole = (
+            pc.studies.harvest(lm, ids, tmp_path / name, sites=[pc.Features("s", top=5)], **asked)
+            for name in ("one", "other")
+        )
+    finally:
+        lm.detach("s")
+    assert (again.ran, whole.ran) == (sum(map(len, ids[2:])), sum(map(len, ids)))
+    assert not list(tmp_path.glob("one/*/*.open"))
+    one, other = again.open().features(), whole.open().features()
+    assert features_in(one) == features_in(other)
+    assert np.allclose(one["value"], other["value"], atol=1e-4)
+
+
+def test_what_no_harvest_of_features_is_made_of(lm, tmp_path):
+    ids = [lm.tokens(PROMPTS[0])]
+    lm.attach(SAES["standard"], at=f"resid_post[{LAYER}]", name="s")
+    features = pc.Features("s", top=4)
+    capped = pc.studies.Filters(norm_cap=1.0)
+    try:
+        for sites, asked, path in (
+            ([pc.Features("none")], {}, "sites[0].name"), ([features, features], {}, "sites[1].name"),
+            ([pc.Features("s", pc.prompt[1:])], {}, "sites[0].tokens"), ([pc.Features("s", top=F + 1)], {}, "sites[0]"),
+            ([pc.Features("s", ids=[F])], {}, "sites[0]"), ([features], {"sums": True}, "sums"),
+            ([features], {"filters": capped}, "sites"), ([features], {"project": np.ones((1, D))}, "sites"),
+        ):  # fmt: skip
+            with pytest.raises(pc.PatchclampError) as caught:
+                pc.studies.harvest(lm, ids, tmp_path, sites=sites, **asked)
+            assert caught.value.path == path
+        assert not list(tmp_path.iterdir())
+        data = pc.studies.harvest(lm, ids, tmp_path, sites=[pc.Features("s", ids=[2, 5])]).open()
+    finally:
+        lm.detach("s")
+    for wrong, path in (
+        ({"features": [3]}, "features"), ({"kept": 4}, "kept"), ({"documents": ids}, "documents"),
+        ({"sae": SAES["topk"]}, "sae"), ({"sae": "other"}, "name"),
+    ):  # fmt: skip
+        with pytest.raises(pc.PatchclampError) as caught:
+            pc.studies.top_contexts(lm, **{"sae": "s", "harvest": data, **wrong})
+        assert caught.value.path == path
+    with pytest.raises(pc.ProgramError, match="documents and a folder"):
+        pc.studies.top_contexts(lm, sae=SAES["topk"], documents=ids)
+
+
+def test_top_contexts(lm, tmp_path, monkeypatch):
+    """A feature's contexts are where it is largest, from documents or from a harvest; nothing is run again."""
     sae, kept = SAES["standard"], 8
     documents = [*PROMPTS, " ".join(PROMPTS), [5], ""]
-    asked = {"sae": sae, "documents": documents, "folder": tmp_path, "kept": kept, "context": 12, "window": 3}
-    monkeypatch.setattr(importlib.import_module("patchclamp.studies.top_contexts"), "SHARD_PROMPTS", 2)
+    asked = {"sae": sae, "documents": documents, "folder": tmp_path, "kept": kept, "context": 12, "window": 3,
+             "at": f"resid_post[{LAYER}]"}  # fmt: skip
     whole = pc.studies.top_contexts(lm, **asked)
-    files = sorted(path.name for path in tmp_path.glob("*/*.parquet"))
-    assert files == [f"features-{i:05d}.parquet" for i in range(5)]  # of nine prompts
-
     ids = [lm.tokens(each) if isinstance(each, str) else each for each in documents]
-    expected, features = [], []
-    for number, each in enumerate(ids):
-        for begin in range(0, len(each), 12):
-            run = lm.run(each[begin : begin + 12], max_tokens=1, capture=[pc.Capture(f"resid_post[{LAYER}]")])
-            features.append(sae.encode(run[f"resid_post[{LAYER}]"]))
-            for t, row in enumerate(features[-1]):
-                best = [i for i in np.argsort(-row)[:kept] if row[i] > 0]
-                expected += [(number, begin + t, each[begin + t], i, row[i]) for i in best]
-    table = whole.table().to_pydict()
-    assert list(table) == ["document", "position", "token_id", "feature", "value"]
-    assert list(zip(*list(table.values())[:4], strict=True)) == [each[:4] for each in expected]
+    expected = expected_features(lm, sae, ids, kept, longest=12)
+    table = whole.table()
+    assert table.column_names == ["document", "position", "token_id", "feature", "value"]
+    assert features_in(table) == [each[:4] for each in expected]
     assert np.allclose(table["value"], [each[4] for each in expected], atol=1e-4)
 
-    file = next(tmp_path.glob("*/features-00001.parquet"))
-    before, lost = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*.parquet")}, file.read_bytes()
-    file.unlink()  # as after a stop
-    feature = max(table["feature"], key=table["feature"].count)
+    counts = table["feature"].to_pylist()
+    feature = max(counts, key=counts.count)
+    monkeypatch.setattr(lm, "arun", None)  # nothing is run again
     found = pc.studies.top_contexts(lm, **asked, features=[feature, 95])
-    assert file.read_bytes() == lost
-    assert {path for path, time in before.items() if path.stat().st_mtime_ns != time} == {file}
+    for given in (sae, whole.name):
+        again = pc.studies.top_contexts(lm, sae=given, harvest=whole.folder, window=3, features=[feature, 95])
+        assert again.contexts == found.contexts
+        assert (again.density == found.density).all()
 
     of_feature = sorted((each for each in expected if each[3] == feature), key=lambda each: -each[4])
     best = [one for one in found.contexts if one.feature == feature]

@@ -9,12 +9,14 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.study_commands import app
 from patchclamp.engines import wire
 from patchclamp.engines.base import Wanted
 from patchclamp.engines.vllm.server import with_config
-from patchclamp.language.dictionaries import FeatureReader
 
 from .conftest import KEYS, Server
 from .test_openai import program
@@ -84,6 +86,52 @@ def test_our_client_does_what_the_engine_does(server: Server, here: pc.LM, saes)
                 call()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_features_come_with_each_chunk(server: Server, here: pc.LM, saes, n: int):
+    """Of both clients: those of the rows, which the engine in this process has; beside a lens, and samples' own."""
+    capture = [pc.Features("plain", top=3), pc.Features("topk", pc.generated, ids=[8, 2]), SITE]
+    asked = {**program([], [*capture, pc.Lens(pc.resid_post[2], top=1)]), "ignore_eos": True}
+    chunks = list(server.openai().completions.create(
+        model=server.model, prompt=PROMPTS[1], max_tokens=12, temperature=float(n > 1), seed=3, n=n, stream=True,
+        extra_body=asked,
+    ))  # fmt: skip
+    runs = {run["index"]: run for run in chunks[-1].model_extra["patchclamp"]["runs"]}
+    assert sorted(runs) == list(range(n))
+    length = len(here.tokens(PROMPTS[1]))
+    for index, run in runs.items():
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        told = [choice.model_extra["patchclamp"] for choice in choices if "patchclamp" in choice.model_extra]
+        assert len(told) > 2
+        rows = safetensors.numpy.load(base64.b64decode(run["captures"]))["resid_post[3]"]
+        for part in told:
+            assert part.keys() == {"lens", "features"}
+            assert part["features"]["plain"]["positions"] == part["lens"]["resid_post[2]"]["positions"]
+        for name in ("plain", "topk"):
+            read = [part["features"][name] for part in told]
+            positions, ids, values = (
+                [each for one in read for each in one[of]] for of in ("positions", "ids", "values")
+            )
+            assert positions == list(range(0 if name == "plain" else length, length + 11))
+            every = saes[name].encode(rows)[positions]
+            best = np.sort(every, 1)[:, ::-1][:, :3] if name == "plain" else every[:, [8, 2]]
+            np.testing.assert_allclose(values, best, atol=1e-4)
+            np.testing.assert_allclose(np.take_along_axis(every, np.array(ids), 1), best, atol=1e-4)
+            assert (positions, ids) == (run["features"][name]["positions"], run["features"][name]["ids"])
+    if n == 1:
+        options = {"max_tokens": 12, "sampling": {"ignore_eos": True}, "capture": capture}
+        expected = here.run(PROMPTS[1], **options)
+        with pc.LM(server.url, api_key=KEYS[0]) as lm:
+            stream = lm.stream(PROMPTS[1], **options)
+            parts = list(stream)
+            assert stream.run.token_ids == expected.token_ids
+            for name in ("plain", "topk"):
+                found = [part.features[name] for part in parts]
+                assert [at for each in found for at in each.positions] == expected.features[name].positions
+                values = np.concatenate([each.values for each in found])
+                np.testing.assert_allclose(values, expected.features[name].values, atol=1e-4)
+            stream.run.close()
+
+
 def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, here: pc.LM, saes):
     """By name on the server, which has its numbers; from a client by the same numbers, or not at all."""
     body = {"sae": "topk", "prompts": PROMPTS[:2], "tokens": "every[1:]", "ablation": "mean"}
@@ -101,36 +149,106 @@ def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, her
         theirs = pc.studies.evaluate_sae(lm, saes["topk"], PROMPTS[:2], at=SITE, tokens="every[1:]", ablation="mean")
         with pytest.raises(pc.ProgramError, match="give the SAE itself"):
             pc.studies.evaluate_sae(lm, **body)
-        swept, same = (
-            pc.studies.feature_attribution(
-                each, sae=saes["plain"], at=SITE, prompt=PROMPTS[0], answer=5, estimate=False
-            )
-            for each in (lm, here)
-        )
     for other in (found, theirs):
         np.testing.assert_allclose(other.losses, expected.losses, atol=1e-3)
         np.testing.assert_allclose(other.density, expected.density)
-    np.testing.assert_allclose(swept.exact, same.exact, atol=1e-3)
     assert abs(expected.totals["loss_sae"] - expected.totals["loss"]) > 0.1
+
+
+@pytest.fixture(scope="module")
+def gradients(model: str) -> Iterator[pc.LM]:
+    with pc.LM(model, engine="transformers", dtype="float32") as lm:
+        yield lm
+
+
+@pytest.mark.parametrize("name", ["plain", "topk"])
+def test_features_are_ablated_on_the_server_and_from_a_client(
+    server: Server, here: pc.LM, gradients: pc.LM, saes, name: str
+):
+    """All on the server, by the name of the SAE; from a client all, or those that gradients in the client propose."""
+    asked = {
+        "prompt": PROMPTS[0],
+        "answer": " Paris",
+        "foil": " Rome",
+        "tokens": "every[1:]",
+        "by_token": name == "topk",
+    }
+    swept = {"sae": saes[name], "at": SITE, "estimate": False, **asked}
+    expected, body = pc.studies.feature_attribution(here, **swept), {**asked, "sae": name, "estimate": False}
+    with server.http() as http:
+        with http.stream("POST", "/v1/patchclamp/studies/feature_attribution", json=body) as response:
+            told = list(events(response.iter_lines()))
+        found = pc.studies.load(
+            b"".join(base64.b64decode(part["safetensors"]) for kind, part in told if kind == "result")
+        )
+        done = [each for kind, each in told if kind == "progress"]
+        assert {each["of"] for each in done} == {2 + len(expected.features) + len(expected.sizes)}
+        assert 0 < done[-1]["done"] <= done[-1]["of"]
+        for change, status, path in (({"estimate": True}, 422, "estimate"), ({"sae": "none"}, 400, "sae"),
+                                     ({"tokens": "prompt[900]"}, 400, "tokens")):  # fmt: skip
+            answer = http.post("/v1/patchclamp/studies/feature_attribution", json=body | change)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, path)
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        theirs = pc.studies.feature_attribution(lm, **swept)
+        proposed = pc.studies.feature_attribution(gradients, on=lm, **{**swept, "estimate": True, "verify": 6})
+        with pytest.raises(pc.UnsupportedStudy, match="gradients"):
+            pc.studies.feature_attribution(lm, **{**swept, "estimate": True})
+    for other in (found, theirs):
+        assert other.features.tolist() == expected.features.tolist()
+        np.testing.assert_allclose(other.exact, expected.exact, atol=1e-3)
+        np.testing.assert_allclose(other.kept, expected.kept, atol=5e-3)
+    assert np.abs(expected.exact).max() > 0.01
+    engines = (proposed.provenance.engine.split()[0], proposed.verified_on.engine.split()[0])
+    assert engines == ("transformers", "vllm")
+    assert proposed.features.tolist() == expected.features.tolist()
+    best = np.flatnonzero(np.isfinite(proposed.exact))
+    assert set(best) == set(np.argsort(-np.abs(proposed.estimates), kind="stable")[:6])
+    np.testing.assert_allclose(proposed.exact[best], expected.exact[best], atol=2e-3)
+    assert abs(proposed.faithfulness[-1] - 1) < 1e-2
+
+
+def test_features_are_harvested_from_a_client(server: Server, here: pc.LM, tmp_path):
+    """By the name of the server's SAE, as here; top contexts are read from the harvest. Adapters are not served."""
+    sites = [pc.Features("plain", top=6), SITE, pc.Features("topk", ids=[3, 8])]
+    asked = {"dtype": "float32", "shard_rows": 9, "batch_tokens": 12}
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        there = pc.studies.harvest(lm, PROMPTS, tmp_path / "there", sites=sites, **asked).open()
+        local = pc.studies.harvest(here, PROMPTS, tmp_path / "here", sites=sites, **asked).open()
+        for name in ("plain", "topk"):
+            ours, theirs = (data.features(name).to_pydict() for data in (local, there))
+            np.testing.assert_allclose(theirs.pop("value"), ours.pop("value"), atol=1e-4)
+            assert ours == theirs
+        feature = ours["feature"][0]
+        contexts = [
+            pc.studies.top_contexts(each, sae="topk", harvest=data, features=[feature]).contexts
+            for each, data in ((here, local), (lm, there))
+        ]
+        made = pc.studies.top_contexts(lm, sae="topk", documents=PROMPTS, folder=tmp_path / "made")
+    assert [(one.document, one.position, one.tokens) for one in contexts[0]] == [
+        (one.document, one.position, one.tokens) for one in contexts[1]
+    ] != []  # fmt: skip
+    assert set(zip(*list(ours.values()), strict=True)) <= set(
+        zip(*list(made.table().drop(["value"]).to_pydict().values()), strict=True)
+    )
+    (tmp_path / "texts.txt").write_text("\n".join(PROMPTS))
+    words = ["harvest", server.url, str(tmp_path / "texts.txt"), str(tmp_path / "there"), "--shard-rows", "9",
+             "--store", "float32", "--site", str(SITE), "--site", '{"type": "features", "name": "plain", "top": 6}',
+             "--site", '{"type": "features", "name": "topk", "ids": [3, 8]}']  # fmt: skip
+    done = CliRunner().invoke(app, words, env={"VLLM_API_KEY": KEYS[0], "COLUMNS": "200"})
+    assert done.output.splitlines()[0] == str(there.folder), done.output
+    assert f"{len(there)} rows of resid_post[3], features of plain, features of topk" in done.output
+    with server.http() as http:
+        answer = http.post("/v1/patchclamp/studies/adapter_features", json={"sae": "plain", "prompts": ["x"]})
+        assert answer.status_code == 422
+        assert "adapters" in answer.json()["error"]["message"]
 
 
 def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
     """Other SAEs, features and rows than there are, and rows of another key."""
     with pc.LM(server.url, api_key=KEYS[1]) as other:
-        run = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Features("plain"), pc.resid_post[4]])
-        narrow = other.run(PROMPTS[0], max_tokens=1, capture=[pc.Capture(SITE, project=np.ones((2, 576)))])
+        run = other.run(PROMPTS[0], max_tokens=1, capture=pc.Features("plain"))
         mine, [(point, op)] = run.key, run._feature_ops.values()
         posts = {
-            "features": [
-                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("none")),
-                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain", (1, 2))),
-                wire.FeaturesWanted([Wanted(mine, point, op)], 1 << 30, FeatureReader("plain")),
-                wire.FeaturesWanted([Wanted(mine, point, op)], 1, FeatureReader("plain", (1 << 40,))),
-                wire.FeaturesWanted([Wanted(mine, point + 1)], 8, FeatureReader("plain")),
-                wire.FeaturesWanted([], 8, FeatureReader("plain")),
-                wire.FeaturesWanted([Wanted(narrow.key, point)], 8, FeatureReader("plain")),
-                wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain", None, "0" * 64)),
-            ],
             "dictionary": [wire.DictionaryWanted("none", [1]), wire.DictionaryWanted("plain", [-1]),
                            wire.DictionaryWanted("plain", [1] * 5000)],
         }  # fmt: skip
@@ -139,11 +257,9 @@ def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):
                 for body in bodies:
                     answer = http.post(f"{wire.PREFIX}/{route}", content=msgspec.msgpack.encode(body))
                     assert 400 <= answer.status_code < 500, (route, body)
-            good = wire.FeaturesWanted([Wanted(mine, point, op)], 8, FeatureReader("plain"))
-            assert http.post(f"{wire.PREFIX}/features", content=msgspec.msgpack.encode(good)).status_code == 200
         with server.http(KEYS[0]) as http:  # rows of another key
-            answer = http.post(f"{wire.PREFIX}/features", content=msgspec.msgpack.encode(good))
-            assert 400 <= answer.status_code < 500
+            fetch = msgspec.msgpack.encode(wire.Fetch([Wanted(mine, point, op)]))
+            assert http.post(f"{wire.PREFIX}/fetch", content=fetch).status_code == 404
     for bad in ({"type": "features", "name": "none"}, {"type": "features", "name": "plain", "ids": [48]},
                 {"type": "features", "name": "plain", "top": 1000}):  # fmt: skip
         body = {"model": server.model, "prompt": "x", "max_tokens": 1, "patchclamp": {"capture": [bad]}}

@@ -18,8 +18,10 @@ from patchclamp.language.values import POOLS
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.map import placed
 from patchclamp.sites.tables import LLAMA, MIXTRAL
 from patchclamp.store.captures import CaptureChunk
+from patchclamp.store.tensors import PROBE
 from tests.reference import cuda_on_cpu, tables
 from tests.reference.admitting import Admitter
 
@@ -244,6 +246,52 @@ def test_of_pooled_rows_one_leaves_the_device_in_each_step(monkeypatch, pool, ke
             assert rows.numpy() == pytest.approx(pooled.astype(np.float32)[None], rel=1e-6, abs=1e-6)
     assert step.drain.bytes == LAYERS * 6 * 4 * WIDTH
     assert runtime.store.bytes == LAYERS * 6 * 4 * WIDTH
+    step.close()
+
+
+@pytest.mark.parametrize("kept", [1 << 12, 0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_rows_that_an_sae_reads_their_features_leave_the_device(monkeypatch, dtype, kept):
+    """Beside whole rows of the same point, and where the plan of a step goes on."""
+    cuda_on_cpu.stub(monkeypatch)
+    sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, kept, 1 << 13, 1 << 15)
+    step.encode = runtime.dictionaries.encode
+    saes = [pc.SAE(*(draw.standard_normal(shape) for shape in ((8, WIDTH), 8, (8, WIDTH), WIDTH))) for _ in range(2)]
+    for name, sae, at in zip("ab", saes, ("resid_post[0]", "mlp_out[1]"), strict=True):
+        sites.dictionaries[name] = placed(sae, sites, name, at, None, dtype)
+        runtime.dictionaries.attach(name, sae, torch.float32)
+    program = Program.of((), [pc.Features("a", top=3), pc.resid_post[0], pc.Features("b", ids=[5, 1])])
+    bound = bind(program, "run", Prompt(list(range(5)), lambda: ("", [])), 6, sites, None)
+    Admitter(runtime).admit("request", bound)
+    values, one = draw.standard_normal((10, WIDTH)).astype(np.float32), np.ones(1, np.int64)
+    for first, count in [(0, 3), (3, 2), *((at, 1) for at in range(5, 10))]:
+        positions[:count] = range(first, first + count)
+        sameness = runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
+        assert sameness == ("advanced" if first > 5 else "changed")
+        for point in sites.points:
+            row = torch.from_numpy(values[first : first + count])
+            if count == 1 and kept and point.rows != "sampled":
+                cuda_on_cpu.graph(step, point.number, row)
+            else:
+                runtime.apply(point.number, row, None)
+        runtime.end()
+    rows = torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
+    for i, sae in enumerate(saes):
+        where, found = runtime.fetch("run", bound.ops[2 * i].points[0], PROBE + 2 * i)
+        every, half = sae.encode(rows), found.shape[1] // 2
+        ids = found[:, half:].contiguous().view(torch.int32).numpy()
+        assert where.tolist() == list(range(10))
+        assert found[:, :half].numpy() == pytest.approx(np.take_along_axis(every, ids, 1), rel=1e-5, abs=1e-5)
+        if i == 0:
+            assert (np.sort(every, 1)[:, ::-1][:, :3] == np.take_along_axis(every, ids, 1)).all()
+        else:
+            assert (ids == [5, 1]).all()
+    assert runtime.fetch("run", bound.ops[1].points[0])[1].tolist() == values.tolist()
+    item = 4 if dtype == "float32" else 2  # of the rows beside whole ones of their point, which leave with them
+    sizes = [size for count in (3, 2, *[1] * 5) for size in (4 * WIDTH * count, item * WIDTH * count, 8 * 5 * count)]
+    assert step.drain.bytes == sum(-(-size // 16) * 16 for size in sizes)
     step.close()
 
 

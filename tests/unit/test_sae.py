@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,10 +16,17 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
 import patchclamp as pc
+from patchclamp.language import Program
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.probes import read_arrays
-from patchclamp.plan.bound import BoundOp, Encoded, PositionRange
+from patchclamp.language.values import POOLS
+from patchclamp.plan import Prompt, bind
+from patchclamp.plan.bound import BoundOp, Encoded, Keep, PositionRange
+from patchclamp.plan.verify import verify
 from patchclamp.runtime.dictionaries import Dictionaries
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.map import placed
+from patchclamp.sites.tables import LLAMA
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sae"  # made by tests/golden/make_saes.py
 FOLDERS = sorted(file.parent.relative_to(GOLDEN).as_posix() for file in GOLDEN.rglob("expected.npz"))
@@ -554,6 +562,11 @@ def encoded(sae: pc.SAE) -> list[BoundOp]:
     return [BoundOp("edits[0]", Encoded("a", sae.content), (0,), (), (PositionRange(0, 1),))]
 
 
+def keep(name: str, sae: pc.SAE) -> Keep:
+    """A capture of two features."""
+    return Keep(0, reader=FeatureReader(name, (0, 2), sae.content), top=2)
+
+
 def test_the_reserved_memory_is_reused_once_no_run_needs_it():
     sae, other = (random_sae(np.random.default_rng(seed)) for seed in (8, 9))
     size = Dictionaries(torch.device("cpu")).attach("a", sae, torch.float32)
@@ -564,7 +577,7 @@ def test_the_reserved_memory_is_reused_once_no_run_needs_it():
         of.attach("c", sae, torch.float32)
     rows = torch.tensor(numbers(np.random.default_rng(1), 3, D))
     [edit] = of.code_of(encoded(sae)).values()  # of a run under way
-    expected = edit(rows, torch.arange(3))
+    reading, expected = of.reading(keep("a", sae)), edit(rows, torch.arange(3))
     of.detach("a")
     with pytest.raises(pc.MissingSource):
         of.code_of(encoded(sae))
@@ -572,12 +585,36 @@ def test_the_reserved_memory_is_reused_once_no_run_needs_it():
         of.attach("c", other, torch.float32)
     assert torch.equal(edit(rows, torch.arange(3)), expected)
     del edit
+    with pytest.raises(pc.CapacityError):
+        of.attach("c", other, torch.float32)
+    assert close(of.encode(reading.number, rows)[:, :2].numpy(), sae.encode(rows)[:, [0, 2]])
+    del reading
     of.attach("c", other, torch.float32)
     with pytest.raises(pc.CapacityError):
         of.attach("a", sae, torch.float32)
     for name, each in (("b", sae), ("c", other)):
-        read = of.read(FeatureReader(name, (0, 2)), [rows], 2)[1]
-        assert close(read, each.encode(rows)[:, [0, 2]])
+        reading = of.reading(keep(name, each))
+        assert close(of.encode(reading.number, rows)[:, :2].numpy(), each.encode(rows)[:, [0, 2]])
+
+
+def test_programs_share_a_reading_of_features():
+    rng = np.random.default_rng(2)
+    sae, rows = random_sae(rng), torch.tensor(numbers(rng, 5, D + 3))
+    of = Dictionaries(torch.device("cpu"))
+    of.attach("a", sae, torch.float32)
+    largest = msgspec.structs.replace(keep("a", sae), reader=FeatureReader("a", None, sae.content, 3), top=4)
+    readings = [of.reading(each) for each in (keep("a", sae), largest, keep("a", sae))]
+    assert readings[0] is readings[2]
+    assert len({each.number for each in readings} | set(range(len(POOLS) + 1))) == len(POOLS) + 3
+    found, values = of.encode(readings[1].number, rows).numpy(), sae.encode(rows[:, 3:].numpy())
+    assert close(found[:, :4], np.sort(values, 1)[:, ::-1][:, :4])
+    ids = np.ascontiguousarray(found[:, 4:]).view(np.int32)
+    assert close(np.take_along_axis(values, ids, 1), found[:, :4])
+    number = readings[0].number
+    del readings
+    assert of.reading(largest).number == number  # free again
+    with pytest.raises(pc.MissingSource):
+        of.reading(msgspec.structs.replace(largest, reader=FeatureReader("a", None, "0" * 64)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -592,3 +629,25 @@ def test_a_device_computes_the_same(kind):
         if sae.k in (None, F) or dtype == torch.float32:  # rounded, another feature may be among the largest
             assert (values - torch.tensor(sae.encode(rows))).abs().max() <= most * (1 + np.abs(sae.encode(rows)).max())
         assert (output - torch.tensor(sae.decode(values, rows))).abs().max() <= most * (1 + output.abs().max())
+
+
+@pytest.mark.parametrize("change", [
+    {"reader": FeatureReader("b", None, "")}, {"reader": FeatureReader("a", None, "0" * 64)}, {"reader": None},
+    {"reader": FeatureReader("a", (F,), "")}, {"reader": FeatureReader("a", (-1,), "")},
+    {"reader": FeatureReader("a", (1, 2), "")}, {"reader": FeatureReader("a", None, "", 1)}, {"top": 0},
+    {"top": F + 1}, {"top": 1 << 40}, {"matrix": "v:" + "0" * 64, "products": 2}, {"probe": "p"}, {"lens": True},
+    {"pool": 1}, {"in_step": True},
+], ids=str)  # fmt: skip
+def test_forged_readings_are_refused(change):
+    sites, sae = SiteMap(LLAMA, Sizes(2, D, 9)), random_sae(np.random.default_rng(1))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[1]", None, "float32")
+    prompt = Prompt([1, 2, 3], lambda: ("", []))
+    bound = bind(Program.of((), [pc.Features("a", top=1)]), "mine", prompt, 3, sites, None)
+    verify(bound, {}, 3, 5, sites)
+    keep = bound.ops[0].action
+    if (reader := change.get("reader")) is not None and not reader.content:
+        change = {"reader": msgspec.structs.replace(reader, content=sae.content)}
+    for field in ({"points": (0,)}, {"columns": 1 | 2 << 16}, {"action": msgspec.structs.replace(keep, **change)}):
+        forged = msgspec.structs.replace(bound, ops=(msgspec.structs.replace(bound.ops[0], **field),))
+        with pytest.raises(pc.ProgramError):
+            verify(forged, {}, 3, 5, sites)

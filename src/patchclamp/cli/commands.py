@@ -508,7 +508,7 @@ def harvest(
     documents: Annotated[str, typer.Argument(help="A file: .txt (a document a line), .jsonl, .parquet; or a folder "
                                                   "that datasets saved.")],
     folder: Annotated[Path, typer.Argument(help="Where the data set's folder is made; its name is a hash.")],
-    site: Annotated[list[str], typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")],
+    site: Annotated[list[str], typer.Option(help="resid_post[12], 'z[5, 3]', …, or features as JSON; repeatable.")],
     column: Annotated[str | None, typer.Option(help="The field with the documents; text by default.")] = None,
     keep: Annotated[list[str] | None, typer.Option(help="A further field to copy into the index; repeatable.")] = None,
     store: Annotated[str, typer.Option(help="The dtype of the stored rows: bfloat16, float16, float32.")] = "bfloat16",
@@ -534,7 +534,6 @@ def harvest(
     option: Options = None,
 ) -> None:  # fmt: skip
     """Store activations of a data set on disk, shuffled. Run it again to continue after a stop."""
-    from patchclamp.language.site import parse_site
     from patchclamp.language.values import as_dtype
     from patchclamp.studies import Filters
     from patchclamp.studies import harvest as run_harvest
@@ -546,21 +545,30 @@ def harvest(
     matrix = None if project is None else read_array(project, "--project")
     machine, options = read_shard(shard), read_options(option, dtype)
     check_engine(engine)
-    for text in site:
-        under("--site", parse_site, text)
+    sites = [under("--site", read_site, text) for text in site]
     under("--store", as_dtype, store)
     with loaded(model, engine, options) as lm:
         made = run_harvest(
-            lm, documents, folder, sites=site, column=column, keep=keep or (), dtype=store, filters=filters,
+            lm, documents, folder, sites=sites, column=column, keep=keep or (), dtype=store, filters=filters,
             project=matrix, sums=sums,
             context=context, overlong=overlong, seed=seed, parts=parts, shard=machine,
             shard_rows=shard_rows, batch_tokens=batch_tokens,
         )  # fmt: skip
     data = made.open()
     OUT.print(f"{made.folder}", soft_wrap=True)
-    OUT.print(f"{len(data)} rows of {', '.join(made.sites)} in {len(data.shards)} shards", soft_wrap=True)
+    OUT.print(f"{len(data)} rows of {made.what} in {len(data.shards)} shards", soft_wrap=True)
     if not made.complete:
         OUT.print(f"{len(data.missing)} shards belong to other machines")
+
+
+def read_site(text: str) -> Any:
+    """Parse a site, or features of an attached SAE: {"type": "features", "name": "s10", "top": 8}."""
+    from patchclamp.language import Program
+    from patchclamp.language.site import parse_site
+
+    if not text.lstrip().startswith("{"):
+        return parse_site(text)
+    return Program.from_json(f'{{"capture": [{text}]}}').capture[0]
 
 
 def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | None], ...]:

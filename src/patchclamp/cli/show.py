@@ -52,7 +52,7 @@ def show(console: Console, result: Any, top: int) -> None:
         show_curves(console, picture)
         if isinstance(result, studies.FuzzSweepResult):
             show_answers(console, result)
-    elif isinstance(result, (studies.FeatureAttributionResult, studies.TopContextsResult)):
+    elif isinstance(picture, TokenGrid) and picture.table:
         table = _table(*picture.table[0])
         for row in picture.table[1 : top + 1]:
             table.add_row(*map(Text, row))

@@ -39,7 +39,6 @@ from patchclamp.errors import (
     as_patchclamp_error,
     unknown,
 )
-from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Probe, Translator
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
@@ -219,6 +218,7 @@ class Part(msgspec.Struct, frozen=True):
     scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
         The last token of a run has none: it was never an input
     lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
+    features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
     """
 
     text: str
@@ -226,6 +226,7 @@ class Part(msgspec.Struct, frozen=True):
     logprobs: list[float]
     scores: Mapping[str, PartScores] = {}
     lens: Mapping[Any, Any] = {}
+    features: Mapping[str, Any] = {}
 
 
 class PartListener(Protocol):
@@ -492,6 +493,7 @@ class Engine(Protocol):
     sites: its site map
     tokenizer: its tokenizer
     remote: True if programs run in other processes, which rules out `Apply`
+    has_gradients: True if it computes `gradients` and `jacobians`
     proved: True if the sites were already proved where the engine runs
     run_prefix: the prefix of its runs' names
     batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
@@ -504,6 +506,7 @@ class Engine(Protocol):
     sites: SiteMap
     tokenizer: Tokenizer
     remote: bool = False
+    has_gradients: bool = False
     proved: bool = False
     run_prefix: str = ""
     keeps_captures_here: bool = True
@@ -550,10 +553,6 @@ class Engine(Protocol):
         """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
         model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
         raise EngineError(f"the {self.model.engine} engine has no lens")
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        """Return `top` features of each captured row, by an attached SAE: their ids, and values in fp32."""
-        raise EngineError(f"the {self.model.engine} engine has no SAEs")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         """Copy an SAE to the device, under a name that no other has. Raises `CapacityError` if it does not fit."""

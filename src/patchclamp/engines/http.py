@@ -37,7 +37,7 @@ from patchclamp.engines.base import (
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
-from patchclamp.language.dictionaries import FeatureReader, FeatureRows
+from patchclamp.language.dictionaries import FeatureRows
 from patchclamp.language.ops import Translator
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.cells import CellRecords
@@ -50,7 +50,7 @@ TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
 
 
-LARGE = ("fetch", "lens", "features", "dictionary", "weight")  # routes whose response may take long
+LARGE = ("fetch", "lens", "dictionary", "weight")  # routes whose response may take long
 
 
 class HttpEngine(Engine):
@@ -123,10 +123,6 @@ class HttpEngine(Engine):
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         data = self._wait(self._ask("POST", "lens", wire.LensWanted(wanted, top, translator), again=True))
-        return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        data = self._wait(self._ask("POST", "features", wire.FeaturesWanted(wanted, top, reader), again=True))
         return msgspec.msgpack.decode(data, type=PackedTokens).read(top)
 
     def _feature_rows(self, name: str, ids: Sequence[int]) -> FeatureRows:

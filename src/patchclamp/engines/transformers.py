@@ -54,7 +54,6 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
-from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.language.sae import SAE
 from patchclamp.language.values import as_flag
@@ -227,6 +226,8 @@ class TransformersEngine(Engine):
     model cannot be padded on the right.
     """
 
+    has_gradients = True
+
     def __init__(
         self, name: str, *, dtype: str | None = None, device: str | None = None, max_model_len: int | None = None,
         max_num_seqs: int = 64, padding_side: Literal["left", "right"] = "left", trust_remote_code: bool = False,
@@ -317,14 +318,6 @@ class TransformersEngine(Engine):
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         return self._read(lambda: self._lens(wanted, top, translator))
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        def read() -> list[TopTokens]:
-            captured = [self.runtime.fetch(*each) for each in wanted]
-            found = self.runtime.dictionaries.read(reader, [torch.as_tensor(rows) for _, rows in captured], top)
-            return by_capture([positions for positions, _ in captured], *found)
-
-        return self._read(read)
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         self._call(self.runtime.dictionaries.attach, name, sae, dtype_of_precision(precision, self._net.dtype)).result()

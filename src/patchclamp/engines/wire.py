@@ -8,7 +8,6 @@
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
     POST lens        `LensWanted`; returns `base.PackedTokens`
-    POST features    `FeaturesWanted`; the same, with values of features for log-probabilities
     POST dictionary  `DictionaryWanted`; returns safetensors, the fields of `FeatureRows`
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
@@ -35,12 +34,12 @@ import numpy as np
 from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.engines.grading import Grades, GradeTable
 from patchclamp.errors import EngineError, Packed, pack, unpack
-from patchclamp.language.dictionaries import DictionaryCard, FeatureReader, FeatureRows
+from patchclamp.language.dictionaries import DictionaryCard, FeatureRows
 from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 8  # the protocol version; client and server must have the same
+WIRE = 9  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -127,12 +126,6 @@ class LensWanted(msgspec.Struct):
     wanted: list[Wanted]
     top: int
     translator: Translator | None = None
-
-
-class FeaturesWanted(msgspec.Struct):
-    wanted: list[Wanted]
-    top: int
-    reader: FeatureReader
 
 
 class DictionaryWanted(msgspec.Struct):

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
+from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.sites import SiteMap
 from patchclamp.store.tensors import PROBE
 
@@ -61,8 +62,9 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
     in_step: True if the rows of each step are pooled on the device, so that one leaves it
     probe: the name of the probe that its products are for; "" if they are the site's
-    lens: True if its rows are for a lens or an SAE, and not the site's
-    sae: the content of that SAE, since another one may be attached under its name before the rows are read
+    lens: True if its rows are for a lens, and not the site's
+    reader: the attached SAE whose features are kept of each row, and which; None: the row itself
+    top: the number of these features: a row is their values and then their ids, as the bits of int32
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -73,13 +75,19 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     pool: int = 0
     probe: str = ""
     lens: bool = False
-    sae: str = ""
+    reader: FeatureReader | None = None
+    top: int = 0
     in_step: bool = False
 
     @property
     def is_private(self) -> bool:
         """True if its rows are not those of the site."""
-        return self.lens or bool(self.probe)
+        return self.lens or self.reader is not None or bool(self.probe)
+
+    @property
+    def numbers(self) -> int:
+        """The numbers that are kept of each row; 0: all."""
+        return self.products or 2 * self.top
 
 
 class Linear(msgspec.Struct, frozen=True, array_like=True, tag=LINEAR):
@@ -366,7 +374,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The bytes of all rows of probes and lenses in the first `computed` positions; None: in all, up to
         `max_tokens`."""
         return sum(
-            4 * (op.action.products or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
+            4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
             for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
             for start, stop, *_ in op.kept for point in op.points
         )  # fmt: skip

@@ -11,10 +11,12 @@ plan is reused until a request arrives or ends, or enters or leaves a range.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
+from patchclamp.language.values import POOLS
 from patchclamp.plan.table import CaptureLayout, ProgramTable
 from patchclamp.store.tensors import CAPTURED
 
@@ -85,7 +87,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     rows [G]: the number of rows that each group keeps
     base, row [A]: the offset of each region in the step's capture buffer, and the size of one of its rows
     size: the size of the buffer
-    sent: the part of it that leaves the device. The regions behind it are pooled in the step
+    sent: the part of it that leaves the device. The regions behind it are pooled or encoded in the step
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
     """
@@ -137,23 +139,34 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return dict(zip(points.tolist(), bounds, strict=True))
 
     @functools.cached_property
-    def pooled(self) -> list[tuple[int, np.ndarray]]:
-        """The regions that are pooled in the step, each with the capture ranges whose rows it holds, in order."""
+    def reduced(self) -> list[tuple[int, int, np.ndarray]]:
+        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), and with the
+        capture ranges whose rows it holds, in order."""
         layout, live = self.layout, np.flatnonzero(self.count)
-        regions = np.flatnonzero((layout.pool[layout.region_group] > 0) & (self.rows[layout.region_group] > 0))
-        return [(region, live[layout.group[live] == layout.region_group[region]]) for region in regions.tolist()]
+        how = layout.pool[layout.region_group]
+        regions = np.flatnonzero((how > 0) & (self.rows[layout.region_group] > 0))
+        return [
+            (region, int(how[region]), live[layout.group[live] == layout.region_group[region]])
+            for region in regions.tolist()
+        ]
 
-    def pooled_table(self, run: np.ndarray, steps: int) -> np.ndarray:
-        """The rows that the regions of `pooled` are pooled to, one for each range, side by side in fp32, in the step
-        `steps` later, as `CAPTURED`, in order of run numbers. `run` [C]: the number of each capture range's run"""
+    def reduced_table(self, run: np.ndarray, steps: int, widths: Sequence[int]) -> np.ndarray:
+        """The results of `reduced` in the step `steps` later, side by side in fp32, as `CAPTURED`, in order of run
+        numbers: one row of each range that is pooled, and else one of each of its rows.
+
+        run [C]: the number of each capture range's run
+        widths: the numbers in a row of each region's results
+        """
         parts, size = list[np.ndarray](), 0
-        for region, ranges in self.pooled:
-            part, row_bytes = np.zeros(len(ranges), CAPTURED), int(self.row[region]) * self.unit_bytes
+        for (region, how, ranges), width in zip(self.reduced, widths, strict=True):
+            part, is_pooled = np.zeros(len(ranges), CAPTURED), how <= len(POOLS)
+            rows = np.ones_like(ranges) if is_pooled else self.count[ranges]
             part["run"], part["op"], part["point"] = run[ranges], self.layout.op[ranges], self.layout.point[region]
-            part["position"], part["count"] = self.begin[ranges] + steps, 1
-            part["offset"], part["row_bytes"] = size + row_bytes * np.arange(len(ranges)), row_bytes
-            part["pool"], part["pooled"] = self.layout.pool[self.layout.group[ranges]], self.count[ranges]
-            size += row_bytes * len(ranges)
+            part["position"], part["count"], part["row_bytes"] = self.begin[ranges] + steps, rows, 4 * width
+            part["offset"] = size + 4 * width * (np.cumsum(rows) - rows)
+            if is_pooled:
+                part["pool"], part["pooled"] = how, self.count[ranges]
+            size += 4 * width * int(rows.sum())
             parts.append(part)
         table = np.concatenate(parts)
         return table[np.argsort(table["run"], kind="stable")]

@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.language.values import DTYPES, POOLS
+from patchclamp.language.values import DTYPES
 from patchclamp.plan.bound import (
     ADD_NORMED,
     ALL,
@@ -67,6 +67,8 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.store.tensors import PROBE
 
+READINGS = 1 << 24  # the number of each is exact in a record, as fp32
+
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     """An immutable snapshot of all capture ranges and regions.
@@ -86,7 +88,8 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     products: the numbers kept per row; 0: all
 
     groups: G
-    pool [G]: how the rows of each range are pooled in a step, as `Keep.pool`; 0: not at all
+    pool [G]: how the rows of each range are pooled in a step, as `Keep.pool`; above that, the number of the reading
+        of features that they are encoded for; 0: neither
     """
 
     range_number: np.ndarray
@@ -110,7 +113,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def stays(self) -> np.ndarray:
-        """True for each region whose rows do not leave the device: all at its point are pooled."""
+        """True for each region whose rows do not leave the device: all at its point are pooled or encoded."""
         is_pooled = self.pool[self.region_group] > 0
         return is_pooled & ~np.isin(self.point, self.point[~is_pooled])
 
@@ -199,7 +202,7 @@ class CaptureRanges:
         """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in their
         slots [N], and in `start` and `stop` [N, K]. Returns the numbers of their ranges [N, K] and regions [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
-        kept_as = dtype + len(DTYPES) * (pool + (1 + len(POOLS)) * products)
+        kept_as = dtype + len(DTYPES) * (pool + READINGS * products)
         grids = self._grids(op, start, stop, kept_as, point)
         first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one per range
         numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)

@@ -98,14 +98,6 @@ class Frame(msgspec.Struct, frozen=True):
     stored: dict[str, np.ndarray]
     decided: Decided
 
-    @property
-    def read_by_saes(self) -> set[tuple[int, str, int]]:
-        """The points whose rows an attached SAE reads, with its content and its columns."""
-        return {
-            (each.at.point, each.card.content, pack_columns(each.at.columns) if each.at.columns else 0)
-            for each in self.sites.dictionaries.values()
-        }
-
 
 def verify(
     bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap
@@ -312,13 +304,11 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.probes.add(action.probe)
         frame.decided.reading = op
     if action.lens:
-        _need(not (action.matrix or action.pool or action.probe), "a lens of other rows")
-        _need(bool(action.sae) or not op.columns, "a lens of a part")
-        _need(bool(action.sae) or not action.dtype, "a lens of rounded rows")
-        saes, of = frame.read_by_saes, action.sae
-        whole = [(point, of, op.columns) in saes if of else frame.sites.lens_reads(point) for point in op.points]
-        _need(all(whole), "a lens of a point that none reads")
-    _need(action.lens or not action.sae, "an SAE of other rows")
+        _need(not (action.matrix or action.pool or action.probe or action.reader), "a lens of other rows")
+        _need(not op.columns, "a lens of a part")
+        _need(not action.dtype, "a lens of rounded rows")
+        _need(all(map(frame.sites.lens_reads, op.points)), "a lens of a point that none reads")
+    _check_reader(action, op, frame)
     if action.in_step:
         _need(0 < action.pool <= POOLS.index("max") + 1 and not action.dtype, "a step does not pool these rows so")
         rows = {frame.sites.points[point].rows for point in op.points}
@@ -328,6 +318,24 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
     _need(all(stop <= start for stop, start in ends), "positions twice")
+
+
+def _check_reader(action: Keep, op: BoundOp, frame: Frame) -> None:
+    reader = action.reader
+    if reader is None:
+        _need(not action.top, "features with no SAE")
+        return
+    _need(not (action.matrix or action.pool or action.probe), "an SAE of other rows")
+    found = frame.sites.dictionaries.get(reader.name)
+    _need(found is not None and found.card.content == reader.content, f"no SAE {reader.name[:64]!r} of this content")
+    assert found is not None
+    columns, ids = found.at.columns, reader.ids
+    _need(set(op.points) <= {found.at.point}, "an SAE of a point that it does not read")
+    _need(op.columns == (pack_columns(columns) if columns else 0), "an SAE of other columns")
+    _need(reader.first == (columns[0] if columns else 0), "an SAE of other columns")
+    _need(1 <= action.top <= found.card.features, f"{action.top} features")
+    _need(ids is None or len(ids) == action.top, f"ids, not {action.top}")
+    _need(ids is None or all(0 <= each < found.card.features for each in ids), "features that it does not have")
 
 
 def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:

@@ -33,12 +33,13 @@ from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
+from patchclamp.language.values import DTYPES
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.bound import LATCHES, MAX_RANK
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
-from patchclamp.runtime.host_step import Bank, pool_step
+from patchclamp.runtime.host_step import Bank, Encode, Reduced, reduce_step
 from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
@@ -377,8 +378,8 @@ class Drain:
             self._pinned.close()
 
     def retract(self, size: int) -> None:
-        """Give back the last bytes of the last allocation, which the current stream has read."""
-        self._head -= size
+        """Give back the last bytes of the last allocation, which the current stream has read, unless they were sent."""
+        self._head = max(self._head - size, self._unsent)
 
     def _overlaps(self, begin: int, end: int) -> bool:
         """True if a copy of the bytes begin … end−1 may be pending."""
@@ -481,6 +482,7 @@ class CudaStep:
 
     unit = BYTES
     code: fused.CodeRunner | None = None
+    encode: Encode | None = None
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -568,7 +570,7 @@ class CudaStep:
         if bounds is None:
             return self.drain.ring, 0
         begin, end = bounds
-        if begin >= plan.sent:  # it is pooled in the step
+        if begin >= plan.sent:  # it is reduced in the step
             memory, first_byte = self.drain.ring.new_empty(end - begin), 0
         else:
             memory, first_byte, block, offset = self.drain.allocate(end - begin)
@@ -646,8 +648,8 @@ class CudaStep:
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, BufferSlice | None]:
-        """The locations of the step's captures and of its pooled rows on the host."""
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, Reduced | None]:
+        """The locations on the host of the step's captures, and of the results of those that are reduced."""
         upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
         upfront_bytes = self._upfront_bytes
@@ -655,31 +657,33 @@ class CudaStep:
             begin >= upfront_bytes for begin, _ in plan.bounds_of_point.values()
         ):
             raise ModelError("rows that were to be captured did not come by their taps")
-        pooled = self._pool(plan)
+        reduced = self._reduce(plan)
         if not parts:
-            return upfront if plan.sent else None, pooled
+            return upfront if plan.sent else None, reduced
         if upfront is not None:
             parts.append((0, upfront_bytes, upfront.block, upfront.offset))
-        return ScatteredSlices(parts), pooled
+        return ScatteredSlices(parts), reduced
 
-    def _pool(self, plan: StepPlan) -> BufferSlice | None:
-        """Pool rows of the step, and give back the part of the ring that they took."""
-        data = pool_step(plan, lambda region: self._rows_of(plan, region))
+    def _reduce(self, plan: StepPlan) -> Reduced | None:
+        """Pool and encode rows of the step, and give back the part of the ring that they took."""
+        reduced = reduce_step(plan, lambda region: self._rows_of(plan, region), self.encode)
         self._of_taps = {}
         if self._upfront_bytes == plan.size:
             self.drain.retract(plan.size - plan.sent)
-        if data is None:
+        if reduced is None:
             return None
+        data, widths = reduced
         memory, first_byte, block, offset = self.drain.allocate(len(data))
         memory[first_byte : first_byte + len(data)].copy_(data)
-        return BufferSlice(block, offset)
+        return Reduced(BufferSlice(block, offset), widths)
 
     def _rows_of(self, plan: StepPlan, region: int) -> torch.Tensor:
         """The rows [n, W] of a region of the step's captures, on the device."""
         memory, zero = self._of_taps.get(int(plan.layout.point[region]), (self.drain.ring, self._first_byte))
         begin, row = zero + int(plan.base[region]), int(plan.row[region])
         rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
-        return rows.view(torch.float32).view(-1, row // 4)
+        dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
+        return rows.view(dtype).view(-1, row // dtype.itemsize)
 
     def prepare(self) -> None:
         self.drain.prepare()

@@ -5,16 +5,18 @@ N rows · D width · F features · O width of the output · K features asked for
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from patchclamp.errors import CapacityError, MissingSource, ShapeError, unknown
+from patchclamp.errors import CapacityError, MissingSource, unknown
 from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
 from patchclamp.language.sae import EPSILON, SAE, SHAPES
-from patchclamp.plan.bound import BoundOp, Encoded
+from patchclamp.language.values import POOLS
+from patchclamp.plan.bound import BoundOp, Encoded, Keep
 
 MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
 MAX_VALUES, MAX_ROWS = 1 << 27, 1 << 11  # features, and rows, computed at a time
@@ -84,20 +86,27 @@ class DeviceSAE:
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
-def in_parts(rows: Sequence[torch.Tensor], size: int, pinned: bool) -> Iterator[torch.Tensor]:
-    """All rows, `size` at a time, in one tensor that is overwritten: fresh memory would cost more than the copy."""
-    if not rows:
-        return
-    part, filled = torch.empty(size, rows[0].shape[1], dtype=rows[0].dtype, pin_memory=pinned), 0
-    for each in rows:
-        for some in (each[: size - filled], *each[size - filled :].split(size)):
-            part[filled : filled + len(some)] = some
-            filled += len(some)
-            if filled == size:
-                yield part
-                filled = 0
-    if filled:
-        yield part[:filled]
+class Reading:
+    """Reads features by an SAE: the `top` largest of each row, or those of a reader's ids.
+
+    number: of this reading among those that programs use now
+    """
+
+    def __init__(self, number: int, sae: DeviceSAE, reader: FeatureReader, top: int, device: torch.device) -> None:
+        self.number, self._sae, self._top, self._first = number, sae, top, reader.first
+        self._ids = None if reader.ids is None else torch.tensor(reader.ids, device=device)
+
+    def read(self, rows_NW: torch.Tensor) -> torch.Tensor:
+        """The values of the features of each row and then their ids, as the bits of int32, [N, 2K]."""
+        sae, found = self._sae, list[torch.Tensor]()
+        for part_NW in rows_NW.split(min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))):
+            values_NF = sae.encode(part_NW[:, self._first : self._first + sae.width].float())
+            if self._ids is None:
+                values_NK, ids_NK = values_NF.topk(self._top)
+            else:
+                values_NK, ids_NK = values_NF[:, self._ids], self._ids.expand(len(values_NF), -1)
+            found.append(torch.cat([values_NK, ids_NK.int().view(torch.float32)], 1))
+        return torch.cat(found)
 
 
 class Dictionaries:
@@ -109,6 +118,9 @@ class Dictionaries:
         # the parts of the memory: a run under way may still use an SAE that was detached
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
+        # those of programs under way
+        self._readings: weakref.WeakValueDictionary[tuple[FeatureReader, int], Reading] = weakref.WeakValueDictionary()
+        self._numbered: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -162,22 +174,23 @@ class Dictionaries:
             raise MissingSource(f"the SAE {name!r} was detached")
         return found
 
+    def reading(self, keep: Keep) -> Reading:
+        """The reading of a capture's features, which programs share. Raises `MissingSource` for an SAE that was
+        detached."""
+        assert keep.reader is not None
+        key = keep.reader, keep.top
+        if (known := self._readings.get(key)) is not None:
+            return known
+        used = {each.number for each in self._readings.values()}
+        number = next(i for i in itertools.count(len(POOLS) + 1) if i not in used)
+        made = Reading(number, self.of(keep.reader.name, keep.reader.content), *key, self._device)
+        self._readings[key] = self._numbered[number] = made
+        return made
+
     @torch.inference_mode()
-    def read(self, reader: FeatureReader, rows: list[torch.Tensor], top: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and values [N, K] of features of all rows, one after another: the `top` largest, or the reader's."""
-        sae = self.of(reader.name, reader.content)
-        ids = None if reader.ids is None else torch.tensor(reader.ids, device=self._device)
-        found = [(np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))]
-        end = reader.first + sae.width
-        if any(each.shape[1] < end for each in rows):  # projected ones, of a hostile client
-            raise ShapeError(f"the SAE {reader.name!r} reads rows of {end} numbers", "wanted")
-        rows = [each[:, reader.first : end] for each in rows]
-        size = min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))
-        for part_ND in in_parts(rows, size, pinned=self._device.type == "cuda"):
-            values_NF = sae.encode(part_ND.to(self._device).float())
-            best = values_NF.topk(top) if ids is None else (values_NF[:, ids], ids.expand(len(values_NF), -1))
-            found.append((best[1].int().cpu().numpy(), best[0].cpu().numpy()))
-        return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
+    def encode(self, number: int, rows_NW: torch.Tensor) -> torch.Tensor:
+        """The features of rows by the reading of a number (`Reading.read`)."""
+        return self._numbered[number].read(rows_NW)
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
         """The code of a program's `Encoded` ops, by op. Raises `MissingSource` for an SAE that was detached."""

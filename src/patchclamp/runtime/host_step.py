@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,14 +40,31 @@ class Bank:
 POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
 
 
-def pool_step(plan: StepPlan, rows_of: Callable[[int], torch.Tensor]) -> torch.Tensor | None:
-    """The rows that regions are pooled to in a step (`StepPlan.pooled`), side by side as bytes; None without any.
-    `rows_of(region)`: the rows [n, W] of a region."""
-    pooled = [
-        _pool(rows_of(region), plan.count[ranges], int(plan.layout.pool[plan.layout.region_group[region]]))
-        for region, ranges in plan.pooled
-    ]
-    return torch.cat([rows.reshape(-1) for rows in pooled]).view(torch.uint8) if pooled else None
+Encode = Callable[[int, torch.Tensor], torch.Tensor]  # the number of a reading, and rows [n, W]
+
+
+class Reduced(NamedTuple):
+    """The place of what regions are reduced to in a step, and the numbers in a row of each region's results."""
+
+    place: BufferSlice
+    widths: list[int]
+
+
+def reduce_step(
+    plan: StepPlan, rows_of: Callable[[int], torch.Tensor], encode: Encode | None
+) -> tuple[torch.Tensor, list[int]] | None:
+    """The results of the regions that are pooled or encoded in a step (`StepPlan.reduced`), side by side as bytes, and
+    the numbers in a row of each; None without any. `rows_of(region)`: the rows [n, W] of a region."""
+    results = list[torch.Tensor]()
+    for region, how, ranges in plan.reduced:
+        if how <= len(POOLS):
+            results.append(_pool(rows_of(region), plan.count[ranges], how))
+        else:
+            assert encode is not None
+            results.append(encode(how, rows_of(region)))
+    if not results:
+        return None
+    return torch.cat([rows.reshape(-1) for rows in results]).view(torch.uint8), [rows.shape[1] for rows in results]
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
@@ -66,11 +83,13 @@ class Step(Protocol):
     unit: the sizes of captured numbers in plans, `NUMBERS` or `BYTES`
     recording: True while a graph is recorded, so that every tap launches
     code: runs code, by its number, on rows [n, W] at a point and at positions [n]; returns None if it failed
+    encode: reads features of rows [n, W], by the number of the reading
     """
 
     unit: np.ndarray
     recording: bool
     code: fused.CodeRunner | None
+    encode: Encode | None
 
     @property
     def memory(self) -> dict[str, int]:
@@ -88,8 +107,8 @@ class Step(Protocol):
         `failed` will report them."""
         ...
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, BufferSlice | None]:
-        """The locations of the step's captures and of its pooled rows; None if there are none."""
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, Reduced | None]:
+        """The locations of the step's captures, and of the results of those that are reduced; None without any."""
         ...
 
     def prepare(self) -> None:
@@ -123,6 +142,7 @@ class HostStep:
 
     unit, recording = NUMBERS, False
     code: fused.CodeRunner | None = None
+    encode: Encode | None = None
     token_of_row: torch.Tensor | None = None  # the engine's token ids of the step's rows, [R]
 
     @property
@@ -155,17 +175,18 @@ class HostStep:
                      self._bits)  # fmt: skip
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | None, BufferSlice | None]:
+    def end(self, plan: StepPlan) -> tuple[BufferSlice | None, Reduced | None]:
         parts = [(point, slot, flags) for point, late in self._late.items() for slot, flags in late]
         if parts:
             slots = [(int(one), point) for point, slot, _ in parts for one in slot]
             self._arriving.append((slots, Arriving(torch.cat([flags for _, _, flags in parts]))))
-        pooled, sent = pool_step(plan, self._rows_of), self._captures
+        reduced, sent = reduce_step(plan, self._rows_of, self.encode), self._captures
         if plan.sent < plan.size:  # a view would keep the memory of all
             sent = sent[: plan.sent].clone()
-        blocks = (sent.cpu().view(torch.uint8) if plan.sent else None, None if pooled is None else pooled.cpu())
-        captured, rows = (None if data is None else BufferSlice(HostBlock(data), 0) for data in blocks)
-        return captured, rows
+        captured = BufferSlice(HostBlock(sent.cpu().view(torch.uint8)), 0) if plan.sent else None
+        if reduced is None:
+            return captured, None
+        return captured, Reduced(BufferSlice(HostBlock(reduced[0].cpu()), 0), reduced[1])
 
     def _rows_of(self, region: int) -> torch.Tensor:
         """The rows [n, W] of a region of the step's captures."""

@@ -33,7 +33,7 @@ from patchclamp.plan.bound import Action, Blend, Factored, Keep, Noisy, RunCode,
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.dictionaries import Dictionaries
+from patchclamp.runtime.dictionaries import Dictionaries, Reading
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
 from patchclamp.sites import Shard, SiteMap, View
@@ -325,12 +325,14 @@ class _InstalledProgram(msgspec.Struct):
 
     slot: 0 if it could not be installed
     token_bytes: the most bytes that it captures per token
+    readings: the features that it reads, which it keeps alive
     """
 
     run: str
     slot: int
     token_bytes: int
     receipt: str
+    readings: list[Reading] = []
 
 
 class Arrival(NamedTuple):
@@ -347,13 +349,14 @@ class _Local(NamedTuple):
 
     ops: the program's ops, at the local points
     addresses: the (offset, width) of the rows of their keys in the bank
-    token_bytes: as in `_InstalledProgram`
+    token_bytes, readings: as in `_InstalledProgram`
     """
 
     arrival: Arrival
     ops: Sequence[BoundOp]
     addresses: Mapping[str, tuple[int, int]]
     token_bytes: int
+    readings: list[Reading]
 
 
 class Runtime:
@@ -405,7 +408,7 @@ class Runtime:
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
         self.monitor: AtWork | None = None  # reads the rows of every step
         self.step: Step = HostStep(self.table, self.bank)
-        self.step.code = self.run_code
+        self.step.code, self.step.encode = self.run_code, self.dictionaries.encode
 
     # -- vectors and results, between steps
 
@@ -574,8 +577,19 @@ class Runtime:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
-        ops = self._with_encoders(arrival.bound.run, ops)
-        return _Local(arrival, ops, self.resident.addresses(ops, arrival.placement, vectors, remote), token_bytes)
+        readings = list[Reading]()
+        ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
+        addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
+        return _Local(arrival, ops, addresses, token_bytes, readings)
+
+    def _with_reading(self, op: BoundOp, readings: list[Reading]) -> BoundOp:
+        """The op; a capture of features with the number of its reading, which is added to `readings`."""
+        if not isinstance(op.action, Keep) or op.action.reader is None:
+            return op
+        readings.append(self.dictionaries.reading(op.action))
+        return msgspec.structs.replace(
+            op, action=msgspec.structs.replace(op.action, pool=readings[-1].number, in_step=True)
+        )
 
     def _with_encoders(self, run: str, ops: Sequence[BoundOp]) -> Sequence[BoundOp]:
         """The ops, with the edits that run a whole encoder as code of this worker."""
@@ -598,7 +612,7 @@ class Runtime:
         placements = [local.arrival.placement for local in alike]
         slots = np.array([placement.slot for placement in placements])
         self.table.install_alike(records, counts, slots, np.array([placement.record for placement in placements]))
-        for (request, bound, placement, receipt), _, _, token_bytes in alike:
+        for (request, bound, placement, receipt), _, _, token_bytes, readings in alike:
             if request in self._slot_of:  # installed before another program's error
                 continue
             if any(op.kind == CAPTURE for op in bound.ops):
@@ -606,7 +620,7 @@ class Runtime:
             if token_bytes:
                 self.step.prepare()
                 self._token_bytes[token_bytes] += 1
-            self._admitted[request] = _InstalledProgram(bound.run, placement.slot, token_bytes, receipt)
+            self._admitted[request] = _InstalledProgram(bound.run, placement.slot, token_bytes, receipt, readings)
             self._slot_of[request] = placement.slot
             # count ops of all pipeline stages: code with taps may differ from stock's in the last bits, and the results
             # of a request's batchmates must not depend on the stage
@@ -804,14 +818,15 @@ class Runtime:
     def end(self) -> None:
         """Pass the step's captures to the store."""
         plan, self.plan = self.plan, None
-        captured, pooled = (None, None) if plan is None else self.step.end(plan)
+        captured, reduced = (None, None) if plan is None else self.step.end(plan)
         if captured is not None:
             chunk = self.continuity.captured(captured, self._run_of_slot)
             if chunk is not None:
                 self.store.add(chunk)
-        if plan is not None and pooled is not None:
-            table = plan.pooled_table(self._run_of_slot[plan.layout.slot], self.continuity.steps)
-            self.store.add(CaptureChunk([pooled], int(table["row_bytes"].sum()), StoredTable(table)))
+        if plan is not None and reduced is not None:
+            table = plan.reduced_table(self._run_of_slot[plan.layout.slot], self.continuity.steps, reduced.widths)
+            size = int((table["count"] * table["row_bytes"]).sum())
+            self.store.add(CaptureChunk([reduced.place], size, StoredTable(table)))
 
 
 def fits(shape: Sequence[int], width: int) -> bool:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from safetensors import SafetensorError
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, PackedTokens, Part, Wanted, decode, receipt_of
+from patchclamp.engines.base import ABORTED, MAX_SCORES, Answer, Carried, PackedTokens, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
 from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.engines.weights import checked_layers
@@ -152,22 +152,18 @@ async def lens(request: Request) -> Response:
             f"expected a matrix [{sites.d_model}, {sites.d_model}], got {list(asked.translator.matrix.shape)}",
             "translator"
         )  # fmt: skip
-    return await _tops(front, owner, "lens", asked.wanted, asked.top, asked.translator)
-
-
-@router.post("/features")
-async def features(request: Request) -> Response:
-    """Returns features of captured rows, as msgpack."""
-    front, owner = caller(request)
-    asked = await _read(request, wire.FeaturesWanted)
-    dictionary, ids = _dictionary(front, asked.reader.name, asked.reader.ids or ()), asked.reader.ids
-    most = min(MAX_TOP, dictionary.card.features) if ids is None else len(ids)
-    if not 1 <= asked.top <= most or (ids is not None and asked.top < most):
-        raise ProgramError(f"expected 1 to {MAX_TOP} features, or as many as ids, got {asked.top}", "top")
-    first, _ = dictionary.at.columns or (0, 0)
-    if asked.reader.first != first or any(point != dictionary.at.point for _, point, *_ in asked.wanted):
-        raise ProgramError(f"expected rows of {dictionary.card.at}", "wanted")
-    return await _tops(front, owner, "features", asked.wanted, asked.top, asked.reader)
+    for name, *_ in asked.wanted:
+        _check_owned(owner, name)
+    # a step of all requests waits for the call
+    engine = front.engine
+    rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
+    if not asked.wanted or rows > LENS_ROWS + most:
+        raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
+    tokens = await engine.lens_async(asked.wanted, asked.top, asked.translator)
+    positions, ids, values = zip(*tokens, strict=True)
+    parts = (np.concatenate(arrays).tobytes() for arrays in (ids, values))
+    found = PackedTokens([each.tobytes() for each in positions], *parts)
+    return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")
 
 
 @router.post("/dictionary")
@@ -188,20 +184,6 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
     if len(ids) > MAX_FEATURES or not all(0 <= each < known[name].card.features for each in ids):
         raise ProgramError(f"expected at most {MAX_FEATURES} ids below {known[name].card.features}", "ids")
     return known[name]
-
-
-async def _tops(front: Front, owner: str, verb: str, wanted: list[Wanted], top: int, by: Any) -> Response:
-    """Read captured rows of an owner. Their number is limited, because a step of all requests waits for the call."""
-    for name, *_ in wanted:
-        _check_owned(owner, name)
-    engine = front.engine
-    rows, most = sum(len(each.positions) for each in await engine.measure(wanted)), engine.model.max_model_len
-    if not wanted or rows > LENS_ROWS + most:
-        raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
-    positions, ids, values = zip(*await engine.read_rows(verb, wanted, top, by), strict=True)
-    parts = (np.concatenate(arrays).tobytes() for arrays in (ids, values))
-    found = PackedTokens([each.tobytes() for each in positions], *parts)
-    return Response(msgspec.msgpack.encode(found), media_type="application/msgpack")
 
 
 @router.post("/free")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
+from patchclamp.errors import ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Capture, Probe, Site
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, prompt, read_tokens
@@ -29,7 +29,7 @@ from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.plots.style import percent
 from patchclamp.run import Run
 from patchclamp.studies import inputs
-from patchclamp.studies.harvest import Filters, Harvested, HarvestResult
+from patchclamp.studies.harvest import Filters, Harvested, as_harvested
 from patchclamp.studies.harvest.shards import INDEX_COLUMNS
 from patchclamp.studies.linear_fit import auroc, fit_rows, sigmoid, split_folds
 from patchclamp.studies.study import (
@@ -223,15 +223,6 @@ class Examples(NamedTuple):
     path: str
 
 
-def _harvested(value: Any, path: str) -> Harvested:
-    if isinstance(value, HarvestResult):
-        value = value.folder
-    try:
-        return value if isinstance(value, Harvested) else Harvested(value)
-    except PatchclampError as error:
-        raise type(error)(error.message, path) from None
-
-
 def _labels(value: Any, path: str) -> Any:
     """The name of a column, or a list of numbers and texts."""
     labels = value if isinstance(value, str) else [as_plain(one) for one in as_items(value, path)]
@@ -275,7 +266,7 @@ class FitProbe(Study):
     order."""
     prompts: inputs.PromptFile = None
     """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
-    harvest: Annotated[Any, Arg(_harvested, served=False)] = None
+    harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
     """Harvest to use instead of prompts: its folder or its reader. It needs no model: `run(None)`."""
     positive_label: Annotated[Any, Arg()] = None
     """Label of the positive class; by default the larger one: True, 1, or the later text of the alphabet."""

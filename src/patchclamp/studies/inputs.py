@@ -19,6 +19,7 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SITES, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -511,6 +512,14 @@ def as_texts(texts: Any, path: str) -> list[str]:
     return [as_text(text, f"{path}[{i}]") for i, text in enumerate(as_items(texts, path))]
 
 
+def as_feature_numbers(ids: Any, path: str) -> list[int]:
+    """Distinct features of an SAE, by number."""
+    numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
+    if len(set(numbers)) < len(numbers):
+        raise ProgramError(f"expected different features, got {numbers}", path)
+    return numbers
+
+
 def as_float(value: Any, path: str) -> float:
     """`as_number`, with the path on its errors."""
     try:
@@ -638,28 +647,35 @@ def as_sae(sae: Any, path: str) -> SAE | str:
 
 
 @contextlib.contextmanager
-def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
-    """An SAE, attached for as long as this lasts, unless it is attached there already. Of a server's, known by its name
-    alone, the numbers are missing in a client: `ProgramError`."""
+def placed_sae(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[Dictionary]:
+    """An SAE, attached for as long as this lasts, unless it is attached there already."""
     known = lm.sites.dictionaries
     if isinstance(sae, str):
         if sae not in known:
             raise unknown("attached SAE", sae, known, "sae")
-        if (own := known[sae].sae) is None:
-            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
-                               " or run the study on the server", "sae")  # fmt: skip
-        yield own, known[sae]
+        yield known[sae]
         return
     for one in known.values():
         if one.card.content == sae.content and str(at or sae.site or one.card.at) == one.card.at:
-            yield sae, one
+            yield one
             return
     name = f"study-{sae.content[:16]}"
     lm.attach(sae, at, name=name)
     try:
-        yield sae, known[name]
+        yield known[name]
     finally:
         lm.detach(name)
+
+
+@contextlib.contextmanager
+def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
+    """The same, with the numbers. Of a server's, known by its name alone, a client does not have them:
+    `ProgramError`."""
+    with placed_sae(lm, sae, at) as where:
+        if (own := where.sae if isinstance(sae, str) else sae) is None:
+            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
+                               " or run the study on the server", "sae")  # fmt: skip
+        yield own, where
 
 
 def lines_of(file: Path) -> list[str]:
@@ -705,6 +721,8 @@ Subject = Annotated[Any, Arg()]
 Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
 SiteField = Annotated[Any, Arg()]
 SAEField = Annotated[Any, Arg(as_sae, sae_of)]
+FeatureIds = Annotated[Any, Arg(as_feature_numbers, int, many=True, option="feature")]
+Kept = Annotated[int, Arg(functools.partial(check_whole, least=1, most=MAX_TOP))]
 Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
 Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
 Frozen = Annotated[Any, Arg(_frozen, many=True)]

@@ -1,49 +1,32 @@
-"""Features of a data set, on disk, and the contexts in which a feature of a sparse autoencoder is largest.
+"""The contexts of a data set in which a feature of a sparse autoencoder is largest.
 
-The active features of every token are written to Parquet files, with the columns document, position, token_id, feature
-and value, in the order of the documents. A file is complete or missing, so a stopped run continues at the next one.
-Contexts are then read from the files: the same study with other `features` runs nothing again.
+They are read from a harvest of features, which the study makes if it is not given one. The same study with other
+`features` runs nothing again.
 
 Source: Bricken et al. 2023, "Towards monosemanticity"; Bills et al. 2023, "Language models can explain neurons".
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
 from patchclamp.language import Features
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_file, as_items
+from patchclamp.language.values import as_file
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
-from patchclamp.run import FeaturesResult, Run
-from patchclamp.store.system import write_whole
 from patchclamp.studies import inputs
-from patchclamp.studies.harvest.recipe import TokenizedDocuments, documents_of, needed, read_tokens
-from patchclamp.studies.study import (
-    Arg,
-    Study,
-    StudyResult,
-    json_of,
-    model_identity,
-    progress,
-    provenance,
-    recorded_runs,
-)
+from patchclamp.studies.harvest import Harvest, Harvested, as_harvested
+from patchclamp.studies.harvest.recipe import StoredFeatures, TokenizedDocuments
+from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, provenance
 
 if TYPE_CHECKING:
     import pandas
-
-
-SHARD_PROMPTS = 4096  # in a file
 
 
 class FeatureContext(PublicStruct, frozen=True):
@@ -60,17 +43,19 @@ class FeatureContext(PublicStruct, frozen=True):
 
 class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`contexts` of every feature, by its value, largest first. `density` [features]: the share of tokens at which each
-    of the chosen `features` is among those kept. `folder` has the Parquet files of all features."""
+    of the chosen `features` is among those kept. `folder` has the harvest, and in it the features of all tokens under
+    `name`."""
 
     folder: str
     sae: str
+    name: str
     features: tuple[int, ...]
     density: np.ndarray
     contexts: tuple[FeatureContext, ...]
 
     def table(self) -> Any:
         """All features of all tokens, as a `pyarrow.Table`: document, position, token_id, feature, value."""
-        return needed("pyarrow.parquet").read_table(self.folder)
+        return Harvested(self.folder).features(self.name)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per context: feature, value, document, position, token and text."""
@@ -111,12 +96,9 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<TopContextsResult {len(self.contexts)} contexts of {len(self.features)} features, in {self.folder}>"
 
 
-def _ids(ids: Any, path: str) -> list[int]:
-    return [inputs.check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
-
-
 class TopContexts(Study):
-    """Write the active features of a data set to disk, and show the contexts in which some are largest.
+    """Show the contexts of a data set in which some features are largest, from a harvest of features, made if it is not
+    given.
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, and the error of any run.
     """
@@ -126,15 +108,17 @@ class TopContexts(Study):
 
     sae: inputs.SAEField
     """An SAE, or the name of an attached one; on the command line also its folder or file."""
-    documents: Annotated[Any, Arg(served=False)]
+    documents: Annotated[Any, Arg(served=False)] = None
     """Documents, as a harvest takes them: a file of text, JSON lines or Parquet, or a list of texts or token ids."""
-    folder: Annotated[Any, Arg(as_file, served=False)]
-    """Parent of the data set's folder, whose name is the hash of everything that its numbers depend on."""
-    features: Annotated[Any, Arg(_ids, int, many=True, option="feature")] = ()
+    folder: Annotated[Any, Arg(as_file, served=False)] = None
+    """Parent of the folder of the harvest of these documents."""
+    harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
+    """Harvest with features of the SAE, instead of documents: its folder or its reader. Nothing is run."""
+    features: inputs.FeatureIds = ()
     """Features to show contexts of."""
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not say it."""
-    kept: inputs.Positive = 32
+    kept: inputs.Kept = 32
     """Largest features of each token to write, at most 128."""
     contexts: inputs.Positive = 10
     """Contexts of each feature."""
@@ -145,46 +129,56 @@ class TopContexts(Study):
     context: inputs.OptionalCount = None
     """Maximum prompt length in tokens; the limit of the model by default. Longer documents are split."""
 
-    def _run(self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None) -> TopContextsResult:
-        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
-        tokens = read_tokens(lm, documents_of(self.documents, self.column), self.context, "split")
-        with inputs.attached(lm, self.sae, self.at) as (sae, where):
-            if self.features and max(self.features) >= sae.n_features:
-                raise ProgramError(f"expected features below {sae.n_features}, got {max(self.features)}", "features")
-            made = {"made": msgspec.to_builtins(provenance(lm)), "weights": model_identity(lm)[1]}
-            question = {**made, "documents": tokens.digest, "sae": sae.content, "at": where.card.at, "kept": self.kept}
-            name = hashlib.sha256(json_of(question).encode()).hexdigest()[:16]
-            place, prompts = Path(self.folder) / name, len(tokens.prompts) - 1
-            place.mkdir(parents=True, exist_ok=True)
-            read = Features(where.card.name, top=min(self.kept, sae.n_features))
-
-            def call(which: Sequence[int]) -> dict[str, Any]:
-                return {"prompt": [tokens.prompt(i) for i in which], "max_tokens": 1, "capture": [read]}
-
-            def found(runs: Sequence[Run], _: Sequence[int]) -> list[FeaturesResult]:
-                lm.lens(runs)
-                return [run.features[read.name] for run in runs]
-
-            with progress("reading features", prompts, show_progress, "prompts") as advance:
-                for number, first in enumerate(range(0, prompts, SHARD_PROMPTS)):
-                    path, content = place / f"features-{number:05d}.parquet", io.BytesIO()
-                    here = range(first, min(first + SHARD_PROMPTS, prompts))
-                    if path.exists():
-                        advance(len(here))
-                        continue
-                    results = recorded_runs(lm, None, here, call, found, FeaturesResult, advance, batch)
-                    parquet.write_table(arrow.table(_columns(tokens, here, results)), content, compression="zstd")
-                    write_whole(path, content.getvalue())
-        contexts, density = list[FeatureContext](), list[float]()
+    def _run(
+        self, lm: LM, *, batch_tokens: inputs.OptionalCount = None, show_progress: inputs.Progress = None
+    ) -> TopContextsResult:
+        if self.harvest is None:
+            data, stored = self._harvest(lm, batch_tokens, show_progress)
+        else:
+            data, stored = self.harvest, self._stored(lm)
         for feature in self.features:
-            active = parquet.read_table(place, filters=[("feature", "=", feature)])
-            density.append(len(active) / len(tokens.ids))
-            where_active = tokens.documents[active["document"].to_numpy()] + active["position"].to_numpy()
-            contexts += self._contexts(lm, tokens, feature, where_active, active["value"].to_numpy())
+            if feature >= stored.count or (stored.ids is not None and feature not in stored.ids):
+                known = stored.ids or f"below {stored.count}"
+                raise ProgramError(f"expected features {known}, got {feature}", "features")
+        contexts, density, tokens = list[FeatureContext](), list[float](), data.documents
+        active = data.features(stored.name, self.features)
+        places = tokens.documents[active["document"].to_numpy()] + active["position"].to_numpy()
+        for feature in self.features:
+            here = active["feature"].to_numpy() == feature
+            density.append(here.sum() / len(data))
+            contexts += self._contexts(lm, tokens, feature, places[here], active["value"].to_numpy()[here])
         return TopContextsResult(
-            provenance=provenance(lm), folder=str(place), sae=repr(sae), features=tuple(self.features),
-            density=np.array(density), contexts=tuple(contexts),
+            provenance=provenance(lm), folder=str(data.folder), sae=str(self.sae), name=stored.name,
+            features=tuple(self.features), density=np.array(density), contexts=tuple(contexts),
         )  # fmt: skip
+
+    def _harvest(self, lm: LM, batch_tokens: int | None, show: Any) -> tuple[Harvested, StoredFeatures]:
+        """Harvest the documents' features."""
+        if self.documents is None or self.folder is None:
+            raise ProgramError("expected documents and a folder, or a harvest", "documents")
+        with inputs.placed_sae(lm, self.sae, self.at) as where:
+            read = Features(where.card.name, top=min(self.kept, where.card.features))
+            made = Harvest(documents=self.documents, folder=self.folder, sites=[read], column=self.column,
+                           context=self.context, overlong="split")  # fmt: skip
+            data = made.run(lm, batch_tokens=batch_tokens, show_progress=show).open()
+        return data, data.stored_features(read.name)
+
+    def _stored(self, lm: LM) -> StoredFeatures:
+        """The features of the SAE in the given harvest."""
+        for name in ("documents", "folder", "at", "kept", "column", "context"):
+            if getattr(self, name) is not self.fields()[name].default:
+                raise ProgramError("a harvest has chosen it: leave it out", name)
+        data: Harvested = self.harvest
+        if (model := data.manifest.recipe.model) != model_identity(lm)[0]:
+            raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {model}", "harvest")
+        if data.missing:
+            raise ProgramError(f"{len(data.missing)} shards are missing: run the harvest again", "harvest")
+        if isinstance(self.sae, str):
+            return data.stored_features(self.sae)
+        for one in data.manifest.recipe.features:
+            if one.sae == self.sae.content:
+                return one
+        raise ProgramError(f"{data.folder} has no features of this SAE", "sae")
 
     def _contexts(
         self, lm: LM, tokens: TokenizedDocuments, feature: int, places: np.ndarray, values: np.ndarray
@@ -209,24 +203,8 @@ class TopContexts(Study):
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data; of documents that are not in a file, only their type."""
-        file = isinstance(self.documents, (str, Path))
-        return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
+        documents = self.documents if isinstance(self.documents, (str, Path)) else type(self.documents).__name__
+        return super().to_dict() | ({} if self.documents is None else {"documents": str(documents)})
 
 
 top_contexts: Callable[..., TopContextsResult] = TopContexts.short_form("top_contexts")
-
-
-def _columns(tokens: TokenizedDocuments, prompts: range, results: Sequence[FeaturesResult]) -> dict[str, np.ndarray]:
-    """The columns of a file: the active features of some prompts."""
-    places, features, values = [], [], []
-    for prompt, found in zip(prompts, results, strict=True):
-        row, rank = np.nonzero(found.values)
-        places.append(tokens.prompts[prompt] + np.array(found.positions)[row])
-        features.append(found.ids[row, rank])
-        values.append(found.values[row, rank])
-    place = np.concatenate(places)
-    document = tokens.document_of(place)
-    return {
-        "document": document, "position": (place - tokens.documents[document]).astype(np.int32),
-        "token_id": tokens.ids[place], "feature": np.concatenate(features), "value": np.concatenate(values),
-    }  # fmt: skip

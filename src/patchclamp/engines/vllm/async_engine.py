@@ -36,7 +36,6 @@ from patchclamp.engines.vllm.frontend import (
 )
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, as_patchclamp_error
-from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -90,10 +89,7 @@ class AsyncEngine(VllmFrontEnd):
         return self._wait(self._fetch("fetch", wanted))
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
-        return self._wait(self.read_rows("lens", wanted, top, translator))
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        return self._wait(self.read_rows("features", wanted, top, reader))
+        return self._wait(self.lens_async(wanted, top, translator))
 
     def release(self, runs: list[str]) -> None:
         self._soon(lambda: self._release(runs))
@@ -402,12 +398,12 @@ class AsyncEngine(VllmFrontEnd):
 
         return await self._of_cores(wanted, measure)
 
-    async def read_rows(self, verb: str, wanted: list[Wanted], top: int, by: Any) -> list[TopTokens]:
-        """Like `lens_many` or `features_many`, by a translator or a reader."""
-        encoded = msgspec.msgpack.encode(by)
+    async def lens_async(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
+        """Like `lens_many`."""
+        encoded = msgspec.msgpack.encode(translator)
 
         async def read(core: int, some: list[Wanted]) -> list[TopTokens]:
-            return top_tokens_of(await self.ask(verb, some, top, encoded, only=core), top)
+            return top_tokens_of(await self.ask("lens", some, top, encoded, only=core), top)
 
         return await self._of_cores(wanted, read)
 

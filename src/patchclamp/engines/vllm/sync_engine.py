@@ -62,7 +62,6 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.weights import join_shards
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
-from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Translator
 from patchclamp.runtime import Limits
 
@@ -139,15 +138,9 @@ class VllmEngine(VllmFrontEnd):
         return gathered
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
-        return self._read_rows("lens", wanted, top, translator)
-
-    def features_many(self, wanted: list[Wanted], reader: FeatureReader, top: int) -> list[TopTokens]:
-        return self._read_rows("features", wanted, top, reader)
-
-    def _read_rows(self, verb: str, wanted: list[Wanted], top: int, by: Any) -> list[TopTokens]:
         def ask() -> list[Any]:
             self._check_awake()
-            return self._ask(verb, wanted, top, msgspec.msgpack.encode(by))
+            return self._ask("lens", wanted, top, msgspec.msgpack.encode(translator))
 
         return top_tokens_of(self._call(ask).result(), top)
 

@@ -30,7 +30,7 @@ from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
 from patchclamp.engines.vllm.server import loaded_saes
 from patchclamp.engines.weights import Shard, read_weight, shard_of
 from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
-from patchclamp.language.dictionaries import FeatureReader, of_file
+from patchclamp.language.dictionaries import of_file
 from patchclamp.language.ops import Translator
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
@@ -524,31 +524,16 @@ class Attached:
             raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)
 
-        def read(rows: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray] | None:
-            return top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
-
-        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
-        try:
-            return self._read_rows(wanted, read)
-        finally:
-            self._awaits_logits = awaits
-
-    def do_features(self, wanted: list[Wanted], top: int, reader: bytes) -> tuple[list[bytes], bytes, bytes] | None:
-        """Return the positions of captures, and the ids and values of features of all their rows, by an attached SAE.
-        `reader`: as msgpack."""
-        by = msgspec.msgpack.decode(reader, type=FeatureReader)
-        return self._read_rows(wanted, lambda rows: self.runtime.dictionaries.read(by, rows, top))
-
-    def _read_rows(
-        self, wanted: list[Wanted], read: Callable[[list[torch.Tensor]], tuple[np.ndarray, np.ndarray] | None]
-    ) -> tuple[list[bytes], bytes, bytes] | None:
-        """Call `read` with the rows of captures, on every worker."""
-
         def fetch(some: list[Wanted]) -> list[Captured]:
             return [*tensors_of(self.runtime.store.find(some))]
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
-        found = read([torch.as_tensor(rows) for _, rows in captured])
+        rows = [torch.as_tensor(rows) for _, rows in captured]
+        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
+        try:
+            found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
+        finally:
+            self._awaits_logits = awaits
         if found is None:
             return None
         return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()

@@ -21,9 +21,17 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.errors import (
+    CapacityError,
+    NotFinite,
+    PatchclampError,
+    ProgramError,
+    ShapeError,
+    UnsupportedSite,
+    unknown,
+)
 from patchclamp.grade import Pace
-from patchclamp.language import Capture, Vector
+from patchclamp.language import Capture, Features, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Range, Tokens, every
 from patchclamp.language.values import as_array, as_dtype, as_file, as_flag
@@ -32,12 +40,13 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.system import write_whole
 from patchclamp.store.tensors import ARRAYS, overflowed, to_dtype
-from patchclamp.studies.harvest.harvested import COLUMNS, DOCUMENTS, MANIFEST, Harvested
+from patchclamp.studies.harvest.harvested import COLUMNS, DOCUMENTS, MANIFEST, Harvested, as_harvested
 from patchclamp.studies.harvest.recipe import (
     Filters,
     HarvestPlan,
     Manifest,
     Recipe,
+    StoredFeatures,
     StoredSite,
     documents_of,
     make_plan,
@@ -59,7 +68,7 @@ from patchclamp.studies.inputs import Flag, OptionalText, Progress, PythonOnly, 
 from patchclamp.studies.sources import width_of
 from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
 
-__all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "harvest"]
+__all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "as_harvested", "harvest"]
 
 SHARD_ROWS = 131_072
 MAX_PROJECTED = 256  # rows of a matrix on the device: with more, the host is faster
@@ -143,7 +152,7 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """The result of a harvest.
 
     folder: of the data set, named by the hash of its recipe
-    sites, dtype: of the stored rows
+    sites, dtype: of the stored rows · features: the names of the SAEs whose features are stored
     documents, tokens: of the whole data set; cut_tokens: those that were cut off
     rows: of the whole data set, before caps on norms; ran: tokens that this call ran
     complete: True if all parts exist
@@ -151,6 +160,7 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     folder: str
     sites: tuple[str, ...]
+    features: tuple[str, ...] = ()
     dtype: str
     documents: int
     tokens: int
@@ -159,9 +169,14 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
     ran: int
     complete: bool
 
+    @property
+    def what(self) -> str:
+        """The stored sites and features."""
+        return ", ".join([*self.sites, *(f"features of {name}" for name in self.features)])
+
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
-        return f"<HarvestResult of {', '.join(self.sites)}: {self.rows} rows{state}, in {self.folder}>"
+        return f"<HarvestResult of {self.what}: {self.rows} rows{state}, in {self.folder}>"
 
     def open(self) -> Harvested:
         """Open the data set for reading."""
@@ -212,7 +227,7 @@ class Harvest(Study):
     folder: Annotated[Any, Arg(as_file, served=False)]
     """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on."""
     sites: Sites
-    """Sites to keep, as `capture=` takes them; each layer is a site of its own."""
+    """Sites to keep, as `capture=` takes them, and `Features` of attached SAEs; each layer is a site of its own."""
     column: OptionalText = None
     """Field or column with the documents; text by default."""
     keep: Annotated[Any, Arg(_kept_columns, many=True)] = ()
@@ -258,7 +273,13 @@ class Harvest(Study):
         reductions = _reductions(lm, self.sites, self.project, self.sums, filters.caps_norms)
         if self.parts is not None and self.parts < machines:
             raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
+        features = _features(lm, self.sites)
+        if features and self.sums:
+            raise ProgramError("features are of tokens, and have no sum over a document", "sums")
+        if not reductions and (filters.caps_norms or self.project is not None):
+            raise ProgramError("caps on norms and projections are of rows: add a site", "sites")
         row_bytes = sum(one.site.width for one in reductions) * ARRAYS[self.dtype].itemsize
+        row_bytes += sum(4 * one.filling.width for one in features)
         kept: list[tuple[Any, ...]] = []
         documents = documents_of(self.documents, self.column, self.keep, kept)
         plan = make_plan(
@@ -266,10 +287,11 @@ class Harvest(Study):
             lambda rows: parts_for(rows, row_bytes, machines) if self.parts is None else self.parts,
         )  # fmt: skip
         columns = dict(zip(self.keep, map(list, zip(*kept, strict=True)), strict=True)) if self.keep else {}
-        manifest = self._manifest(lm, plan, reductions, filters, columns)
+        manifest = self._manifest(lm, plan, reductions, features, filters, columns)
         place = _write_plan(Path(self.folder), manifest, plan, columns)
         if batch_tokens is None:
             captured = [one.site.captured * (4 if one.changes else ARRAYS[self.dtype].itemsize) for one in reductions]
+            captured += [4 * width_of(lm, lm.sites.dictionaries[one.name].at) for one in features]
             batch_tokens = min(max(BATCH_BYTES // sum(captured), LEAST_TOKENS), MOST_TOKENS)
         job = _HarvestJob(lm, plan, manifest, place, reductions, batch_tokens)
         ran = job.run(range(machine, plan.parts, machines), checkpoint_bytes, show_progress)
@@ -277,13 +299,14 @@ class Harvest(Study):
         data.write_statistics()
         return HarvestResult(
             provenance=provenance(lm, (self.seed,)), folder=str(place), sites=tuple(data.sites), dtype=self.dtype,
-            documents=manifest.documents, tokens=manifest.tokens, cut_tokens=manifest.cut_tokens,
-            rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
+            features=tuple(one.name for one in features), documents=manifest.documents, tokens=manifest.tokens,
+            cut_tokens=manifest.cut_tokens, rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
         )  # fmt: skip
 
     def _manifest(
-        self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], filters: Filters, columns: dict[str, Any]
-    ) -> Manifest:
+        self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], features: tuple[StoredFeatures, ...],
+        filters: Filters, columns: dict[str, Any],
+    ) -> Manifest:  # fmt: skip
         model, weights = model_identity(lm)
         tokens = plan.tokens
         recipe = Recipe(
@@ -292,6 +315,7 @@ class Harvest(Study):
             dtype=self.dtype, sums=self.sums, filters=filters, seed=self.seed, parts=plan.parts,
             shard_rows=self.shard_rows,
             columns=hashlib.sha256(json.dumps(columns, default=str).encode()).hexdigest() if columns else "",
+            features=features,
         )  # fmt: skip
         return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
 
@@ -308,6 +332,8 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
     """Every site of every layer, once. Norm caps need whole rows on the host, which rules out projected captures."""
     matrices: dict[SiteRef, np.ndarray | None] = {}
     for number, text in enumerate(sites):
+        if isinstance(text, Features):
+            continue
         try:
             refs = lm.sites.resolve(parse_site(text))
         except PatchclampError as error:
@@ -328,6 +354,26 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
         site = StoredSite(str(ref), stored, stored if ref in device else width, _digest(matrix))
         reductions.append(SiteReduction(site, matrix, ref in device, sums))
     return reductions
+
+
+def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
+    """The features among the sites, of attached SAEs."""
+    stored: dict[str, StoredFeatures] = {}
+    for number, op in enumerate(sites):
+        path = f"sites[{number}]"
+        if not isinstance(op, Features):
+            continue
+        if op.tokens != every:
+            raise ProgramError("filters choose the tokens of a harvest", f"{path}.tokens")
+        if op.name in stored:
+            raise ProgramError(f"the features of {op.name!r} are there twice", f"{path}.name")
+        if op.name not in lm.sites.dictionaries:
+            raise unknown("attached SAE", op.name, lm.sites.dictionaries, f"{path}.name")
+        card = lm.sites.dictionaries[op.name].card
+        if (most := max(op.ids) + 1 if op.ids else op.top or 0) > card.features:
+            raise ProgramError(f"{op.name!r} has {card.features} features, got {most}", path)
+        stored[op.name] = StoredFeatures(op.name, card.content, card.at, card.dtype, card.features, op.top, op.ids)
+    return tuple(stored.values())
 
 
 def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[SiteRef]:
@@ -429,7 +475,8 @@ class _HarvestJob:
 
     def _calls(self, unsealed: list[int]) -> Iterator[dict[str, Any]]:
         """The calls that run every batch, part by part."""
-        captures = [one.capture(self._tokens, self._recipe.dtype) for one in self._reductions]
+        captures = [*(one.capture(self._tokens, self._recipe.dtype) for one in self._reductions),
+                    *(one.op(self._tokens) for one in self._recipe.features)]  # fmt: skip
         for number in unsealed:
             part = PartWriter(self._place, self._recipe, self._plan.tokens, self._plan.part(number))
             self._parts = [*(one for one in self._parts if one.is_open), part]
@@ -456,7 +503,7 @@ class _HarvestJob:
     def _rows(
         self, part: PartWriter, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
     ) -> Iterator[list[np.ndarray]]:
-        """The rows of some prompts, site by site. Runs are closed at the end."""
+        """The rows of some prompts, site by site, then features. Runs are closed at the end."""
         kept = [self._kept(part.part.prompts[i]) for i in prompts]
         norms = []
         if self._recipe.norms is not None:
@@ -474,6 +521,10 @@ class _HarvestJob:
                     raise NotFinite(f"{one.site.name} has numbers above 65,504, the largest of float16: store bfloat16 "
                                     "or float32", "dtype").under(self._document(part, i))  # fmt: skip
             yield blocks
+        for one in self._recipe.features:
+            found = [run.features[one.name] for run in runs]
+            yield [np.hstack([each.ids[which].view(np.float32), each.values[which]])
+                   for each, which in zip(found, kept, strict=True)]  # fmt: skip
         if norms:
             yield norms
         for run in runs:
@@ -485,14 +536,21 @@ class _HarvestJob:
         return f"document {int(self._plan.tokens.document_of(first))}"
 
     def _fetch(self, part: PartWriter, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
-        """The rows of every run by site. Raises the error of the document whose rows overflow."""
+        """The rows of every run by site; features are read as well. Raises the error of the document whose rows
+        overflow."""
         sites = [one.site.name for one in self._reductions]
+
+        def fetch(some: list[Run]) -> list[dict[str, Any]]:
+            if self._recipe.features:
+                self._lm.lens(some)
+            return list(self._lm.fetch(some, sites, copy=False)) if sites else [{} for _ in some]
+
         try:
-            return list[dict[str, Any]](self._lm.fetch(runs, sites, copy=False))
+            return fetch(runs)
         except NotFinite:
             for run, i in zip(runs, prompts, strict=True):
                 try:
-                    self._lm.fetch([run], sites, copy=False)
+                    fetch([run])
                 except NotFinite as error:
                     raise error.under(self._document(part, i)) from None
             raise

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, ProgramError, unknown
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, unknown
 from patchclamp.language.values import as_file
 from patchclamp.store.system import write_whole
 from patchclamp.store.tensors import to_float32
-from patchclamp.studies.harvest.recipe import READABLE, Columns, Manifest, ReadingOrder, StoredSite, needed, part_of
+from patchclamp.studies.harvest.recipe import (
+    READABLE,
+    Columns,
+    Manifest,
+    ReadingOrder,
+    StoredFeatures,
+    StoredSite,
+    TokenizedDocuments,
+    needed,
+    part_of,
+)
 from patchclamp.studies.harvest.shards import (
     INDEX,
     READING,
@@ -100,7 +110,11 @@ class Harvested:
     def order(self) -> ReadingOrder:
         """The order of reading rows, of the shards that exist."""
         shards = self._shards_or_error()
-        rows = [len(self.array(self.sites[0], shard)) for shard in shards]
+        if self.sites:
+            rows = [len(self.array(self.sites[0], shard)) for shard in shards]
+        else:
+            metadata = needed("pyarrow.parquet").read_metadata
+            rows = [metadata(self.folder / shard / INDEX).num_rows for shard in shards]
         parts = [part_of(shard) if self.interleave else 0 for shard in shards]
         return ReadingOrder(rows, parts, self.manifest.recipe.seed)
 
@@ -144,6 +158,32 @@ class Harvested:
             for name in kept.column_names:
                 table = table.append_column(name, kept[name])
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
+
+    def features(self, name: str | None = None, ids: Sequence[int] | None = None, shard: str | None = None) -> Any:
+        """A `pyarrow.Table` of the active features of rows: document, position, token_id, feature, value; of an SAE by
+        its name, or the only one, and of some `ids`, or all. It is in the order of the documents, and has the largest
+        features of a token first."""
+        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+        file, which = self.stored_features(name).file, None if ids is None else [("feature", "in", list(ids))]
+        shards = self._shards_or_error() if shard is None else [shard]
+        table = arrow.concat_tables([parquet.read_table(self.folder / one / file, filters=which) for one in shards])
+        return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
+
+    def stored_features(self, name: str | None = None) -> StoredFeatures:
+        """The entry of an SAE in the recipe, by its name, or the only one."""
+        stored = {one.name: one for one in self.manifest.recipe.features}
+        if name is None and len(stored) == 1:
+            return next(iter(stored.values()))
+        if name not in stored:
+            raise unknown("SAE in this harvest", str(name), stored, "name")
+        return stored[name]
+
+    @functools.cached_property
+    def documents(self) -> TokenizedDocuments:
+        """The tokens of all documents."""
+        import safetensors.numpy
+
+        return TokenizedDocuments(**safetensors.numpy.load_file(self.folder / DOCUMENTS), cut=self.manifest.cut_tokens)
 
     @functools.cached_property
     def _kept(self) -> Any:
@@ -253,4 +293,13 @@ class Harvested:
 
     def __repr__(self) -> str:
         there = len(self.shards)
-        return f"<Harvested {self.folder.name}: {', '.join(self.sites)}; {there} of {there + len(self.missing)} shards>"
+        what = ", ".join([*self.sites, *(f"features of {one.name}" for one in self.manifest.recipe.features)])
+        return f"<Harvested {self.folder.name}: {what}; {there} of {there + len(self.missing)} shards>"
+
+
+def as_harvested(value: Any, path: str) -> Harvested:
+    """A harvest, from its folder, its reader or its result."""
+    try:
+        return value if isinstance(value, Harvested) else Harvested(getattr(value, "folder", value))
+    except PatchclampError as error:
+        raise type(error)(error.message, path) from None

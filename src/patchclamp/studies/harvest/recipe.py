@@ -34,7 +34,8 @@ from patchclamp.call import is_token_id
 from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
-from patchclamp.language.tokens import as_integer
+from patchclamp.language import Features
+from patchclamp.language.tokens import Tokens, as_integer
 from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number, field, optional
 from patchclamp.lm import LM
 from patchclamp.store.tensors import ARRAYS
@@ -412,13 +413,44 @@ class StoredSite(msgspec.Struct, frozen=True):
         return f"{words}.safetensors"
 
 
+class StoredFeatures(msgspec.Struct, frozen=True):
+    """Features of an attached SAE: the `top` largest of each row, or those of `ids`.
+
+    name: of the SAE · sae, at, precision: a hash of its numbers, the site that it reads, and the dtype of its matrices
+    count: the number of its features
+    """
+
+    name: str
+    sae: str
+    at: str
+    precision: str
+    count: int
+    top: int | None
+    ids: tuple[int, ...] | None
+
+    @property
+    def file(self) -> str:
+        """The name of its file in a shard."""
+        return f"features.{self.name}.parquet"
+
+    @property
+    def filling(self) -> StoredSite:
+        """The rows of the features while a part is being filled: the bits of the ids, then the values, float32."""
+        width = 2 * (self.top or len(self.ids or ()))
+        return StoredSite(f"features.{self.name}", width, width)
+
+    def op(self, tokens: Tokens) -> Features:
+        return Features(self.name, tokens, self.top, self.ids)
+
+
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that a data set is made from. Whatever changes a byte of it is here.
 
     model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
     hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
     starts of documents and prompts · sites · dtype: of the stored rows · sums: True if a row is the sum over a
-    document · filters · seed · parts · shard_rows · columns: hash of the documents' kept columns, "" without any
+    document · filters · seed · parts · shard_rows · columns: hash of the documents' kept columns, "" without any ·
+    features: of attached SAEs
     """
 
     model: str
@@ -436,6 +468,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard_rows: int
     format: int = FORMAT
     columns: str = ""
+    features: tuple[StoredFeatures, ...] = ()
 
     @property
     def norms(self) -> StoredSite | None:
@@ -444,26 +477,26 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
 
     def dtype_of(self, site: StoredSite) -> str:
-        """The dtype of a site's file, or of the norms'."""
-        return "float32" if site == self.norms else self.dtype
+        """The dtype of a site's file, or of that of features or norms."""
+        return self.dtype if site in self.sites else "float32"
 
     @property
     def written(self) -> tuple[StoredSite, ...]:
-        """The sites written while a part is being filled, and the norms."""
-        return self.sites if self.norms is None else (*self.sites, self.norms)
+        """The sites written while a part is being filled, the features, and the norms."""
+        norms = () if self.norms is None else (self.norms,)
+        return (*self.sites, *(one.filling for one in self.features), *norms)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes written for a row at all sites."""
-        norms = 0 if self.norms is None else 4 * self.norms.width
-        return norms + sum(site.width for site in self.sites) * ARRAYS[self.dtype].itemsize
+        """The bytes written for a row while a part is being filled."""
+        return sum(site.width * ARRAYS[self.dtype_of(site)].itemsize for site in self.written)
 
     @property
     def name(self) -> str:
         """The hash that names the folder."""
         content = msgspec.json.encode(self, order="deterministic")
-        if not self.columns:  # as in data sets of older versions
-            content = content.removesuffix(b',"columns":""}') + b"}"
+        for absent in (b',"features":[]}', b',"columns":""}'):  # as in data sets of older versions
+            content = content.removesuffix(absent) + b"}" if content.endswith(absent) else content
         return hashlib.sha256(content).hexdigest()[:NAME_DIGITS]
 
 

@@ -214,7 +214,7 @@ class HarvestBatch(NamedTuple):
     """The rows of some prompts.
 
     prompts: their numbers in the part
-    rows: yields, for each site of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; consumed
+    rows: yields, for each of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; consumed
         on the writing thread
     """
 
@@ -247,9 +247,9 @@ class PartWriter:
         self._files: dict[tuple[str, int], np.ndarray] = {}
 
     def _path(self, site: StoredSite, shard: int) -> Path:
-        """The file of a site in a shard that is being filled. Norms are outside the shard's folder."""
-        if site == self._recipe.norms:
-            return self._folder / f"norms-{shard:05d}.safetensors"
+        """The file of a site in a shard that is being filled. Features and norms are outside the shard's folder."""
+        if site not in self._recipe.sites:
+            return self._folder / f"{site.name}-{shard:05d}.safetensors"
         return self._folder / f"shard-{shard:05d}" / site.file
 
     @property
@@ -315,6 +315,10 @@ class PartWriter:
             tokens = self.part.tokens[rows]
             place, final = self._folder / f"shard-{shard:05d}", shard_name(self.part.number, shard)
             write_whole(place / INDEX, index_of(self._documents, tokens[passing[shard]], self._recipe.sums))
+            for one in self._recipe.features:
+                found = RowsFile.open(self._paths[one.filling.name, shard]).mapped()
+                content = features_of(self._documents, tokens[passing[shard]], found[passing[shard]])
+                write_whole(place / one.file, content)
             statistics = {site.name: sites[shard, site.name].result() for site in self._recipe.sites}
             write_whole(place / STATISTICS, encode_statistics(statistics))
             place.replace(self._folder.parent / final)
@@ -366,7 +370,7 @@ def open_folder(folder: Path, part: int) -> Path:
 
 def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> bytes:
     """A Parquet file with each row's document, position in it and token id; a sum has only the document."""
-    arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+    arrow = needed("pyarrow")
     document = documents.document_of(rows)
     nowhere = np.full(len(rows), sums)
     table = arrow.table({
@@ -374,8 +378,26 @@ def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> byt
         "position": arrow.array((rows - documents.documents[document]).astype(np.int32), arrow.int32(), mask=nowhere),
         "token": arrow.array(documents.ids[rows], arrow.int32(), mask=nowhere),
     })  # fmt: skip
+    return _parquet(table)
+
+
+def features_of(documents: TokenizedDocuments, rows: np.ndarray, found: np.ndarray) -> bytes:
+    """A Parquet file with the active features of rows, `found` [n, 2k] as in `StoredFeatures.filling`: each row's
+    document, position and token id with a feature and its value. Rows are in the order of the documents."""
+    order = np.argsort(rows)
+    ids, values = np.hsplit(found[order], 2)
+    row, rank = np.nonzero(values)
+    place = rows[order][row]
+    document = documents.document_of(place)
+    return _parquet(needed("pyarrow").table({
+        "document": document, "position": (place - documents.documents[document]).astype(np.int32),
+        "token_id": documents.ids[place], "feature": ids.view(np.int32)[row, rank], "value": values[row, rank],
+    }))  # fmt: skip
+
+
+def _parquet(table: Any) -> bytes:
     file = io.BytesIO()
-    parquet.write_table(table, file, compression="zstd")
+    needed("pyarrow.parquet").write_table(table, file, compression="zstd")
     return file.getvalue()
 
 
