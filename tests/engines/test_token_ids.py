@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,40 @@ def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
         assert ((change[:known] - expected).abs() <= noise).all(), tokens
         acted += int(hit[len(run.prompt_token_ids) :].sum())
     assert acted > 10  # of generated tokens
+
+
+@pytest.mark.parametrize("mode", ["transformers", "eager", "chunks of 16"])
+def test_eight_pairs_of_delimiters_are_the_most(shallow, mode):
+    """Seven also select the tokens outside, which takes all bits of a row: each edit acts at its own tokens."""
+    lm, asked = engine_of(shallow, mode), {"max_tokens": 16, "sampling": SAMPLING}
+    plain, v, acted = lm.run(PROMPTS[1], **asked), torch.from_numpy(0.02 * V1), []
+    pairs = list(itertools.permutations(dict.fromkeys(plain.token_ids), 2))[:8]
+    inside = [pc.generated & pc.between(*pair) for pair in pairs]
+    selected = [pc.generated - pc.between(*pair) for pair in pairs[:7]] + inside[7:]
+
+    def program(selections):
+        return [op for i, tokens in enumerate(selections) for op in (
+            pc.Capture(pc.resid_post[i]), pc.Add(V1, pc.resid_post[i], tokens, scale=0.02), pc.Capture(pc.resid_post[i])
+        )]  # fmt: skip
+
+    for selections in (selected, inside):
+        run = lm.run(PROMPTS[1], edits=program(selections), **asked)
+        for i, tokens in enumerate(selections):
+            before, after = run[f"edits[{3 * i}]"], run[f"edits[{3 * i + 2}]"]
+            hit = torch.from_numpy(np.isin(np.arange(len(before)), run.select(tokens)))[:, None]
+            assert torch.allclose(after - before, v * hit, atol=1e-5, rtol=0), tokens
+            assert torch.equal(after[~hit[:, 0]], before[~hit[:, 0]])
+            acted.append(int(hit.sum()))
+    assert len(set(acted)) > 2
+    assert all(acted[:8])
+    onwards = pc.When(pc.Probe(V1, AT, name="p") > 0, [pc.Zero(pc.resid_post[5])], scope="onwards")
+    outside, ninth = (pc.Zero(AT, tokens) for tokens in (pc.generated - pc.between(*pairs[7]), pc.between(3, 4)))
+    for selections, more, field, most in (
+        (selected, outside, "tokens", "23 bits"), (inside, ninth, "tokens", "8 "), (inside, onwards, "scope", "8 "),
+    ):  # fmt: skip
+        with pytest.raises(pc.ProgramError, match=f"at most {most}") as caught:
+            lm.run(PROMPTS[1], edits=[*(pc.Zero(AT, tokens) for tokens in selections), more], **asked)
+        assert caught.value.path == f"edits[8].{field}"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])

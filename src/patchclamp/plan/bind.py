@@ -463,7 +463,7 @@ class _Binder:
         self._bit_of: dict[Above, int] = {}
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
-        self._spans: dict[tuple[int, int], tuple[Guard, Guard]] = {}  # by delimiters: inside, and outside
+        self._spans: dict[tuple[tuple[int, int], bool], Guard] = {}  # by delimiters, and inside or outside
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
@@ -552,11 +552,11 @@ class _Binder:
                 elif not isinstance(part, Above):
                     wanted[bit_of(part)] = 1
             mask, set_bits = sum(1 << bit for bit in wanted), sum(one << bit for bit, one in wanted.items())
-            return decide(All(self._next_bit(), mask, set_bits, negated))
+            return decide(All(self._next_bit("condition"), mask, set_bits, negated))
 
         guard = Guard(bit_of(asked))
         if op.scope != "token":
-            latch = self._next_latch()
+            latch = self._next_latch("scope")
             if op.scope == "prompt":
                 end = len(self.prompt.ids) - 1
                 where = tuple(PositionRange(end, end + 1) for each in where if each.start <= end < each.stop)
@@ -604,18 +604,23 @@ class _Binder:
         probe = Probe(Vector.of(rows.encoder), parse_site(card.at), features.tokens, Vector.of(rows.bias), name=name)
         return Above(probe, threshold, 0, inclusive)
 
-    def _next_bit(self) -> int:
+    def _next_bit(self, field: str) -> int:
         bit = next(self._bits)
         if bit >= BITS:
-            raise ProgramError(f"the conditions of a program have more than {BITS} parts")
+            raise ProgramError(
+                f"expected conditions and delimiters that take at most {BITS} bits in a program, got more: use fewer; "
+                "a comparison or a joined condition takes 1, a pair of delimiters in generated text 2, or 3 if tokens "
+                "outside are selected", field
+            )  # fmt: skip
         return bit
 
-    def _next_latch(self) -> int:
+    def _next_latch(self, field: str) -> int:
         latch = next(self._latches)
         if latch >= LATCHES:
             raise ProgramError(
-                f"a program has at most {LATCHES} conditions with scope prompt or onwards, and pairs of delimiters"
-            )
+                f"expected at most {LATCHES} pairs of delimiters in generated text and conditions with scope prompt or "
+                "onwards in a program, got more: use fewer, or delimiters in the prompt, prompt & between(...)", field
+            )  # fmt: skip
         return latch
 
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
@@ -656,7 +661,7 @@ class _Binder:
             )
         if each in self._bit_of:
             return point, cases[0].positions
-        self._bit_of[each] = self._next_bit()
+        self._bit_of[each] = self._next_bit("")
         matrix = _OpBinder(self, path, probe, refs, cases[0], False).vector(probe.weight, "weight")
         outputs, columns = len(matrix.rows()), refs[0].columns
         if not -outputs <= each.output < outputs:
@@ -729,33 +734,37 @@ class _Binder:
             return bound
         if isinstance(op, Apply) or self.sites.points[refs[0].point].rows == "sampled":
             raise TokensError("code and logits are not edited between delimiters of generated tokens", "tokens")
-        guard = self._span(path, op.tokens)[not case.inside]
+        guard = self._span(path, op.tokens, case.inside)
         return [msgspec.structs.replace(each, guard=guard) if each.is_edit else each for each in bound]
 
-    def _span(self, path: str, tokens: Tokens) -> tuple[Guard, Guard]:
-        """The guards of generated tokens inside a selection's `between`, and outside. The first op that needs them sets
-        their bits, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding,
-        and written where the stream ends, since rows of one point are in no order."""
+    def _span(self, path: str, tokens: Tokens, inside: bool) -> Guard:
+        """The guard of generated tokens inside a selection's `between`, or outside. The first op that needs it sets its
+        bit, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding, and
+        written where the stream ends, since rows of one point are in no order."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
-        if pair not in self._spans:
+        begin, [first] = len(self.prompt.ids), self.sites.resolve(Site("embed"))
+
+        def decide(action: Action, at: SiteRef) -> None:
+            where = (PositionRange(begin, self.limit),)
+            self._span_ops.append(BoundOp(f"{path}.tokens", action, (at.point,), (), where))
+
+        if (pair, True) not in self._spans:
             if self.sites.stages > 1:
                 raise UnsupportedSite(
                     f"{between} in generated tokens: a model in pipeline stages has no such state", "at"
                 )
-            inside, opened, outside = (self._next_bit() for _ in range(3))
-            begin, latch = len(self.prompt.ids), self._next_latch()
+            latch, bit, opened = self._next_latch("tokens"), self._next_bit("tokens"), self._next_bit("tokens")
             is_open = [each for each in self.prompt.ids if each in pair][-1:] == [pair[0]]
-            first = self.sites.resolve(Site("embed"))
-            last = self.sites.resolve(Site("resid_post", self.sites.layers - 1))
-            decisions = [(Span(*pair, is_open, inside, latch), first), (All(outside, 1 << inside, 0), first),
-                         (Latch(opened, latch, True), last)]  # fmt: skip
-            self._span_ops += [
-                BoundOp(f"{path}.tokens", action, (ref.point,), (), (PositionRange(begin, self.limit),))
-                for action, [ref] in decisions
-            ]
-            self._spans[pair] = Guard(inside), Guard(outside)
-        return self._spans[pair]
+            [last] = self.sites.resolve(Site("resid_post", self.sites.layers - 1))
+            decide(Span(*pair, is_open, bit, latch), first)
+            decide(Latch(opened, latch, True), last)
+            self._spans[pair, True] = Guard(bit)
+        if (pair, inside) not in self._spans:
+            outside = self._next_bit("tokens")
+            decide(All(outside, 1 << self._spans[pair, True].bit, 0), first)
+            self._spans[pair, False] = Guard(outside)
+        return self._spans[pair, inside]
 
     def dictionary(self, name: str) -> Dictionary:
         """The SAE that was attached under a name."""
