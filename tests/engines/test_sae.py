@@ -53,7 +53,7 @@ def lm(shallow, request):
 
 def close(one, other, most: float = 1e-4) -> bool:
     one, other = (np.asarray(each, np.float64) for each in (one, other))
-    return one.shape == other.shape and np.abs(one - other).max() <= most * max(1.0, np.abs(other).max())
+    return one.shape == other.shape and np.abs(one - other).max(initial=0) <= most * np.abs(other).max(initial=1.0)
 
 
 def test_features_are_those_of_the_rows(lm):
@@ -143,6 +143,39 @@ def test_edits_are_what_their_formulas_say(lm, what):
             assert close(after, expected)
             moved = max(moved, np.abs(after - before).max())
         assert moved > 0.1
+
+
+def is_between(tokens: list[int], opening: int, closing: int) -> bool:
+    """True if the last token is strictly between delimiters."""
+    last = next((token for token in reversed(tokens) if token in (opening, closing)), closing)
+    return last == opening and tokens[-1] != opening
+
+
+def test_rows_between_generated_delimiters_are_what_the_formula_says(lm):
+    """Of SAEs that need the whole encoder, too: the delimiters are known only as they are generated."""
+    options = {**ARGUMENTS, "max_tokens": 20}
+    plain = lm.run(PROMPTS[1], **options)
+    opening, *others = dict.fromkeys(plain.token_ids[1:])
+    tokens, hits = pc.generated & pc.between(opening, others[-1]), dict.fromkeys(SAES, 0)
+    ops = [
+        op for name in SAES for op in (pc.SetFeature(name, [3, 40], [7.0, 0.0], tokens), pc.Reconstruct(name, tokens))
+    ]
+    places = [(IN, OUT) if op.name == "transcoder" else (SITE, SITE) for op in ops]
+    edits = [[pc.Capture(at), pc.Capture(to), op, pc.Capture(to)] for (at, to), op in zip(places, ops, strict=True)]
+    for run, op in zip(lm.run([PROMPTS[1]] * len(ops), edits=edits, **options), ops, strict=True):
+        read, before, after = (run[f"edits[{i}]"].double().numpy() for i in (0, 1, 3))
+        length, ids = len(run.prompt_token_ids), [*run.prompt_token_ids, *run.token_ids]
+        where = [p for p in range(length, len(before)) if is_between(ids[: p + 1], opening, others[-1])]
+        expected = before.copy()
+        expected[where] = changed(SAES[op.name], op, read[where].astype(np.float32), before[where])
+        assert close(after, expected)
+        assert np.array_equal(np.delete(after, where, 0), np.delete(before, where, 0))
+        assert run.acted["edits[2]"] == where
+        if where:
+            assert np.abs(after - before)[where].max(1).min() > 0.1
+        assert len(where) < len(before) - length
+        hits[op.name] += len(where)
+    assert min(hits.values()) > 0
 
 
 def test_an_identity_changes_no_bit(lm):
