@@ -37,6 +37,7 @@ MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
 LENS_ROWS = 1 << 13  # unembedded in one call of the engine, so that steps of requests run between two
 NO_POSITIONS = np.zeros(0, np.int64)
 _Result = TypeVar("_Result")
+_OfTokens = TypeVar("_OfTokens", "LensResult", "FeaturesResult")
 
 
 class Stored(NamedTuple):
@@ -511,10 +512,22 @@ class Run:
         """The results of its lenses at positions first … end−1, by site. They must have been read (`read_lenses`)."""
         found: dict[str, LensResult] = {}
         for site, key in _Lenses(self).keys_of_sites.items():
-            positions, ids, logprobs = self._lenses[key]
-            rows = slice(*np.searchsorted(positions, [first, end]))
-            found[site] = self._lens_result(site, positions[rows], ids[rows], logprobs[rows])
+            found[site] = self._lens_result(site, *self._read_between(key, first, end))
         return ReadLenses(found, self._sites)
+
+    def features_between(self, first: int, end: int) -> dict[str, FeaturesResult]:
+        """The features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
+        found: dict[str, FeaturesResult] = {}
+        for name, path in _FeaturesRead(self).paths.items():
+            positions, ids, values = self._read_between(self._feature_ops[path], first, end)
+            found[name] = FeaturesResult(name, positions.tolist(), ids, values)
+        return found
+
+    def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
+        """The results of one lens, or of one `Features`, at positions first … end−1."""
+        positions, ids, values = self._lenses[key]
+        rows = slice(*np.searchsorted(positions, [first, end]))
+        return positions[rows], ids[rows], values[rows]
 
     def _lens_result(self, site: str, positions: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> LensResult:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
@@ -1001,12 +1014,12 @@ class _FeaturesRead(_Readings):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
+        self.paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
 
     def __getitem__(self, name: str) -> FeaturesResult:
         run = self._run
         run.answer  # noqa: B018  raises the run's own error
-        path = self._paths.get(name, name)
+        path = self.paths.get(name, name)
         if path not in run._feature_ops:
             raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
         key, op = run._feature_ops[path], run._op(path)
@@ -1016,13 +1029,13 @@ class _FeaturesRead(_Readings):
         return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._paths or name in self._run._feature_ops
+        return name in self.paths or name in self._run._feature_ops
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self.paths)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def __repr__(self) -> str:
         return f"<features: {', '.join(self) or 'none'}>"
@@ -1087,10 +1100,11 @@ def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) ->
     return first._replace(site=str(at), layers=layers, ids=ids, logprobs=logprobs)
 
 
-def joined(read: Sequence[LensResult]) -> LensResult:
-    """The results of a lens at one layer, at consecutive tokens, as one."""
-    ids, logprobs = np.concatenate([each.ids for each in read]), np.concatenate([each.logprobs for each in read])
-    return read[0]._replace(positions=[at for each in read for at in each.positions], ids=ids, logprobs=logprobs)
+def joined(read: Sequence[_OfTokens]) -> _OfTokens:
+    """The results of a lens at one layer, or of features, at consecutive tokens, as one."""
+    arrays = [name for name, value in read[0]._asdict().items() if isinstance(value, np.ndarray)]
+    whole = {name: np.concatenate([getattr(each, name) for each in read]) for name in arrays}
+    return read[0]._replace(positions=[at for each in read for at in each.positions], **whole)
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:

@@ -17,21 +17,21 @@ import msgspec
 from patchclamp.engines.base import Answer, Engine, Part, Request
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, TokensError, as_patchclamp_error
 from patchclamp.language.conditions import ProbeCondition, comparisons
-from patchclamp.language.ops import Lens
+from patchclamp.language.ops import Features, Lens
 from patchclamp.language.program import Program
 from patchclamp.plan.bound import Keep
 from patchclamp.run import Run, fetch_probes, read_lenses
 
 
 class RunWatch:
-    """The readouts of a run while it is generated: the scores of its tokens, the results of its lenses, and the token
-    at which a condition ends it.
+    """The readouts of a run while it is generated: the scores of its tokens, the results of its lenses, their features,
+    and the token at which a condition ends it.
 
     A token has readouts once it was an input, one step after it was sampled; the last one of a run was not.
 
     ids: the generated tokens so far
     names: the probes to read: those of the condition, and in a stream the others that are not pooled
-    has_lenses: True in a stream with lenses
+    has_lenses: True in a stream with lenses or features
     read_to: the first position whose scores were not read yet
     end: the number of tokens to keep and the reason to stop, once the condition has held at a token
     report: called after each part, if the watch is the request's listener
@@ -56,7 +56,7 @@ class RunWatch:
         scored = {} if streamed is None else streamed.probes
         self._scored = [name for name, probe in scored.items() if probe.pool is None]  # before the end of a run
         self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *self._scored]))
-        self.has_lenses: bool = streamed is not None and any(isinstance(op, Lens) for _, op in streamed.ops)
+        self.has_lenses: bool = streamed is not None and any(isinstance(op, (Lens, Features)) for _, op in streamed.ops)
         actions = () if request.bound is None else request.bound.ops
         keeps = {op.action.probe: op for op in actions if isinstance(op.action, Keep) and op.action.probe}
         for each in compared:
@@ -96,8 +96,11 @@ class RunWatch:
         assert self._run is not None
         first, self._first = self._first, len(self.request.prompt_token_ids) + tokens
         scores = self._run.scores_between(self.names, first, self._first)
-        lens = self._run.lens_between(first, self._first) if self.has_lenses else {}
-        return msgspec.structs.replace(part, scores=scores, lens=lens)
+        part = msgspec.structs.replace(part, scores=scores)
+        if not self.has_lenses:
+            return part
+        lens, features = (read(first, self._first) for read in (self._run.lens_between, self._run.features_between))
+        return msgspec.structs.replace(part, lens=lens, features=features)
 
     def cut(self, answer: Answer, engine: Engine) -> Answer:
         """The answer up to the token at which the condition held."""
@@ -114,7 +117,7 @@ class RunWatch:
 
 def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> list[PatchclampError | None]:
     """Read the readouts so far of runs, or with its answer all of one, in one call of the engine for all probes and one
-    for each kind of lens. Blocks. Returns the error of each."""
+    for each kind of lens and each SAE. Blocks. Returns the error of each."""
     try:
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
@@ -178,7 +181,8 @@ class Stream:
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
     Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
-    In a run with probes or lenses each part has the readouts of its tokens, and comes one step later, when these exist.
+    In a run with probes, lenses or features each part has the readouts of its tokens, and comes one step later, when
+    these exist.
     An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
     vLLM, is raised after parts that were already read.
 

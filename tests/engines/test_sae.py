@@ -96,6 +96,52 @@ def test_features_are_those_of_the_rows(lm):
         run.features["none"]
 
 
+def test_features_come_with_their_token(lm, monkeypatch):
+    """The largest and some by id, at some tokens only, beside a lens: those of the rows, which are not read again."""
+    rows = {"features_many": [], "lens_many": []}
+
+    def counted(name):
+        stock = getattr(lm.engine, name)
+
+        def counting(wanted, *by):
+            found = stock(wanted, *by)
+            rows[name].append(sum(len(positions) for positions, *_ in found))
+            return found
+
+        monkeypatch.setattr(lm.engine, name, counting)
+
+    for name in rows:
+        counted(name)
+    capture = [
+        pc.Features("standard", top=6), pc.Features("topk", pc.generated, ids=[5, 2]), pc.Capture(SITE),
+        pc.Features("transcoder", pc.prompt[-1], top=3), pc.Lens(pc.resid_post[2], top=2), pc.Capture(IN),
+    ]  # fmt: skip
+    for prompt, max_tokens in ((PROMPTS[1], 24), (PROMPTS[1], 1), ("x", 5)):
+        for counts in rows.values():
+            counts.clear()
+        stream = lm.stream(prompt, capture=capture, **{**ARGUMENTS, "max_tokens": max_tokens})
+        parts, length = list(stream), len(lm.tokens(prompt))
+        read = {name: list(counts) for name, counts in rows.items()}
+        run, at = stream.run, length
+        assert run.token_ids == [token for part in parts for token in part.token_ids]
+        for number, part in enumerate(parts):
+            first, at = at if number else 0, at + len(part.token_ids)
+            assert part.features["standard"].positions == list(range(first, min(at, length + max_tokens - 1)))
+            assert part.lens["resid_post[2]"].positions == part.features["standard"].positions
+        for name in ("standard", "topk", "transcoder"):
+            found = [part.features[name] for part in parts]
+            positions = [position for each in found for position in each.positions]
+            ids, values = (np.concatenate([getattr(each, of) for each in found]) for of in ("ids", "values"))
+            assert positions == run.features[name].positions
+            every = SAES[name].encode(run[IN if name == "transcoder" else SITE].numpy())[positions]
+            best = every[:, [5, 2]] if name == "topk" else np.sort(every, 1)[:, ::-1][:, : ids.shape[1]]
+            assert close(values, best)
+            assert close(np.take_along_axis(every, ids, 1), best)
+        assert sum(read["features_many"]) <= (length + 1) + 2 * 3 * max_tokens  # a step is looked at, then read
+        assert sum(read["lens_many"]) <= length + 3 * max_tokens
+    assert not any(part.features for part in lm.stream("x", capture=[pc.Lens(pc.resid_post[2])], **ARGUMENTS))
+
+
 def changed(sae: pc.SAE, op: pc.Op, read: np.ndarray, row: np.ndarray) -> np.ndarray:
     """The rows after an op, by its docstring, in double precision; `read` are those that are encoded."""
     if isinstance(op, pc.Reconstruct):

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import patchclamp as pc
 from patchclamp.engines import wire
@@ -82,6 +83,52 @@ def test_our_client_does_what_the_engine_does(server: Server, here: pc.LM, saes)
         }.items():
             with pytest.raises(pc.PatchclampError, match=message):
                 call()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_features_come_with_each_chunk(server: Server, here: pc.LM, saes, n: int):
+    """Of both clients: those of the rows, which the engine in this process has; beside a lens, and samples' own."""
+    capture = [pc.Features("plain", top=3), pc.Features("topk", pc.generated, ids=[8, 2]), SITE]
+    asked = {**program([], [*capture, pc.Lens(pc.resid_post[2], top=1)]), "ignore_eos": True}
+    chunks = list(server.openai().completions.create(
+        model=server.model, prompt=PROMPTS[1], max_tokens=12, temperature=float(n > 1), seed=3, n=n, stream=True,
+        extra_body=asked,
+    ))  # fmt: skip
+    runs = {run["index"]: run for run in chunks[-1].model_extra["patchclamp"]["runs"]}
+    assert sorted(runs) == list(range(n))
+    length = len(here.tokens(PROMPTS[1]))
+    for index, run in runs.items():
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        told = [choice.model_extra["patchclamp"] for choice in choices if "patchclamp" in choice.model_extra]
+        assert len(told) > 2
+        rows = safetensors.numpy.load(base64.b64decode(run["captures"]))["resid_post[3]"]
+        for part in told:
+            assert part.keys() == {"lens", "features"}
+            assert part["features"]["plain"]["positions"] == part["lens"]["resid_post[2]"]["positions"]
+        for name in ("plain", "topk"):
+            read = [part["features"][name] for part in told]
+            positions, ids, values = (
+                [each for one in read for each in one[of]] for of in ("positions", "ids", "values")
+            )
+            assert positions == list(range(0 if name == "plain" else length, length + 11))
+            every = saes[name].encode(rows)[positions]
+            best = np.sort(every, 1)[:, ::-1][:, :3] if name == "plain" else every[:, [8, 2]]
+            np.testing.assert_allclose(values, best, atol=1e-4)
+            np.testing.assert_allclose(np.take_along_axis(every, np.array(ids), 1), best, atol=1e-4)
+            assert (positions, ids) == (run["features"][name]["positions"], run["features"][name]["ids"])
+    if n == 1:
+        options = {"max_tokens": 12, "sampling": {"ignore_eos": True}, "capture": capture}
+        expected = here.run(PROMPTS[1], **options)
+        with pc.LM(server.url, api_key=KEYS[0]) as lm:
+            stream = lm.stream(PROMPTS[1], **options)
+            parts = list(stream)
+            assert stream.run.token_ids == expected.token_ids
+            for name in ("plain", "topk"):
+                found = [part.features[name] for part in parts]
+                assert [at for each in found for at in each.positions] == expected.features[name].positions
+                values = np.concatenate([each.values for each in found])
+                np.testing.assert_allclose(values, expected.features[name].values, atol=1e-4)
+            stream.run.close()
 
 
 def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, here: pc.LM, saes):

@@ -219,6 +219,7 @@ class Part(msgspec.Struct, frozen=True):
     scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
         The last token of a run has none: it was never an input
     lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
+    features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
     """
 
     text: str
@@ -226,6 +227,7 @@ class Part(msgspec.Struct, frozen=True):
     logprobs: list[float]
     scores: Mapping[str, PartScores] = {}
     lens: Mapping[Any, Any] = {}
+    features: Mapping[str, Any] = {}
 
 
 class PartListener(Protocol):

@@ -245,8 +245,9 @@ async def _with_readouts(chunk: str, call: ProgramCall) -> str:
     said = json.loads(chunk[6:])
     for choice in said.get("choices", ()):
         if (choice.get("delta") or {}).get("role") is None and (parts := call.parts.pop(choice["index"], None)):
-            # a lens has thousands of tokens to decode, those of a long prompt
-            told = await asyncio.to_thread(readouts_of, parts) if parts[0].lens else readouts_of(parts)
+            # the first chunk has thousands of tokens to decode and features to list, those of a long prompt
+            is_long = parts[0].lens or parts[0].features
+            told = await asyncio.to_thread(readouts_of, parts) if is_long else readouts_of(parts)
             choice["patchclamp"] = told
     return data_event(said)
 

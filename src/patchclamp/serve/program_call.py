@@ -39,7 +39,7 @@ from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_work
-from patchclamp.run import LensResult, Run, joined
+from patchclamp.run import FeaturesResult, LensResult, Run, joined
 from patchclamp.serve import monitoring
 from patchclamp.serve.capture_files import captured_file, finite
 from patchclamp.serve.kept import NAME, KeptObjects, check_name
@@ -323,7 +323,7 @@ class ProgramCall:
         if run.lens:
             answer["lens"] = await asyncio.to_thread(lambda: lens_answers(run.lens))
         if run.features:
-            answer["features"] = await asyncio.to_thread(feature_answers, run)
+            answer["features"] = await asyncio.to_thread(lambda: feature_answers(run.features))
         if run.has_captures:
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
@@ -367,16 +367,16 @@ def lens_answers(lenses: Mapping[Any, LensResult]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def feature_answers(run: Run) -> dict[str, Any]:
-    """The features of a run as JSON, by SAE."""
+def feature_answers(features: Mapping[str, FeaturesResult]) -> dict[str, Any]:
+    """Features as JSON, by SAE."""
     return {
         name: {"positions": read.positions, "ids": read.ids.tolist(), "values": finite(read.values.tolist())}
-        for name, read in run.features.items()
+        for name, read in features.items()
     }  # fmt: skip
 
 
 def readouts_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """The readouts of consecutive parts as JSON, like `probe_answers` and `lens_answers`."""
+    """The readouts of consecutive parts as JSON, like `probe_answers`, `lens_answers` and `feature_answers`."""
     scored = {name: [part.scores[name] for part in parts] for name in parts[0].scores}
     probes = {
         name: {"positions": [at for each in every for at in each.positions],
@@ -384,7 +384,9 @@ def readouts_of(parts: Sequence[Part]) -> dict[str, Any]:
         for name, every in scored.items()
     }  # fmt: skip
     lenses = {site: joined([part.lens[site] for part in parts]) for site in parts[0].lens}
-    return {name: found for name, found in (("probes", probes), ("lens", lens_answers(lenses))) if found}
+    features = {name: joined([part.features[name] for part in parts]) for name in parts[0].features}
+    found = {"probes": probes, "lens": lens_answers(lenses), "features": feature_answers(features)}
+    return {name: read for name, read in found.items() if read}
 
 
 def in_request(error: PatchclampError) -> PatchclampError:

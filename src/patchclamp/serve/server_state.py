@@ -203,7 +203,7 @@ class Front:
     limits: the limits on the requests and the stored objects of one caller
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
-    readouts: reads the probes and lenses of requests under way
+    readouts: reads the probes, lenses and features of requests under way
     waiting: by run, a function that aborts a client's request that has not started
     journals: journals of sweeps, to resume them from
     shows_scores: True if responses have the scores of the server's own probes
