@@ -8,7 +8,7 @@
     ├── NoKey               401  no API key was given to a server that requires one
     ├── Unlisted            403  a list that a server without API keys does not give
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
-    ├── UnsupportedStudy    422  a study that servers do not run
+    ├── UnsupportedStudy    422  a study that a server or an engine does not run
     ├── MissingSource       404  a run or vector that does not exist
     │   └── Gone            410  a resource that was deleted or expired
     ├── NameTaken           409  a name in use, or a file that a study is writing

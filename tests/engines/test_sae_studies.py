@@ -99,6 +99,14 @@ def test_what_cannot_be_evaluated_is_refused(lm):
         with pytest.raises(error) as caught:
             pc.studies.evaluate_sae(lm, sae, prompts)
         assert caught.value.path == path
+    asked = {"prompt": PROMPTS[0], "answer": 5, "at": pc.resid_post[LAYER]}
+    if not lm.engine.has_gradients:
+        with pytest.raises(pc.UnsupportedStudy, match="gradients") as caught:
+            pc.studies.feature_attribution(lm, sae=SAES["topk"], **asked)
+        assert caught.value.path == "estimate"
+    wide = pc.SAE(np.zeros((1025, D)), np.ones(1025), np.zeros((1025, D)), np.zeros(D))
+    with pytest.raises(pc.TokensError, match="at most 1024 active features, got 1025"):
+        pc.studies.feature_attribution(lm, sae=wide, estimate=False, **asked)
 
 
 @contextlib.contextmanager

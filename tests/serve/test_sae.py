@@ -148,17 +148,62 @@ def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, her
         theirs = pc.studies.evaluate_sae(lm, saes["topk"], PROMPTS[:2], at=SITE, tokens="every[1:]", ablation="mean")
         with pytest.raises(pc.ProgramError, match="give the SAE itself"):
             pc.studies.evaluate_sae(lm, **body)
-        swept, same = (
-            pc.studies.feature_attribution(
-                each, sae=saes["plain"], at=SITE, prompt=PROMPTS[0], answer=5, estimate=False
-            )
-            for each in (lm, here)
-        )
     for other in (found, theirs):
         np.testing.assert_allclose(other.losses, expected.losses, atol=1e-3)
         np.testing.assert_allclose(other.density, expected.density)
-    np.testing.assert_allclose(swept.exact, same.exact, atol=1e-3)
     assert abs(expected.totals["loss_sae"] - expected.totals["loss"]) > 0.1
+
+
+@pytest.fixture(scope="module")
+def gradients(model: str) -> Iterator[pc.LM]:
+    with pc.LM(model, engine="transformers", dtype="float32") as lm:
+        yield lm
+
+
+@pytest.mark.parametrize("name", ["plain", "topk"])
+def test_features_are_ablated_on_the_server_and_from_a_client(
+    server: Server, here: pc.LM, gradients: pc.LM, saes, name: str
+):
+    """All on the server, by the name of the SAE; from a client all, or those that gradients in the client propose."""
+    asked = {
+        "prompt": PROMPTS[0],
+        "answer": " Paris",
+        "foil": " Rome",
+        "tokens": "every[1:]",
+        "by_token": name == "topk",
+    }
+    swept = {"sae": saes[name], "at": SITE, "estimate": False, **asked}
+    expected, body = pc.studies.feature_attribution(here, **swept), {**asked, "sae": name, "estimate": False}
+    with server.http() as http:
+        with http.stream("POST", "/v1/patchclamp/studies/feature_attribution", json=body) as response:
+            told = list(events(response.iter_lines()))
+        found = pc.studies.load(
+            b"".join(base64.b64decode(part["safetensors"]) for kind, part in told if kind == "result")
+        )
+        done = [each for kind, each in told if kind == "progress"]
+        assert {each["of"] for each in done} == {2 + len(expected.features) + len(expected.sizes)}
+        assert 0 < done[-1]["done"] <= done[-1]["of"]
+        for change, status, path in (({"estimate": True}, 422, "estimate"), ({"sae": "none"}, 400, "sae"),
+                                     ({"tokens": "prompt[900]"}, 400, "tokens")):  # fmt: skip
+            answer = http.post("/v1/patchclamp/studies/feature_attribution", json=body | change)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, path)
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        theirs = pc.studies.feature_attribution(lm, **swept)
+        proposed = pc.studies.feature_attribution(gradients, on=lm, **{**swept, "estimate": True, "verify": 6})
+        with pytest.raises(pc.UnsupportedStudy, match="gradients"):
+            pc.studies.feature_attribution(lm, **{**swept, "estimate": True})
+    for other in (found, theirs):
+        assert other.features.tolist() == expected.features.tolist()
+        np.testing.assert_allclose(other.exact, expected.exact, atol=1e-3)
+        np.testing.assert_allclose(other.kept, expected.kept, atol=5e-3)
+    assert np.abs(expected.exact).max() > 0.01
+    engines = (proposed.provenance.engine.split()[0], proposed.verified_on.engine.split()[0])
+    assert engines == ("transformers", "vllm")
+    assert proposed.features.tolist() == expected.features.tolist()
+    best = np.flatnonzero(np.isfinite(proposed.exact))
+    assert set(best) == set(np.argsort(-np.abs(proposed.estimates), kind="stable")[:6])
+    np.testing.assert_allclose(proposed.exact[best], expected.exact[best], atol=2e-3)
+    assert abs(proposed.faithfulness[-1] - 1) < 1e-2
 
 
 def test_a_hostile_client_gets_errors(server: Server, here: pc.LM):

@@ -314,7 +314,7 @@ OTHER_STUDIES = {
 
 def test_every_study_that_needs_one_engine_is_served():
     assert {name for name, kind in KINDS.items() if not kind.not_served} == {
-        "patch_sweep", "evaluate_sae", *OTHER_STUDIES,  # test_sae.py has those of SAEs
+        "patch_sweep", "evaluate_sae", "feature_attribution", *OTHER_STUDIES,  # test_sae.py has those of SAEs
     }  # fmt: skip
 
 

@@ -494,6 +494,7 @@ class Engine(Protocol):
     sites: its site map
     tokenizer: its tokenizer
     remote: True if programs run in other processes, which rules out `Apply`
+    has_gradients: True if it computes `gradients` and `jacobians`
     proved: True if the sites were already proved where the engine runs
     run_prefix: the prefix of its runs' names
     batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
@@ -506,6 +507,7 @@ class Engine(Protocol):
     sites: SiteMap
     tokenizer: Tokenizer
     remote: bool = False
+    has_gradients: bool = False
     proved: bool = False
     run_prefix: str = ""
     keeps_captures_here: bool = True

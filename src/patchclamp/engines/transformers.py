@@ -227,6 +227,8 @@ class TransformersEngine(Engine):
     model cannot be padded on the right.
     """
 
+    has_gradients = True
+
     def __init__(
         self, name: str, *, dtype: str | None = None, device: str | None = None, max_model_len: int | None = None,
         max_num_seqs: int = 64, padding_side: Literal["left", "right"] = "left", trust_remote_code: bool = False,

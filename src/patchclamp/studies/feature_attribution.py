@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from patchclamp.errors import ProgramError, TokensError
+from patchclamp.errors import ProgramError, TokensError, UnsupportedStudy
 from patchclamp.language import Capture, Op, SetFeature, every
+from patchclamp.language.ops import MAX_FEATURES
 from patchclamp.language.site import parse_site
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
@@ -114,12 +115,11 @@ class FeatureAttribution(Study):
     Without `estimate` it is an ablation sweep of all active features, on any engine. `run(lm, on=...)` ablates on
     another engine.
 
-    Raises: `EngineError` for estimates without gradients, `TokensError` if no feature is active, and the error of any
-    run.
+    Raises: `UnsupportedStudy` for estimates without gradients, `TokensError` if no feature or too many are active, and
+    the error of any run.
     """
 
     command = "features"
-    not_served = "it needs gradients, which only the Transformers engine has"
 
     sae: inputs.SAEField
     """An SAE, or the name of an attached one; on the command line also its folder or file."""
@@ -146,6 +146,11 @@ class FeatureAttribution(Study):
     def _run(
         self, lm: LM, *, on: inputs.OnLM = None, batch: inputs.Positive = 256, show_progress: inputs.Progress = None
     ) -> FeatureAttributionResult:
+        if self.estimate and not lm.engine.has_gradients:
+            raise UnsupportedStudy(
+                f"the {lm.model.engine} engine computes no gradients: set estimate=False, which ablates all features, "
+                "or pass this LM as on= beside an LM of engine='transformers'", "estimate"
+            )  # fmt: skip
         serving = on or lm
         metric = GradedAnswer(lm, self.answer, self.foil, self.metric)
         if metric.graded.metric == "recovered":
@@ -161,6 +166,12 @@ class FeatureAttribution(Study):
             which, numbers = np.nonzero(features_TF)
             if not len(which):
                 raise TokensError("no feature is active at these tokens", "tokens")
+            most = max(np.count_nonzero(features_TF, 1)) if self.by_token else len(np.unique(numbers))
+            if most > MAX_FEATURES:  # one edit ablates all, for the start of the curve
+                raise TokensError(
+                    f"expected at most {MAX_FEATURES} active features, got {most}: give fewer tokens, or by_token=True",
+                    "tokens",
+                )
             cells: list[Cell] = [(int(f), (chosen[t],)) for t, f in zip(which, numbers, strict=True)]
             if not self.by_token:
                 cells = [(int(f), chosen) for f in np.unique(numbers)]
@@ -176,7 +187,7 @@ class FeatureAttribution(Study):
                 estimates = shares_TF[which, numbers] if self.by_token else shares_TF.sum(0)[np.unique(numbers)]
             verified = np.argsort(-np.abs(estimates), kind="stable")[: self.verify if self.estimate else None]
             sizes = np.array([0, *(1 << i for i in range((len(cells) - 1).bit_length())), len(cells)])
-            with progress("ablating", len(verified) + len(sizes), show_progress) as advance:
+            with progress("ablating", len(verified) + 2 + len(sizes), show_progress) as advance:  # 2: unedited
 
                 def graded(programs: list[list[Op]]) -> np.ndarray:
                     job = serving.grade_job(ids, programs, metric.graded.scores)
