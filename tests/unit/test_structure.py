@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_911, 12), "sites": (2_001, 4), "plan": (4_358, 10), "kernels": (1_629, 10), "store": (1_760, 7),
-    "runtime": (2_588, 8), "engines": (4_136, 12), "engines/vllm": (8_215, 23), "trace": (2_438, 5),
-    "studies": (11_746, 33), "plots": (1_374, 5), "serve": (4_248, 14), "cli": (1_294, 4), "": (4_664, 12),
+    "language": (3_911, 12), "sites": (2_001, 4), "plan": (4_367, 10), "kernels": (1_629, 10), "store": (1_760, 7),
+    "runtime": (2_588, 8), "engines": (4_142, 12), "engines/vllm": (8_215, 23), "trace": (2_438, 5),
+    "studies": (11_757, 33), "plots": (1_374, 5), "serve": (4_251, 14), "cli": (1_294, 4), "": (4_682, 12),
 }  # fmt: skip
 
 
