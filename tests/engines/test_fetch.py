@@ -18,9 +18,9 @@ KEPT = [pc.resid_post, pc.z[3, 1], pc.logits, pc.mlp_out[2] @ pc.prompt[-3:]]
 
 
 @pytest.fixture
-def calls(shallow, monkeypatch, request):
+def calls(narrow, monkeypatch, request):
     """An LM, and how many captures each call to its engine asked for."""
-    lm, asked = shallow.get(request.getfixturevalue("engine"), "float32"), []
+    lm, asked = narrow.get(request.getfixturevalue("engine"), "float32"), []
     fetch_many = lm.engine.fetch_many
     monkeypatch.setattr(lm.engine, "fetch_many", lambda wanted: asked.append(len(wanted)) or fetch_many(wanted))
     return lm, asked
@@ -121,10 +121,10 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
-def test_rounds_of_the_same_captures_take_the_memory_of_one(shallow, monkeypatch, apart):
+def test_rounds_of_the_same_captures_take_the_memory_of_one(narrow, monkeypatch, apart):
     """In the core's process rows are views of what was captured; from another process all pass through one file."""
     options = {"enable_prefix_caching": False, "multiprocess_mode": True} if apart else {"enable_prefix_caching": False}
-    lm, mapped, copied = shallow.get("vllm", "float32", **options), [], []
+    lm, mapped, copied = narrow.get("vllm", "float32", **options), [], []
     map_shared, copy_bytes = host_memory.map_shared, host_memory.copy_bytes
     monkeypatch.setattr(host_memory, "map_shared", lambda *args: mapped.append(args) or map_shared(*args))
     for module in ("store.captures", "store.host_memory"):  # where it is called from

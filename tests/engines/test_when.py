@@ -8,10 +8,11 @@ import torch
 
 import patchclamp as pc
 
+from ..conftest import WIDTH
 from .conftest import CHUNKED, PROMPTS
 from .test_modes import SMALL
 
-D = 576
+D = WIDTH
 MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
 RNG = np.random.default_rng(3)
 WEIGHT, PUSH = RNG.standard_normal((2, D)).astype(np.float32), 8 * RNG.standard_normal(D).astype(np.float32)
@@ -19,8 +20,8 @@ TEXTS = [*PROMPTS, "x", "The", "One two three four five six seven eight nine ten
 
 
 @pytest.fixture(scope="module")
-def thresholds(shallow):
-    lm = shallow.get("transformers", "float32")
+def thresholds(narrow):
+    lm = narrow.get("transformers", "float32")
     runs = lm.run(TEXTS, max_tokens=6, capture=pc.Probe(WEIGHT, at=pc.resid_post[3], name="p"))
     scores = torch.cat([run.probes["p"] for run in runs])
     return [float(scores[:, i].quantile(0.6)) for i in range(2)]
@@ -28,11 +29,11 @@ def thresholds(shallow):
 
 @pytest.mark.parametrize("scope", ["token", "prompt", "onwards"])
 @pytest.mark.parametrize("mode", MODES)
-def test_it_equals_the_same_edits_at_the_tokens_that_were_decided(shallow, thresholds, mode, scope):
+def test_it_equals_the_same_edits_at_the_tokens_that_were_decided(narrow, thresholds, mode, scope):
     """In a batch of mixed requests, twice, so that the second time the prefix cache is warm. What a hook would do is
     computed from the scores, which test_projected.py compares with Transformers."""
     engine, options = MODES[mode]
-    lm = shallow.get(engine, "float32", **options)
+    lm = narrow.get(engine, "float32", **options)
     p = pc.Probe(WEIGHT, at=pc.resid_post[3], name="p")
     conditions = [p > thresholds[0], ~(p[1] > thresholds[1]), (p > thresholds[0]) & (p[1] < thresholds[1])]
     edits = [[pc.When(condition, [pc.Add(PUSH, at=pc.resid_post[4]), pc.Scale(0.5, at=pc.mlp_out[5])], scope=scope)]
@@ -72,10 +73,10 @@ def decided(scores: np.ndarray, thresholds: list[float]) -> list[np.ndarray]:
     return [above[0], ~above[1], above[0] & ~(scores[:, 1] >= np.float32(thresholds[1]))]
 
 
-def test_two_requests_with_one_prefix_share_no_block_that_differs(shallow, thresholds):
+def test_two_requests_with_one_prefix_share_no_block_that_differs(narrow, thresholds):
     """The same long prompt unedited, with a condition that holds and with one that does not, in every order: each has its
     own numbers, whatever is cached."""
-    lm = shallow.get("vllm", "float32")
+    lm = narrow.get("vllm", "float32")
     ids = lm.tokens(" ".join(TEXTS) + " again, as before, and so on for a while until this is long enough for blocks")
     p = pc.Probe(WEIGHT, at=pc.resid_post[3], tokens=pc.prompt[:20], name="p")
     edit = pc.Add(PUSH, at=pc.resid_post[4], tokens=pc.prompt[:40])
@@ -103,10 +104,10 @@ def pair_of(lm: pc.LM, prompts: list[list[int]]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_preempted_requests_decide_the_same(shallow, thresholds):
+def test_preempted_requests_decide_the_same(narrow, thresholds):
     """Requests are thrown out and recomputed, their prompt and what they generated in one step: with the probe in an
     earlier layer and, of generated tokens, at the edit's own site."""
-    small, roomy = shallow.get("vllm", "float32", **SMALL), shallow.get("vllm", "float32")
+    small, roomy = narrow.get("vllm", "float32", **SMALL), narrow.get("vllm", "float32")
     ids, site = roomy.tokens(" ".join(PROMPTS)), pc.resid_post[3]
     prompts = [ids[i : i + 28] for i in range(4)]
     p, later = (pc.Probe(WEIGHT, at=site, tokens=tokens, name="p") for tokens in (pc.every, pc.generated))
