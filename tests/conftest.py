@@ -44,11 +44,11 @@ GROUPS = {
         "test_submit",
         "test_inert",
         "test_trace",
-        "test_projected",
+        "test_when",
     ),
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
     "studies": ("test_grade", "test_lens", "test_fuzz"),
-    "saes": ("test_sae", "test_sae_studies"),
+    "saes": ("test_sae", "test_sae_studies", "test_projected"),
     "real": (
         "test_sweep",
         "test_steering",

@@ -28,7 +28,10 @@ def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
     return names
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+one_engine = pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
+
+
+@one_engine
 def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(README, lm, monkeypatch, tmp_path)
@@ -39,9 +42,6 @@ def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch
     assert names["sweep"].best(1)[0].value > 0 > names["sweep"].corrupt
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
-
-
-one_engine = pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
 
 
 @one_engine
