@@ -65,22 +65,22 @@ _made: list[Engines] = []
 
 @pytest.fixture(scope="session")
 def engines(smollm2):
-    yield from _open(str(smollm2))
+    yield from open_engines(str(smollm2))
 
 
 @pytest.fixture(scope="session")
 def shallow(shortened):
     """`engines` of `SHALLOW` of the model's layers, for what does not depend on depth: a third of the time a step."""
-    yield from _open(shortened)
+    yield from open_engines(shortened)
 
 
 @pytest.fixture(scope="session")
 def narrow(narrowed):
     """`shallow` of a third of the width, for what does not depend on the model: a third of the time again."""
-    yield from _open(narrowed)
+    yield from open_engines(narrowed)
 
 
-def _open(folder: str) -> Iterator[Engines]:
+def open_engines(folder: str) -> Iterator[Engines]:
     made = Engines(folder)
     _made.append(made)
     yield made
