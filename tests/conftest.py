@@ -31,6 +31,15 @@ settings.load_profile(os.environ.get("PATCHCLAMP_HYPOTHESIS", "same every time")
 # Test files whose engines one worker process holds and shares, the longest group first; any other file is a group of its
 # own.  Files of a group run in this order, and their engines end with the group.
 GROUPS = {
+    "real": (
+        "test_sweep",
+        "test_steering",
+        "test_readme",
+        "test_harvest",
+        "test_train_sae",
+        "test_notebooks",
+        "test_cli_parity",
+    ),
     "eager": (
         "test_stream",
         "test_modes",
@@ -49,15 +58,6 @@ GROUPS = {
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
     "studies": ("test_grade", "test_lens", "test_fuzz"),
     "saes": ("test_sae", "test_sae_studies", "test_projected"),
-    "real": (
-        "test_sweep",
-        "test_steering",
-        "test_readme",
-        "test_harvest",
-        "test_train_sae",
-        "test_notebooks",
-        "test_cli_parity",
-    ),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
