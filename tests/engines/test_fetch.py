@@ -121,10 +121,10 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
-def test_rounds_of_the_same_captures_take_the_memory_of_one(narrow, monkeypatch, apart):
+def test_rounds_of_the_same_captures_take_the_memory_of_one(shallow, monkeypatch, apart):
     """In the core's process rows are views of what was captured; from another process all pass through one file."""
     options = {"enable_prefix_caching": False, "multiprocess_mode": True} if apart else {"enable_prefix_caching": False}
-    lm, mapped, copied = narrow.get("vllm", "float32", **options), [], []
+    lm, mapped, copied = shallow.get("vllm", "float32", **options), [], []
     map_shared, copy_bytes = host_memory.map_shared, host_memory.copy_bytes
     monkeypatch.setattr(host_memory, "map_shared", lambda *args: mapped.append(args) or map_shared(*args))
     for module in ("store.captures", "store.host_memory"):  # where it is called from

@@ -576,9 +576,8 @@ class TestFitLens:
         fit = fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3)
         assert (fit.kl[:2] < 0.8 * fit.plain_kl[:2]).all()
         assert (fit.agreement[:2] > fit.plain_agreement[:2]).all()
-        assert fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3).matrix.tobytes() == fit.matrix.tobytes()
-        other = fit_lens(lm, dataset=prompts, steps=150, learning_rate=3e-3, seed=1)
-        assert other.matrix.tobytes() != fit.matrix.tobytes()
+        short, again, other = (fit_lens(lm, dataset=prompts, steps=5, seed=seed).matrix.tobytes() for seed in (0, 0, 1))
+        assert short == again != other
         study = logit_lens(lm, prompts[0], translators=fit, top=4)
         read = lm.run(prompts[0], max_tokens=1, capture=pc.Lens(pc.resid_post, top=4, translators=fit)).lens[
             "resid_post"
