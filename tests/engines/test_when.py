@@ -24,8 +24,11 @@ TEXTS = [*PROMPTS, "x", "The", "One two three four five six seven eight nine ten
 
 @pytest.fixture(scope="module")
 def thresholds(narrow):
-    lm = narrow.get("transformers", "float32")
-    runs = lm.run(TEXTS, max_tokens=6, capture=pc.Probe(WEIGHT, at=pc.resid_post[3], name="p"))
+    return thresholds_of(narrow.get("transformers", "float32"), WEIGHT)
+
+
+def thresholds_of(lm: pc.LM, weight: np.ndarray) -> list[float]:
+    runs = lm.run(TEXTS, max_tokens=6, capture=pc.Probe(weight, at=pc.resid_post[3], name="p"))
     scores = torch.cat([run.probes["p"] for run in runs])
     return [float(scores[:, i].quantile(0.6)) for i in range(2)]
 
@@ -105,17 +108,20 @@ def pair_of(lm: pc.LM, prompts: list[list[int]]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_preempted_requests_decide_the_same(narrow, thresholds):
+def test_preempted_requests_decide_the_same(shallow):
     """Requests are thrown out and recomputed, their prompt and what they generated in one step: with the probe in an
     earlier layer and, of generated tokens, at the edit's own site."""
-    small, roomy = narrow.get("vllm", "float32", **SMALL), narrow.get("vllm", "float32")
+    rng, lm = np.random.default_rng(3), shallow.get("transformers", "float32")
+    weight, push = rng.standard_normal((2, 576)).astype(np.float32), 8 * rng.standard_normal(576).astype(np.float32)
+    thresholds = thresholds_of(lm, weight)
+    small, roomy = shallow.get("vllm", "float32", **SMALL), shallow.get("vllm", "float32")
     ids, site = roomy.tokens(" ".join(PROMPTS)), pc.resid_post[3]
     prompts = [ids[i : i + 28] for i in range(4)]
-    p, later = (pc.Probe(WEIGHT, at=site, tokens=tokens, name="p") for tokens in (pc.every, pc.generated))
-    programs = [pc.When(p > thresholds[0] + 2, pc.Add(PUSH, at=pc.resid_post[4]), scope="onwards"),
-                pc.When(later > thresholds[0] + 2, pc.Add(PUSH / 4, at=site), scope="onwards"),
-                pc.When(p[1] > thresholds[1], pc.Add(PUSH / 4, at=pc.resid_post[5]), scope="token")]  # fmt: skip
-    programs.append(pc.Add(PUSH, at=pc.resid_post[4], tokens=pc.generated & pc.between(*pair_of(roomy, prompts))))
+    p, later = (pc.Probe(weight, at=site, tokens=tokens, name="p") for tokens in (pc.every, pc.generated))
+    programs = [pc.When(p > thresholds[0] + 2, pc.Add(push, at=pc.resid_post[4]), scope="onwards"),
+                pc.When(later > thresholds[0] + 2, pc.Add(push / 4, at=site), scope="onwards"),
+                pc.When(p[1] > thresholds[1], pc.Add(push / 4, at=pc.resid_post[5]), scope="token")]  # fmt: skip
+    programs.append(pc.Add(push, at=pc.resid_post[4], tokens=pc.generated & pc.between(*pair_of(roomy, prompts))))
     wanted = {"max_tokens": 40, "sampling": {"ignore_eos": True}, "capture": pc.resid_post[6]}
     for program in programs:
         before = small.engine.status()["preemptions"]
