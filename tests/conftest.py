@@ -31,6 +31,15 @@ settings.load_profile(os.environ.get("PATCHCLAMP_HYPOTHESIS", "same every time")
 # Test files whose engines one worker process holds and shares, the longest group first; any other file is a group of its
 # own.  Files of a group run in this order, and their engines end with the group.
 GROUPS = {
+    "real": (
+        "test_sweep",
+        "test_steering",
+        "test_readme",
+        "test_harvest",
+        "test_train_sae",
+        "test_notebooks",
+        "test_cli_parity",
+    ),
     "eager": (
         "test_stream",
         "test_modes",
@@ -44,20 +53,11 @@ GROUPS = {
         "test_submit",
         "test_inert",
         "test_trace",
-        "test_projected",
+        "test_when",
     ),
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
     "studies": ("test_grade", "test_lens", "test_fuzz"),
-    "saes": ("test_sae", "test_sae_studies"),
-    "real": (
-        "test_sweep",
-        "test_steering",
-        "test_readme",
-        "test_harvest",
-        "test_train_sae",
-        "test_notebooks",
-        "test_cli_parity",
-    ),
+    "saes": ("test_sae", "test_sae_studies", "test_projected"),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
@@ -66,9 +66,6 @@ GROUP_OF = {f"serve/{path.name}": "serve" for path in sorted(Path(__file__).pare
 GROUP_OF["serve/test_replicas.py"] = "replicas"
 GROUP_OF |= {f"engines/{name}.py": group for group, names in GROUPS.items() for name in names}
 ORDER = {file: number for number, file in enumerate(GROUP_OF)}
-
-
-thaw = gc.unfreeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,15 +84,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the garbage collector leave alone all that is imported by now: else each engine that starts or ends costs one to
-    four seconds, as vLLM freezes and thaws everything around it and collects."""
-    gc.collect()
-    gc.freeze()
+    """Keep vLLM from freezing and thawing all objects where an engine starts or ends, which costs one to four seconds."""
     gc.freeze = gc.unfreeze = lambda: None
+    settle()
 
 
 def pytest_sessionfinish() -> None:
     thaw()
+
+
+freeze, thaw = gc.freeze, gc.unfreeze
+
+
+def settle() -> None:
+    """Have the garbage collector leave alone all that lives now: a test that collects waits for what is new only."""
+    gc.collect()
+    freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        settle()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -138,6 +148,16 @@ def shortened(smollm2, tmp_path_factory) -> str:
     return ends_of(smollm2, tmp_path_factory.mktemp("shortened"), 8)
 
 
+@pytest.fixture(scope="session")
+def narrowed(shortened, tmp_path_factory) -> str:
+    """The first `WIDTH` numbers of the stream of `shortened`, and the first 512 neurons: a step takes as long as reading
+    its weights, and these are a quarter. What it generates is varied too."""
+    return beginnings_of(Path(shortened), tmp_path_factory.mktemp("narrowed"), WIDTH, 512)
+
+
+WIDTH = 144
+
+
 def ends_of(model: Path, folder: Path, layers: int) -> str:
     """Copy a Llama-shaped checkpoint with this many of its first and last layers."""
     from safetensors.torch import load_file, save_file
@@ -156,5 +176,25 @@ def ends_of(model: Path, folder: Path, layers: int) -> str:
             weights[name] = weight
         elif number in number_of:
             weights[f"{head}{is_layer}{number_of[number]}.{rest}"] = weight
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def beginnings_of(model: Path, folder: Path, width: int, neurons: int) -> str:
+    """Copy a Llama-shaped checkpoint with the first numbers of its stream and its first neurons."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    kept = {config["hidden_size"]: width, config["intermediate_size"]: neurons}
+    config |= {"hidden_size": width, "intermediate_size": neurons}
+    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        whole = [
+            i for i, of in enumerate(("q_proj", "o_proj")) if of in name
+        ]  # rows or columns of heads, which are kept
+        shape = [size if i in whole else kept.get(size, size) for i, size in enumerate(weight.shape)]
+        weights[name] = weight[tuple(map(slice, shape))].contiguous()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 import patchclamp as pc
 
-from ..conftest import ends_of, group_of
+from ..conftest import ends_of, group_of, settle, thaw
 from ..models import with_weights
 from ..without_torchvision import stand_ins
 
@@ -52,6 +51,7 @@ class Engines:
             self._common.add(key)
         if key not in self._made:
             self._made[key] = pc.LM(self.folder, engine=engine, dtype=dtype, **options)
+            settle()
         return self._made[key]
 
     def close(self, rare: bool = False) -> None:
@@ -65,16 +65,22 @@ _made: list[Engines] = []
 
 @pytest.fixture(scope="session")
 def engines(smollm2):
-    yield from _open(str(smollm2))
+    yield from open_engines(str(smollm2))
 
 
 @pytest.fixture(scope="session")
 def shallow(shortened):
     """`engines` of `SHALLOW` of the model's layers, for what does not depend on depth: a third of the time a step."""
-    yield from _open(shortened)
+    yield from open_engines(shortened)
 
 
-def _open(folder: str) -> Iterator[Engines]:
+@pytest.fixture(scope="session")
+def narrow(narrowed):
+    """`shallow` of a third of the width, for what does not depend on the model: a third of the time again."""
+    yield from open_engines(narrowed)
+
+
+def open_engines(folder: str) -> Iterator[Engines]:
     made = Engines(folder)
     _made.append(made)
     yield made
@@ -87,9 +93,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     """Engines that one file alone uses end with it, and the others with their group: each holds half a gigabyte."""
     yield
     if nextitem is None or nextitem.path != item.path:
+        same_group = nextitem is not None and group_of(item.nodeid) == group_of(nextitem.nodeid)
         for made in _made:
-            made.close(rare=nextitem is not None and group_of(item.nodeid) == group_of(nextitem.nodeid))
-        gc.collect()
+            made.close(rare=same_group)
+        if not same_group:
+            thaw()
+        settle()
         if sys.platform == "linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back
 
@@ -127,11 +136,11 @@ def _torchvision():
 
 
 @pytest.fixture(scope="session")
-def stock(shortened):
+def stock(narrowed):
     """`stock("float32")` is what `PROMPTS` give on stock vLLM without the plugin: tokens and logprobs. One engine after the
     other, in a process that starts before the test and is waited for when the test calls this."""
     dtypes = ["float32", "bfloat16"]
-    process = _start("stock.py", [{"model": shortened, "dtype": dtype, "enforce_eager": True} for dtype in dtypes])
+    process = _start("stock.py", [{"model": narrowed, "dtype": dtype, "enforce_eager": True} for dtype in dtypes])
     answers = functools.cache(lambda: dict(zip(dtypes, _finish(process), strict=True)))
     yield lambda dtype: answers()[dtype]
     process.kill()

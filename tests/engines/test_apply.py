@@ -8,6 +8,7 @@ import torch
 
 import patchclamp as pc
 
+from ..conftest import WIDTH
 from .conftest import CHUNKED, PROMPTS
 from .test_ops import V1
 
@@ -16,11 +17,11 @@ SAMPLING = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled", "chunks of 16", "transformers"])
-def lm(shallow, request):
+def lm(narrow, request):
     """An engine that allows code: the shared ones, asked another way."""
     engine, options = ("transformers", {}) if request.param == "transformers" else ("vllm", {})
     options = {"compiled": {"compiled": True}, "chunks of 16": CHUNKED}.get(request.param, options)
-    shared = shallow.get(engine, "float32", **options)
+    shared = narrow.get(engine, "float32", **options)
     return pc.LM("", shared.engine, prove=False, allow_code=True)
 
 
@@ -99,7 +100,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
         "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1, logprobs=True), "SystemExit: 3": fails(SystemExit(3)),
         "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
         "got [9, 1]": lambda h: h.new_zeros(9, 1), "got NoneType": lambda h: None, "got str": lambda h: "rows",
-        "got [576,": lambda h: h.t_(), "got [8, 576]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
+        f"got [{WIDTH},": lambda h: h.t_(), f"got [8, {WIDTH}]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
         "torch.sparse": lambda h: h.to_sparse(), "not finite": lambda h: h / 0.0,
     }  # fmt: skip
     programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[1:] | pc.generated)] for fn in wrong.values()]
@@ -144,8 +145,8 @@ def test_rows_are_the_codes_own(lm):
     assert probe.grad is not None
 
 
-def test_code_needs_leave(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_code_needs_leave(narrow):
+    lm = narrow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours .* allow_code=True"):
         lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)], logprobs=True)
     with pytest.raises(pc.ProgramError, match="expected a function of rows, got"):
@@ -154,9 +155,9 @@ def test_code_needs_leave(shallow):
         pc.Program.of([pc.Apply(lambda h: h, AT)]).to_json()
 
 
-def test_nobody_reads_cached_blocks_that_code_made(shallow):
+def test_nobody_reads_cached_blocks_that_code_made(narrow):
     """Not even the same code again: what it does may have changed."""
-    shared = shallow.get("vllm", "float32")
+    shared = narrow.get("vllm", "float32")
     lm = pc.LM("", shared.engine, prove=False, allow_code=True)
     prompt = lm.tokens(" ".join(["one two three four five six seven eight nine ten"] * 8))
     plain = lm.run(prompt, max_tokens=2, logprobs=True)

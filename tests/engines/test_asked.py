@@ -14,8 +14,8 @@ TEXTS = [*PROMPTS, "日本語の文章です。今日は🎉"]
 
 
 @BOTH
-def test_a_run_that_did_not_ask_says_so(shallow, engine):
-    run = shallow.get(engine, "float32").run(PROMPTS[0], max_tokens=2)
+def test_a_run_that_did_not_ask_says_so(narrow, engine):
+    run = narrow.get(engine, "float32").run(PROMPTS[0], max_tokens=2)
     with pytest.raises(pc.ProgramError, match=r"no log-probabilities: ask for them, lm.run\(..., logprobs=True\)"):
         run.logprobs  # noqa: B018
     with pytest.raises(pc.ProgramError, match=r"no likeliest tokens: ask for some, as in lm.run\(..., logprobs=5\)"):
@@ -23,8 +23,8 @@ def test_a_run_that_did_not_ask_says_so(shallow, engine):
 
 
 @BOTH
-def test_log_probabilities_are_those_of_the_logits(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_log_probabilities_are_those_of_the_logits(narrow, engine):
+    lm = narrow.get(engine, "float32")
     for call in ({"logprobs": True}, {"logprobs": 4}, {"logprobs": True, "score": [7, 9]}):
         run = lm.run(PROMPTS[0], max_tokens=5, sampling={"temperature": 1.0, "seed": 3}, capture=[pc.logits], **call)
         table_nV = run[pc.logits].log_softmax(-1)
@@ -42,9 +42,9 @@ def test_log_probabilities_are_those_of_the_logits(shallow, engine):
 
 
 @BOTH
-def test_each_prompt_of_a_batch_has_its_own(shallow, engine):
+def test_each_prompt_of_a_batch_has_its_own(narrow, engine):
     """Scores of some prompts, and the likeliest tokens of others: stock's V1 sampler gives a batch only one of them."""
-    lm, call = shallow.get(engine, "float32"), {"max_tokens": 4, "sampling": {"ignore_eos": True}}
+    lm, call = narrow.get(engine, "float32"), {"max_tokens": 4, "sampling": {"ignore_eos": True}}
     asked: list[dict] = [
         {"logprobs": 8},
         {"score": [7, 9, 11]},
@@ -71,8 +71,8 @@ def test_each_prompt_of_a_batch_has_its_own(shallow, engine):
 
 
 @BOTH
-def test_a_stream_has_them_if_it_asked(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_a_stream_has_them_if_it_asked(narrow, engine):
+    lm = narrow.get(engine, "float32")
     asked = lm.stream(PROMPTS[0], max_tokens=4, logprobs=2)
     parts = list(asked)
     assert [number for part in parts for number in part.logprobs] == asked.run.logprobs
@@ -82,8 +82,8 @@ def test_a_stream_has_them_if_it_asked(shallow, engine):
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 129, 2.5, "five", None])
-def test_what_cannot_be_asked_for_is_refused(shallow, wrong):
-    lm = shallow.get("transformers", "float32")
+def test_what_cannot_be_asked_for_is_refused(narrow, wrong):
+    lm = narrow.get("transformers", "float32")
     with pytest.raises(pc.ProgramError, match="logprobs: expected True, or a number from 1 to 128"):
         lm.run(PROMPTS[0], max_tokens=1, logprobs=wrong)
     with pytest.raises(pc.ProgramError, match="logprobs: top log-probabilities are not available with score="):
@@ -92,9 +92,9 @@ def test_what_cannot_be_asked_for_is_refused(shallow, wrong):
 
 @pytest.mark.slow
 @BOTH
-def test_text_that_is_decoded_when_read_is_what_a_stream_gives(shallow, engine):
+def test_text_that_is_decoded_when_read_is_what_a_stream_gives(narrow, engine):
     """Characters of several tokens, special tokens, a token that ends the run: as when it is decoded token by token."""
-    lm, ended = shallow.get(engine, "float32"), 0
+    lm, ended = narrow.get(engine, "float32"), 0
     cases = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(2)]
     if engine == "vllm":
         first = lm.run(TEXTS[0], max_tokens=12, sampling=cases[0]).token_ids
@@ -109,10 +109,10 @@ def test_text_that_is_decoded_when_read_is_what_a_stream_gives(shallow, engine):
     assert ended or engine == "transformers"
 
 
-def test_nothing_is_decoded_before_it_is_read(shallow, monkeypatch):
+def test_nothing_is_decoded_before_it_is_read(narrow, monkeypatch):
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-    lm, decoded = shallow.get("vllm", "float32"), []
+    lm, decoded = narrow.get("vllm", "float32"), []
     decode = FastIncrementalDetokenizer.decode_next
     monkeypatch.setattr(
         FastIncrementalDetokenizer, "decode_next", lambda self, token: decoded.append(token) or decode(self, token)

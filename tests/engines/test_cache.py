@@ -11,8 +11,8 @@ BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def lm(shallow):
-    return shallow.get("vllm", "float32")
+def lm(narrow):
+    return narrow.get("vllm", "float32")
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def logits(lm, prompt, edits=()):
     return lm.run(prompt, max_tokens=1, edits=list(edits), capture=[pc.logits])[pc.logits]
 
 
-def test_unedited_after_edited_and_edited_after_unedited(lm, shallow, prompt):
-    cold = shallow.get("vllm", "float32", enable_prefix_caching=False)
+def test_unedited_after_edited_and_edited_after_unedited(lm, narrow, prompt):
+    cold = narrow.get("vllm", "float32", enable_prefix_caching=False)
     change = edit(lm, pc.prompt[2])
     expected_plain, expected_edited = logits(cold, prompt), logits(cold, prompt, [change])
     assert (expected_plain - expected_edited).abs().max() > 0.1
@@ -45,11 +45,11 @@ def test_unedited_after_edited_and_edited_after_unedited(lm, shallow, prompt):
 
 
 @pytest.mark.parametrize("word", ["z", "q", "k", "v", "neurons"])
-def test_each_head_and_neuron_has_blocks_of_its_own(lm, shallow, prompt, word):
+def test_each_head_and_neuron_has_blocks_of_its_own(lm, narrow, prompt, word):
     """One prompt, edited alike in one part of a row after the other, and in all of it."""
-    cold, site = shallow.get("vllm", "float32", enable_prefix_caching=False), getattr(pc, word)
+    cold, site = narrow.get("vllm", "float32", enable_prefix_caching=False), getattr(pc, word)
     source = {each: each.run(prompt[::-1], max_tokens=1, capture=[site[2]]) for each in (lm, cold)}
-    parts = [site[2, 0:700], site[2, 700:]] if word == "neurons" else [site[2, 0], site[2, 2]]
+    parts = [site[2, 0:200], site[2, 200:]] if word == "neurons" else [site[2, 0], site[2, 2]]
     tokens = pc.prompt[3:50]
     for make in (
         lambda engine, at: pc.Zero(at, tokens), lambda engine, at: pc.Scale(3.0, at, tokens),
@@ -65,9 +65,9 @@ def test_each_head_and_neuron_has_blocks_of_its_own(lm, shallow, prompt, word):
         )  # or it tells nothing
 
 
-def test_the_last_prompt_token_is_resolved_against_each_prompt(lm, shallow, prompt):
+def test_the_last_prompt_token_is_resolved_against_each_prompt(lm, narrow, prompt):
     """`prompt[-1]` of a prompt of two blocks lies inside the second block of a longer one."""
-    cold = shallow.get("vllm", "float32", enable_prefix_caching=False)
+    cold = narrow.get("vllm", "float32", enable_prefix_caching=False)
     change = edit(lm, pc.prompt[-1])
     for length in (2 * BLOCK, len(prompt), 2 * BLOCK):
         part = prompt[:length]
@@ -104,12 +104,12 @@ def test_captures_are_complete_on_a_warm_cache(lm, prompt):
 
 
 @pytest.mark.slow
-def test_preempted_requests_come_back_with_the_same_rows(shallow):
+def test_preempted_requests_come_back_with_the_same_rows(narrow):
     """A cache of a few blocks: requests are thrown out, recomputed and still edited and captured as if alone."""
-    small = shallow.get(
+    small = narrow.get(
         "vllm", "float32", kv_cache_memory_bytes=SHALLOW * 2 * 3 * 64 * 4 * BLOCK * 6, max_model_len=128, max_num_seqs=4
     )
-    roomy = shallow.get("vllm", "float32")
+    roomy = narrow.get("vllm", "float32")
     ids = roomy.tokens(" ".join(PROMPTS))
     prompts = [ids[i : i + 28] for i in range(4)]
     edits = [[pc.Add(torch.randn(roomy.model.d_model), at=pc.resid_post[6], tokens=pc.generated)] for _ in prompts]

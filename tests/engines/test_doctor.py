@@ -10,8 +10,8 @@ from patchclamp.engines.vllm import report
 from patchclamp.engines.vllm.compat import seams
 
 
-def test_a_running_engine_is_described(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_a_running_engine_is_described(narrow):
+    lm = narrow.get("vllm", "float32")
     found = {(finding.part, finding.name): finding for finding in lm.engine.report()}
     assert found["configuration", "runner"].detail == "V1"
     assert found["configuration", "numerics"].detail == "uniform"
@@ -53,8 +53,8 @@ def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
     assert found.advice.startswith("install patchclamp with pip")
 
 
-def test_fusions_graphs_and_memory_of_a_gpu(shallow):
-    config = copy.deepcopy(shallow.get("vllm", "float32").engine.config)
+def test_fusions_graphs_and_memory_of_a_gpu(narrow):
+    config = copy.deepcopy(narrow.get("vllm", "float32").engine.config)
     config.additional_config["patchclamp"]["numerics"] = "stock"
     status = {
         "runner": "v2", "workers": 2, "fusions": {"AllReduceFusionPass": [8, 0], "RMSNormQuantFusionPass": [16, 16]},

@@ -21,9 +21,9 @@ def bits(run) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_self_patch_is_bit_identical(shallow, mode):
+def test_self_patch_is_bit_identical(narrow, mode):
     """Each stream word at all its layers at once, then single layers, over prompt and generated tokens."""
-    lm = shallow.get(*mode)
+    lm = narrow.get(*mode)
     run = lm.run(PROMPTS[1], max_tokens=4, capture=[*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm], logprobs=True)
     places = [[site] for site in (*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm)]
     places += [[pc.resid_pre[0]], [pc.resid_mid[4]], [pc.resid_post[7]], [pc.resid_post[2], pc.resid_mid[3]], STREAMS]
@@ -37,8 +37,8 @@ def test_self_patch_is_bit_identical(shallow, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(shallow, mode):
-    lm = shallow.get(*mode)
+def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(narrow, mode):
+    lm = narrow.get(*mode)
     corrupt = lm.tokens(PROMPTS[1])
     clean = [*reversed(corrupt)]
     clean_run = lm.run(clean, max_tokens=1, capture=[pc.resid_post, pc.logits], logprobs=True)
@@ -53,8 +53,8 @@ def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(shallow
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_batchmates_of_edited_requests_are_unchanged(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_batchmates_of_edited_requests_are_unchanged(narrow, engine):
+    lm = narrow.get(engine, "float32")
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[0]]
     hard = [
         pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[3], scale=20.0),
@@ -71,9 +71,9 @@ def test_batchmates_of_edited_requests_are_unchanged(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_captures_are_not_aliases(shallow, engine):
+def test_captures_are_not_aliases(narrow, engine):
     """What was captured is still the same after the engine has run other things."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     run = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post], logprobs=True)
     before = {layer: run[pc.resid_post[layer]].clone() for layer in (0, 4)}
     lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Zero(pc.resid_post[2])], capture=[pc.resid_post], logprobs=True)
@@ -85,8 +85,8 @@ def test_captures_are_not_aliases(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_ops_act_in_order_and_captures_see_their_place(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_ops_act_in_order_and_captures_see_their_place(narrow, engine):
+    lm = narrow.get(engine, "float32")
     v = torch.randn(lm.model.d_model)
     at = pc.resid_post[5]
     base = lm.run(PROMPTS[0], max_tokens=1, capture=[at], logprobs=True)[at]

@@ -252,7 +252,10 @@ def test_the_modules_of_every_table_are_there_on_transformers():
     assert classes == {name for family in TABLES for name in family.architectures}
 
 
-@pytest.mark.parametrize("name", FAMILIES | MORE)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in {*QUICK, *FEW} else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MORE)],
+)
 def test_gradients_are_slopes_and_cuts_are_proved(name, tmp_path):
     """At every place: the rows are the captured ones, and a step along the gradient changes logits by its length."""
     with pc.LM(of_family(tmp_path, name), engine="transformers", prove=False, max_model_len=128, **IDS) as hub:

@@ -18,9 +18,9 @@ KEPT = [pc.resid_post, pc.z[3, 1], pc.logits, pc.mlp_out[2] @ pc.prompt[-3:]]
 
 
 @pytest.fixture
-def calls(shallow, monkeypatch, request):
+def calls(narrow, monkeypatch, request):
     """An LM, and how many captures each call to its engine asked for."""
-    lm, asked = shallow.get(request.getfixturevalue("engine"), "float32"), []
+    lm, asked = narrow.get(request.getfixturevalue("engine"), "float32"), []
     fetch_many = lm.engine.fetch_many
     monkeypatch.setattr(lm.engine, "fetch_many", lambda wanted: asked.append(len(wanted)) or fetch_many(wanted))
     return lm, asked

@@ -19,20 +19,20 @@ STRENGTHS, SEED, TOKENS = (0.0, 0.05, 0.6), 7, 4
 
 
 @pytest.fixture(scope="module")
-def sweeps(shallow):
+def sweeps(narrow):
     asked = dict(seeds=(SEED,), max_tokens=TOKENS)
-    return functools.cache(lambda engine: fuzz_sweep(shallow.get(engine, "float32"), PROMPTS, STRENGTHS, **asked))
+    return functools.cache(lambda engine: fuzz_sweep(narrow.get(engine, "float32"), PROMPTS, STRENGTHS, **asked))
 
 
 @pytest.fixture(scope="module")
-def plain(shortened):
-    return PlainModel(shortened)
+def plain(narrowed):
+    return PlainModel(narrowed)
 
 
 @pytest.fixture(scope="module")
-def answers(plain, shallow):
+def answers(plain, narrow):
     """By prompt and strength: tokens, the first one's log-probabilities, and the perplexity without noise."""
-    tokenizer = shallow.get("transformers", "float32").tokenizer
+    tokenizer = narrow.get("transformers", "float32").tokenizer
 
     def answer(prompt: str, strength: float):
         ids = tokenizer.encode(prompt)
@@ -64,9 +64,9 @@ def test_every_cell_equals_a_plain_loop(sweeps, answers, engine):
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_strength_0_is_the_unedited_run_to_the_bit(shallow, engine):
+def test_strength_0_is_the_unedited_run_to_the_bit(narrow, engine):
     """In a batch of one, on both sides: its shape alone may move the last bit."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     sweep = fuzz_sweep(lm, PROMPTS[:1], (0.0, 0.3), max_tokens=4, batch=1, perplexity=False)
     unedited = lm.run(PROMPTS[0], max_tokens=4, capture=[pc.Capture("logits", pc.prompt[-1])], logprobs=True)
     zero = lm.run(PROMPTS[0], max_tokens=4, capture=[pc.Capture("logits", pc.prompt[-1])], logprobs=True,
@@ -78,8 +78,8 @@ def test_strength_0_is_the_unedited_run_to_the_bit(shallow, engine):
     assert sweep.kl[0, 1, 0] > 0
 
 
-def test_sampled_answers_differ_by_seed_and_agree_with_their_own(shallow):
-    lm = shallow.get("transformers", "float32")
+def test_sampled_answers_differ_by_seed_and_agree_with_their_own(narrow):
+    lm = narrow.get("transformers", "float32")
     sweep = fuzz_sweep(lm, PROMPTS[:1], (0.0, 0.01), seeds=(1, 2), max_tokens=6, chat=True,
                        sampling={"temperature": 1.0}, divergence=20, perplexity=False, refusal="(?i)paris")  # fmt: skip
     first, second = (answer.token_ids for answer in sweep.unfuzzed[0])

@@ -32,8 +32,8 @@ SCORES = [" Mary", " John", " Mary and John", [5, 7, 11]]
 
 
 @pytest.fixture(scope="module")
-def engine(shallow) -> LM:
-    lm = shallow.get("vllm", "float32")
+def engine(narrow) -> LM:
+    lm = narrow.get("vllm", "float32")
     lm.grade(PROMPT, [], score=[5])  # proves it
     return lm
 
@@ -80,7 +80,7 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
             lambda: pc.Clamp(vector, at=stream, tokens=tokens, low=-1.0, high=1.0),
             lambda: pc.Noise(0.3, at=pc.embed, tokens=tokens, seed=int(draw.integers(100))),
             lambda: pc.Ablate(vector, at=stream, tokens=tokens, strength=0.5),
-            lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, basis=vector),
+            lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, basis=np.resize(vector, run[at][0].numel())),
             lambda: pc.Replace(vector, at=stream, tokens=tokens, mask=(draw.random(lm.model.d_model) < 0.5).astype("f4")),
             lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
             lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.random()), norm="match"),
@@ -327,9 +327,9 @@ def half(rows):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_code_runs_as_requests(shallow, engine):
+def test_code_runs_as_requests(narrow, engine):
     """Each request of a program has code of its own: those of the other scores go on when one has ended."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     lm.allows_code, allowed = True, lm.allows_code
     try:
         programs = [[pc.Apply(half, at=pc.resid_post[i])] for i in range(3)]
@@ -346,17 +346,18 @@ def test_code_runs_as_requests(shallow, engine):
     assert not lm.engine.status()["code"]
 
 
-def test_rows_that_do_not_fit_into_the_bank_at_once(shallow, monkeypatch):
+def test_rows_that_do_not_fit_into_the_bank_at_once(narrow, monkeypatch):
     """A sweep whose rows are larger than the bank runs in several leases, and returns each."""
-    lm = shallow.get("vllm", "float32", bank_bytes=1 << 18)
+    lm = narrow.get("vllm", "float32", bank_bytes=200_000)
     lm.grade(PROMPT, [], score=[5])
     before = room_of(lm)
-    run = lm.run(OTHER, max_tokens=1, capture=[pc.resid_pre, pc.mlp_out])
-    assert 4 * 2 * lm.model.layers * len(lm.tokens(OTHER)) * lm.model.d_model > 1 << 18
+    kinds = [pc.resid_pre, pc.attn_out, pc.resid_mid, pc.mlp_out]
+    run = lm.run(OTHER, max_tokens=1, capture=kinds)
+    assert 4 * len(kinds) * lm.model.layers * len(lm.tokens(OTHER)) * lm.model.d_model > 200_000
     admission, leases = lm.engine._engine.engine_core.engine_core.patchclamp.admission, list[str]()
     lease = admission.lease
     monkeypatch.setattr(admission, "lease", lambda name, *args: leases.append(name) or lease(name, *args))
-    places = [kind[layer] for kind in (pc.resid_pre, pc.mlp_out) for layer in range(lm.model.layers)]
+    places = [kind[layer] for kind in kinds for layer in range(lm.model.layers)]
     programs = [[pc.Replace(pc.From(run, at, pc.every[5]), at=at, tokens=pc.every[5])] for at in places]
     prompts, asked = [PROMPT, OTHER, "The capital of France is the city of"], {"score": SCORES[1:3], "kl": True}
     grades = lm.grade(prompts, [programs] * 3, **asked)
@@ -366,13 +367,13 @@ def test_rows_that_do_not_fit_into_the_bank_at_once(shallow, monkeypatch):
         check_equal(one, other)
 
 
-def test_a_program_larger_than_a_batch(shallow):
-    lm, ids = shallow.get("vllm", "float32", **CHUNKED), list(range(5, 45))
+def test_a_program_larger_than_a_batch(narrow):
+    lm, ids = narrow.get("vllm", "float32", **CHUNKED), list(range(5, 45))
     programs: list[Any] = [[pc.Zero(at=pc.mlp_out[1])], []]
     grades = lm.grade(ids, programs, score=[5])
     assert grades.route == "requests"
     assert "more than a batch" in grades.route_reason
-    whole = shallow.get("vllm", "float32").grade(ids, programs, score=[5])
+    whole = narrow.get("vllm", "float32").grade(ids, programs, score=[5])
     np.testing.assert_allclose(grades.logprobs, whole.logprobs, atol=1e-4)
 
 
@@ -475,7 +476,7 @@ FORCED = {
 }  # fmt: skip
 
 
-def test_continuations(lm, shallow, monkeypatch):
+def test_continuations(lm, narrow, monkeypatch):
     """Forced in batches as by rows of `final_norm`, and as sums of log-probabilities on both engines."""
     prompt, texts = tuple(lm.tokens(PROMPT)), (" Mary and the store", " John", " a")
     items = [
@@ -492,7 +493,7 @@ def test_continuations(lm, shallow, monkeypatch):
     of_prompts = lm.loglikelihood([PROMPT, OTHER], [texts[0], texts[1]], edits=FORCED["everywhere"])
     alone = lm.loglikelihood(PROMPT, texts[0], edits=FORCED["everywhere"])
     assert of_prompts[0] == pytest.approx(alone, abs=1e-4) == pytest.approx(bulk[3].sum(), abs=1e-4)
-    there = shallow.get("transformers", "float32").loglikelihood(PROMPT, texts[0], edits=FORCED["everywhere"])
+    there = narrow.get("transformers", "float32").loglikelihood(PROMPT, texts[0], edits=FORCED["everywhere"])
     assert there == pytest.approx(alone, abs=1e-3)
     for arguments, path in (((PROMPT, ""), "continuation"), (([PROMPT] * 2, [" a", [10**9]]), "continuation[1]")):
         with pytest.raises(TokensError) as error:
@@ -516,8 +517,8 @@ def test_wrong_arguments(lm):
         assert caught.value.path.startswith(path), kwargs
 
 
-def test_transformers_grades_by_requests(shallow, lm, monkeypatch):
-    hub = shallow.get("transformers", "float32")
+def test_transformers_grades_by_requests(narrow, lm, monkeypatch):
+    hub = narrow.get("transformers", "float32")
     programs = [[pc.Zero(at=pc.mlp_out[i])] for i in range(4)] + [[]]
     grades = hub.grade(PROMPT, programs, score=SCORES, kl=True, top=3)
     assert grades.route == "requests"

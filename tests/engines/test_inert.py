@@ -47,8 +47,8 @@ def test_a_function_that_differs_is_named_before_an_engine_starts(monkeypatch, s
         pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=64)
 
 
-def test_what_the_other_runner_lacks_does_not_stop_this_one(shallow, monkeypatch):
-    worker = shallow.get("vllm", "float32").engine._engine.model_executor.driver_worker.worker
+def test_what_the_other_runner_lacks_does_not_stop_this_one(narrow, monkeypatch):
+    worker = narrow.get("vllm", "float32").engine._engine.model_executor.driver_worker.worker
     monkeypatch.delattr("vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample_tokens")
     assert runner.runner_of(worker)[1] == "v1"
     with pytest.raises(pc.SeamMoved, match="sample_tokens"):

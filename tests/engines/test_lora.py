@@ -268,7 +268,7 @@ def test_what_is_no_adapter_of_the_model_is_its_requests_error_alone(lm, tiny, a
     assert {lm.engine.status()[name] for name in ("programs", "vectors", "pinned")} == {0}
 
 
-def test_what_is_asked_wrongly_is_told_before_it_runs(lm, shallow, tiny, adapters, tmp_path):
+def test_what_is_asked_wrongly_is_told_before_it_runs(lm, narrow, tiny, adapters, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README").write_text("")
     prefix = shutil.copytree(adapters["linear"], tmp_path / "prefix")
@@ -294,8 +294,8 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, shallow, tiny, adapter
             lm.run(IDS, max_tokens=1, lora=given, logprobs=True)
         assert text in str(caught.value)
     with pytest.raises(pc.EngineError, match=r"^lora: .*enable_lora=True"):
-        shallow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
-    for other in (shallow.get("transformers", "float32"), pc.LM("fake")):
+        narrow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
+    for other in (narrow.get("transformers", "float32"), pc.LM("fake")):
         with pytest.raises(
             pc.EngineError, match=r"lora: the \w+ engine runs no LoRA adapters: merge it into the model"
         ):

@@ -16,8 +16,8 @@ BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 
 
 @BOTH
-def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
-    lm, at = shallow.get(engine, "float32"), pc.resid_post[6]
+def test_n_runs_of_a_prompt_are_runs_of_their_own(narrow, engine):
+    lm, at = narrow.get(engine, "float32"), pc.resid_post[6]
     v = torch.randn(lm.model.d_model)
     sampling = {"n": 3, "temperature": 1.0, "seed": np.int64(11), "ignore_eos": True}
     program = {"edits": [pc.Add(v, at=pc.resid_post[5], tokens=pc.generated)], "capture": [at]}
@@ -46,8 +46,8 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
 
 
 @BOTH
-def test_calls_awaited_together_are_each_as_if_alone(shallow, engine):
-    lm, at = shallow.get(engine, "float32"), pc.resid_post[7]
+def test_calls_awaited_together_are_each_as_if_alone(narrow, engine):
+    lm, at = narrow.get(engine, "float32"), pc.resid_post[7]
     vectors = torch.randn(12, lm.model.d_model)
     edits = [[pc.Add(v, at=pc.resid_post[i % 8], scale=0.5)] for i, v in enumerate(vectors)]
 
@@ -72,8 +72,8 @@ def test_calls_awaited_together_are_each_as_if_alone(shallow, engine):
 
 @pytest.mark.slow
 @BOTH
-def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_errors_and_cancelled_calls_leave_nothing_behind(narrow, engine):
+    lm = narrow.get(engine, "float32")
     before = lm.engine.status()
 
     async def go() -> list:
@@ -106,9 +106,9 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
 
 
 @BOTH
-def test_a_run_by_its_name_in_the_bank(shallow, engine):
+def test_a_run_by_its_name_in_the_bank(narrow, engine):
     """It stays as long as the name does, whoever drops it."""
-    lm, at = shallow.get(engine, "float32"), pc.resid_pre[5]
+    lm, at = narrow.get(engine, "float32"), pc.resid_pre[5]
     clean = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_pre], logprobs=True)
     spelled = [pc.Replace(pc.From(clean, at, pc.prompt[-1]), at, pc.prompt[-1])]
     expected = lm.run(PROMPTS[1], max_tokens=3, edits=spelled, logprobs=True)
@@ -130,9 +130,9 @@ def test_a_run_by_its_name_in_the_bank(shallow, engine):
     del lm.bank["clean run"]
 
 
-def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(shallow):
+def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(narrow):
     """Stock vLLM's CPU build ends over them."""
-    whole, chunked = shallow.get("vllm", "float32"), shallow.get("vllm", "float32", **CHUNKED)
+    whole, chunked = narrow.get("vllm", "float32"), narrow.get("vllm", "float32", **CHUNKED)
     prompts = [whole.tokens(" ".join(PROMPTS))[: 17 + 11 * i] for i in range(4)]
     sampling = [{"temperature": 1.0, "seed": 5 + i, "ignore_eos": True} for i in range(4)]
     edits = [[pc.Scale(0.9, pc.resid_post[2])], [], [], []]
@@ -146,9 +146,9 @@ def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(shallow):
     assert other.token_ids != ours[3].token_ids
 
 
-def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch):
+def test_what_the_engines_thread_raises_reaches_the_caller(narrow, monkeypatch):
     """Wherever it is raised on that thread: nobody waits for ever, and the engine goes on."""
-    lm = shallow.get("transformers", "float32")
+    lm = narrow.get("transformers", "float32")
     runtime = lm.engine.runtime
     edits = [pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[0])]
     for name in ("hold_code", "install_all", "free", "release", "drop_code"):
@@ -159,9 +159,9 @@ def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch)
         assert lm.run([3, 4, 5], max_tokens=1, edits=edits, logprobs=True).token_ids
 
 
-def test_rows_that_could_not_be_written_are_not_read_later(shallow, monkeypatch):
+def test_rows_that_could_not_be_written_are_not_read_later(narrow, monkeypatch):
     """The programs of a batch fail together; asked again, their vectors are brought again."""
-    lm = shallow.get("transformers", "float32")
+    lm = narrow.get("transformers", "float32")
     draw, bank = np.random.default_rng(0), lm.engine.runtime.bank
     edits = [[pc.Add(draw.standard_normal(lm.model.d_model).astype(np.float32), pc.resid_post[0])] for _ in range(3)]
     asked, held = {"max_tokens": 1, "edits": edits, "logprobs": True}, lm.engine.status()["programs"]

@@ -9,6 +9,7 @@ import pytest
 
 import patchclamp as pc
 
+from ..conftest import WIDTH
 from ..reference import parity
 from ..reference.forward import Forward
 from ..reference.hooks import PlainModel
@@ -24,15 +25,15 @@ FROM_THE_CACHE = ("cold", "warm")
 USUAL_MODES = [pytest.param(mode, marks=[pytest.mark.slow] if mode == "preempted" else []) for mode in MODES]
 TEXT = " ".join([*PROMPTS, PROMPTS[1], PROMPTS[2]])
 SPAN, BEGIN = " France is", 3
-PROGRAMS = parity.programs(576, SHALLOW, SPAN, BEGIN)
+PROGRAMS = parity.programs(WIDTH, SHALLOW, SPAN, BEGIN)
 
 
 class Modes:
     """Runs of every program in every mode, and what the plain pass makes of them; each made once."""
 
-    def __init__(self, shallow, folder: str) -> None:
-        self.shallow, self.plain = shallow, PlainModel(folder)
-        lm = shallow.get("vllm", "float32")
+    def __init__(self, narrow, folder: str) -> None:
+        self.narrow, self.plain = narrow, PlainModel(folder)
+        lm = narrow.get("vllm", "float32")
         assert lm.tokenizer.token_strings(lm.tokens(TEXT)[BEGIN : BEGIN + 2]) == [" France", " is"]
         self.texts = parity.prompts(lm, TEXT, len(PROGRAMS))
         self.made: dict[str, list[pc.Run]] = {}
@@ -41,7 +42,7 @@ class Modes:
         """One batch of all programs. Where it is to come from the cache, only what is in a block's rest is captured."""
         if mode not in self.made:
             engine, options = MODES[mode]
-            lm, before = self.shallow.get(engine, "float32", **options), 0
+            lm, before = self.narrow.get(engine, "float32", **options), 0
             if mode == "preempted":
                 before = lm.engine.status()["preemptions"]
             programs = [parity.ops(acts, BLOCK if mode in FROM_THE_CACHE else 0) for acts in PROGRAMS.values()]
@@ -62,8 +63,8 @@ class Modes:
 
 
 @pytest.fixture(scope="module")
-def modes(shallow, shortened) -> Modes:
-    return Modes(shallow, str(shortened))
+def modes(narrow, narrowed) -> Modes:
+    return Modes(narrow, str(narrowed))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -192,14 +192,19 @@ def test_each_token_of_a_session_is_sent_once(lm):
     assert engine_core(lm).patchclamp._scores._lanes == {}
 
 
-def test_a_core_in_another_process(tiny):
-    """Where outputs wait for verdicts on programs while their blocks get other tokens."""
-    with pc.LM(tiny, engine="vllm", probes=PROBES, multiprocess_mode=True, **OPTIONS, **FEW_BLOCKS) as lm:
-        for seed in (0, 1):
-            given = prompts(12, seed=seed)
-            both = lm.run(given * 2, max_tokens=20, capture=[()] * 12 + [SAME] * 12)
-            check(both[:12], both[12:])
-            check(both[12:], both[12:])
+def test_a_core_in_another_process(tiny, lm):
+    """Where outputs wait for verdicts on programs while their blocks get other tokens; and a lens reads rows there."""
+    with pc.LM(tiny, engine="vllm", probes=PROBES, multiprocess_mode=True, **OPTIONS, **FEW_BLOCKS) as apart:
+        given = prompts(12)
+        both = apart.run(given * 2, max_tokens=20, capture=[()] * 12 + [SAME] * 12)
+        check(both[:12], both[12:])
+        check(both[12:], both[12:])
+        assert apart.engine.status()["preemptions"] > 0
+        lens = pc.Lens(pc.resid_post[1:3], top=5)
+        for run, other in zip(*(each.run(given[:3], max_tokens=4, capture=lens) for each in (apart, lm)), strict=True):
+            read, expected = run.lens[pc.resid_post], other.lens[pc.resid_post]
+            assert (read.positions, read.ids.tolist()) == (expected.positions, expected.ids.tolist())
+            np.testing.assert_allclose(read.logprobs, expected.logprobs, atol=1e-4)
 
 
 def test_on_transformers_they_are_part_of_every_program(tiny, lm):

@@ -16,7 +16,7 @@ def code_of(name: str) -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "quickstart" else pytest.mark.slow) for name in NOTEBOOKS]
 )

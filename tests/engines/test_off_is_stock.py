@@ -15,8 +15,8 @@ def generated(lm: pc.LM, **options) -> list:
 
 
 @DTYPES
-def test_without_a_program_every_bit_is_stocks(shallow, stock, dtype):
-    ours = generated(shallow.get("vllm", dtype, prove=False, numerics="stock"))
+def test_without_a_program_every_bit_is_stocks(narrow, stock, dtype):
+    ours = generated(narrow.get("vllm", dtype, prove=False, numerics="stock"))
     assert len(ours) == len(PROMPTS)
     assert ours == stock(dtype)
 
@@ -31,9 +31,9 @@ def test_compiled_too(compiled, dtype):
 
 
 @DTYPES
-def test_an_engine_that_has_run_programs_is_stock_again(shallow, stock, dtype):
+def test_an_engine_that_has_run_programs_is_stock_again(narrow, stock, dtype):
     """The same after edits and captures; and the comparison sees an edit too small to change a token."""
-    lm, expected = shallow.get("vllm", dtype), stock(dtype)
+    lm, expected = narrow.get("vllm", dtype), stock(dtype)
     hard = [pc.Add([3.0] * lm.model.d_model, at=pc.resid_post[4]), pc.Zero(pc.attn_out)]
     lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post], logprobs=True)
     assert generated(lm) == expected

@@ -10,10 +10,11 @@ import patchclamp as pc
 from patchclamp.kernels.noise import normals
 from patchclamp.plan.bound import noise_stream
 
+from ..conftest import WIDTH
 from ..reference.formulas import by_formula
 from .conftest import CHUNKED, PROMPTS, SHALLOW
 
-D, V = 576, 49152
+D, V = WIDTH, 49152
 
 MODES = {
     "eager": ("vllm", "float32"), "compiled": ("vllm", "float32", True), "chunks of 16": ("vllm", "float32", CHUNKED),
@@ -55,7 +56,7 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(shallow):
+def runs(narrow):
     """`runs(mode)`: of each op, one request, all in one batch; and the same prompt without edits."""
     done: dict[str, dict[str, pc.Run]] = {}
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EDITS))]
@@ -64,7 +65,7 @@ def runs(shallow):
         if mode not in done:
             engine, dtype, *rest = MODES.get(mode, (mode, "float32"))
             options = rest[0] if rest and isinstance(rest[0], dict) else {}
-            lm = shallow.get(engine, dtype, rest == [True], **options)
+            lm = narrow.get(engine, dtype, rest == [True], **options)
             keep = [[op.at, pc.resid_post[7]] for op in EDITS.values()]
             edited = lm.run(prompts, edits=[[op] for op in EDITS.values()], capture=keep, max_tokens=4, logprobs=True)
             plain = lm.run(prompts, capture=keep, max_tokens=4, logprobs=True)
@@ -123,9 +124,9 @@ def test_every_way_to_run_gives_what_transformers_gives(runs, mode, name):
         assert worst_row(ours[site][rows], theirs[site][rows]) <= 2e-4
 
 
-def test_noise_of_no_strength_is_stock(shallow):
+def test_noise_of_no_strength_is_stock(narrow):
     for engine in ("vllm", "transformers"):
-        lm = shallow.get(engine, "float32")
+        lm = narrow.get(engine, "float32")
         plain = lm.run(PROMPTS[0], max_tokens=4, logprobs=True)
         none = lm.run(
             PROMPTS[0],
@@ -137,9 +138,9 @@ def test_noise_of_no_strength_is_stock(shallow):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_strengths_stay_with_their_requests(shallow, engine):
+def test_strengths_stay_with_their_requests(narrow, engine):
     """Fuzzing as a scalar of each request, mixed with none: 0 is stock bit for bit, the others as if alone."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     strengths = [0.0, 0.05, 0.3, 0.0, 0.3]
     many = [{"ignore_eos": True, "extra_args": {"fuzz_strength": s, "fuzz_seed": 5}} for s in strengths]
     mixed = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling=many, capture=[pc.resid_pre[0]], logprobs=True)
@@ -152,14 +153,14 @@ def test_strengths_stay_with_their_requests(shallow, engine):
             assert (mixed[i].token_ids, mixed[i].logprobs) == (plain[i].token_ids, plain[i].logprobs)
         prompt = len(plain[i].prompt_token_ids)
         size = (after - before)[:prompt].square().mean(1).sqrt() / before[:prompt].square().mean(1).sqrt()
-        assert float((size - strength).abs().max()) <= 0.2 * strength  # of 576 numbers a row
+        assert float((size - strength).abs().max()) <= 0.2 * strength  # of few numbers a row
     np.testing.assert_allclose(mixed[2].logprobs, mixed[4].logprobs, atol=1e-4)
     assert mixed[1].logprobs != mixed[2].logprobs
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_steering_module_is_used_by_name(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_a_steering_module_is_used_by_name(narrow, engine):
+    lm = narrow.get(engine, "float32")
     lm.bank["module"] = [pc.Add(V1, pc.resid_post[i], scale=0.1) for i in range(3, 7)]
     used = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Use("module", scale=3.0)], logprobs=True)
     spelled = lm.run(
@@ -181,9 +182,9 @@ def test_a_steering_module_is_used_by_name(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_epsilon_is_the_same_bits_in_every_engine(shallow, engine):
+def test_epsilon_is_the_same_bits_in_every_engine(narrow, engine):
     """Zero the row, add noise: what is captured is ε itself."""
-    lm, at = shallow.get(engine, "float32"), pc.resid_mid[3]
+    lm, at = narrow.get(engine, "float32"), pc.resid_mid[3]
     run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at], logprobs=True)
     for position, row in zip(run.positions(at), run[at], strict=True):
         expected = normals(99, position, noise_stream("mid", 3), D)

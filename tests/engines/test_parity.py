@@ -17,8 +17,8 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_every_site_equals_transformers(shallow, compiled):
-    lm, hub = shallow.get("vllm", "float32", compiled), shallow.get("transformers", "float32")
+def test_every_site_equals_transformers(narrow, compiled):
+    lm, hub = narrow.get("vllm", "float32", compiled), narrow.get("transformers", "float32")
     ours, theirs = (m.run(list(PROMPTS), max_tokens=4, capture=lm.sites.names, logprobs=True) for m in (lm, hub))
     checked = 0
     for a, b in zip(ours, theirs, strict=True):
@@ -31,9 +31,16 @@ def test_every_site_equals_transformers(shallow, compiled):
     assert checked == len(PROMPTS) * (12 * SHALLOW + 3)
 
 
+def test_a_lens_reads_the_same_in_compiled_code(narrow):
+    eager, compiled = (narrow.get("vllm", "float32", compiled) for compiled in (False, True))
+    lens = pc.Lens(pc.resid_post[1::3], top=5)
+    reads = [lm.run(PROMPTS[2], max_tokens=3, capture=lens).lens[pc.resid_post] for lm in (eager, compiled)]
+    assert np.abs(reads[0].logprobs - reads[1].logprobs).max() < 1e-3
+
+
 @pytest.mark.parametrize("padding", ["left", pytest.param("right", marks=pytest.mark.slow)])
-def test_transformers_engine_equals_plain_hooks(shallow, shortened, padding):
-    lm, plain = shallow.get("transformers", "float32", padding_side=padding), PlainModel(str(shortened))
+def test_transformers_engine_equals_plain_hooks(narrow, narrowed, padding):
+    lm, plain = narrow.get("transformers", "float32", padding_side=padding), PlainModel(str(narrowed))
     runs = lm.run(list(PROMPTS), max_tokens=1, capture=lm.sites.names, logprobs=True)
     for run in runs:
         ids = run.prompt_token_ids
@@ -45,8 +52,8 @@ def test_transformers_engine_equals_plain_hooks(shallow, shortened, padding):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_an_edit_does_what_a_plain_hook_does(shallow, shortened, engine):
-    lm, plain = shallow.get(engine, "float32"), PlainModel(str(shortened))
+def test_an_edit_does_what_a_plain_hook_does(narrow, narrowed, engine):
+    lm, plain = narrow.get(engine, "float32"), PlainModel(str(narrowed))
     ids = lm.tokens(PROMPTS[1])
     generator = torch.Generator().manual_seed(int(np.random.default_rng(0).integers(1 << 30)))
     for site, layer, position in (
@@ -68,10 +75,10 @@ def test_an_edit_does_what_a_plain_hook_does(shallow, shortened, engine):
         assert torch.equal(run[at][position], row)
 
 
-def test_chunked_prefill_changes_nothing(shallow):
+def test_chunked_prefill_changes_nothing(narrow):
     """Chunks of 16: prompts of several chunks, with captures and an edit that lies in a middle chunk."""
-    whole = shallow.get("vllm", "float32")
-    chunked = shallow.get("vllm", "float32", **CHUNKED)
+    whole = narrow.get("vllm", "float32")
+    chunked = narrow.get("vllm", "float32", **CHUNKED)
     ids = whole.tokens(" ".join(PROMPTS) + " " + PROMPTS[1])
     assert len(ids) > 3 * 16
     edit = pc.Add(torch.randn(whole.model.d_model), at=pc.resid_post[5], tokens=pc.prompt[14:35], scale=2.0)
@@ -91,8 +98,8 @@ def test_chunked_prefill_changes_nothing(shallow):
     assert not np.allclose(plain, edited, atol=1e-2)
 
 
-def test_one_token_prompts_and_many_lengths_at_once(shallow):
-    lm, hub = shallow.get("vllm", "float32"), shallow.get("transformers", "float32")
+def test_one_token_prompts_and_many_lengths_at_once(narrow):
+    lm, hub = narrow.get("vllm", "float32"), narrow.get("transformers", "float32")
     ids = lm.tokens(" ".join(PROMPTS))
     prompts = [ids[:1], ids[:2], ids[3:4], ids[:33], ids]
     edits = [[pc.Add([0.5] * lm.model.d_model, at=pc.resid_mid[3], tokens=pc.prompt[-1])] for _ in prompts]

@@ -9,6 +9,9 @@ import torch
 import patchclamp as pc
 from patchclamp import errors
 
+from ..conftest import WIDTH, beginnings_of
+from .conftest import open_engines
+
 ROOT = Path(__file__).resolve().parents[2]
 README, GUIDE, TRACING = ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "tracing.md"
 
@@ -28,7 +31,10 @@ def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
     return names
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+one_engine = pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
+
+
+@one_engine
 def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch):
     lm = engines.get(engine, "float32")
     names = run_blocks(README, lm, monkeypatch, tmp_path)
@@ -41,28 +47,40 @@ def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
 
 
-one_engine = pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
+@pytest.fixture(scope="session")
+def thin(smollm2, tmp_path_factory):
+    """Engines of all layers of SmolLM2, narrowed: what they say is no sense, in half the time."""
+    yield from open_engines(beginnings_of(smollm2, tmp_path_factory.mktemp("thin"), WIDTH, 512))
 
 
-@one_engine
-def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch):
-    lm = engines.get(engine, "float32")
-    names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_the_guide_means_what_it_says(engine, engines, tmp_path, monkeypatch):
+    names = run_guide(engines.get(engine, "float32"), monkeypatch, tmp_path)
     assert names["run"].text.startswith(" Paris")
-    assert names["rows"].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
-    assert names["text"] == names["stream"].run.text == names["run"].text
-    assert len(names["mixed"]) == 3
-    assert (tmp_path / "bank.safetensors").exists()
-    assert names["coded"].error is None
     assert names["fuzzing"].exact[:, 0].min() == 1 > names["fuzzing"].exact[:, 2].mean()
     assert names["moods"].auroc.min() > 0.9
     assert names["lovely"].probes["glad"] > names["moods"].threshold(0.1)
     assert names["vectors"].effect.max() > 2
     assert names["curve"].slope > 1
+
+
+def test_every_example_of_the_guide_runs(thin, tmp_path, monkeypatch):
+    run_guide(thin.get("vllm", "float32"), monkeypatch, tmp_path)
+
+
+def run_guide(lm: pc.LM, monkeypatch, tmp_path: Path) -> dict:
+    names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
+    assert names["rows"].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
+    assert names["text"] == names["stream"].run.text == names["run"].text
+    assert len(names["mixed"]) == 3
+    assert (tmp_path / "bank.safetensors").exists()
+    assert names["coded"].error is None
     assert names["place"] == "edits[1].value"
     before, after = names["steps"]["edits[0]"], names["steps"]["capture[0]"]
     assert (after == 2 * before).all()
     assert before.any()
+    return names
 
 
 @one_engine

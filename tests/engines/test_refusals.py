@@ -13,9 +13,10 @@ import torch
 
 import patchclamp as pc
 
+from ..conftest import WIDTH
 from .conftest import PROMPTS, SHALLOW
 
-D = 576
+D = WIDTH
 BAD = [
     (dict(capture=["resid_pots[3]"]), pc.UnknownName, "capture[0].at: no site 'resid_pots' (did you mean 'resid_post'"),
     (dict(capture=["resid_post[8]"]), pc.UnsupportedSite, "capture[0].at: resid_post[8]: this model has 8 layers (0 to 7)"),
@@ -24,7 +25,7 @@ BAD = [
     (dict(capture=["z[3, 9]"]), pc.UnsupportedSite, "z[3, 9]: this model has 9 heads (0 to 8)"),
     (dict(capture=["router[3]"]), pc.UnsupportedSite, "router is not available on llama models: its layers have one MLP"),
     (dict(capture=[pc.logits @ pc.prompt[0]]), pc.UnsupportedSite, "logits exist only where a token is sampled"),
-    (dict(edits=[pc.Add([1.0, 2.0], at=pc.embed)]), pc.ShapeError, "edits[0].value: embed is 576 wide; the vector is [2]"),
+    (dict(edits=[pc.Add([1.0, 2.0], at=pc.embed)]), pc.ShapeError, f"edits[0].value: embed is {D} wide; the vector is [2]"),
     (dict(edits=[pc.Add(np.ones((3, D)), at=pc.embed, tokens=pc.prompt)]), pc.ShapeError, "has 5 positions; the vector has 3 rows"),
     (dict(edits=[pc.Replace(pc.From("gone"), at=pc.embed)]), pc.MissingSource, "edits[0].value: unknown run gone"),
     (dict(edits=[pc.Zero(pc.embed, pc.prompt[5])]), pc.TokensError, "edits[0].tokens: prompt[5]: there is no position 5"),
@@ -48,8 +49,8 @@ BAD = [
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_bad_input_is_refused_before_it_runs(shallow, engine):
-    lm = shallow.get(engine, "float32", **({} if engine == "vllm" else {"max_model_len": 512}))
+def test_bad_input_is_refused_before_it_runs(narrow, engine):
+    lm = narrow.get(engine, "float32", **({} if engine == "vllm" else {"max_model_len": 512}))
     before = lm.run(PROMPTS[0], max_tokens=3, logprobs=True)
     planned = lm.engine.status()["steps_planned"]
     for asked, error, text in BAD:
@@ -62,8 +63,8 @@ def test_bad_input_is_refused_before_it_runs(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_sources_must_be_alive_and_hold_what_is_read(narrow, engine):
+    lm = narrow.get(engine, "float32")
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3] @ pc.prompt[1:3]], logprobs=True)
     for value, text in (
         (pc.From(run), "did not capture resid_post[3] at position 0 (it has 2, 1 to 2)"),
@@ -88,8 +89,8 @@ def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(narrow, engine):
+    lm = narrow.get(engine, "float32")
     gc.collect()
     before = lm.engine.status()["runs"]
     value = pc.From(lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3]], logprobs=True))
@@ -100,11 +101,12 @@ def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(shallow, engine):
     assert lm.engine.status()["runs"] > before
     del value, again
     gc.collect()
+    lm.engine.status()  # what was asked of the engine before is done
     assert lm.engine.status()["runs"] == before
 
 
-def test_many_threads_share_one_engine(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_many_threads_share_one_engine(narrow):
+    lm = narrow.get("vllm", "float32")
     expected = {text: lm.run(text, max_tokens=4, logprobs=True).token_ids for text in PROMPTS}
     wrong: list = []
 
@@ -124,8 +126,8 @@ def test_many_threads_share_one_engine(shallow):
     assert not wrong
 
 
-def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(narrow):
+    lm = narrow.get("vllm", "float32")
     ids = lm.tokens(PROMPTS[0])
     # what is done in the last layer to a token reaches no other
     at = [pc.resid_post[n % (SHALLOW if n % 5 == 4 else SHALLOW - 1)] for n in range(100)]
@@ -138,8 +140,8 @@ def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(shallow):
     assert (status["programs"], status["pinned"], status["vectors"], status["records"]) == (0, 0, 0, 0)
 
 
-def test_a_program_that_does_not_fit_fails_alone(shallow):
-    lm = shallow.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
+def test_a_program_that_does_not_fit_fails_alone(narrow):
+    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=75_000, prove=False)
     good = [pc.Add(torch.randn(D), at=pc.resid_post[3])]
     too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)] * 3
     too_many_rows = [pc.Add(torch.randn(200, D), at=pc.resid_post[3], tokens=pc.prompt)]
@@ -416,11 +418,11 @@ def test_an_engine_that_starts_by_itself_saves_traced_graphs(configuration, monk
         save_graphs(config)
 
 
-def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatch):
+def test_a_compiled_model_without_an_idle_variant_is_refused(narrow, monkeypatch):
     """As a vLLM would leave it that compiles where patchclamp does not see it; stock numerics alone need the variant."""
     from vllm.config import CompilationMode
 
-    lm = shallow.get("vllm", "float32")
+    lm = narrow.get("vllm", "float32")
     assert lm.engine._call(lambda: lm.engine._ask("started", False)).result() == [None]
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
     assert lm.engine._call(lambda: lm.engine._ask("started", False)).result() == [None]
@@ -448,8 +450,8 @@ def test_on_a_gpu_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch, cp
     assert asked == [context]
 
 
-def test_an_engine_sleeps_lightly_or_not_at_all(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_an_engine_sleeps_lightly_or_not_at_all(narrow):
+    lm = narrow.get("vllm", "float32")
     with pytest.raises(pc.EngineError, match="does not run with sleep level 2"):
         lm.sleep(2)
     with pytest.raises(pc.EngineError, match="start it with enable_sleep_mode=True"):
@@ -458,18 +460,18 @@ def test_an_engine_sleeps_lightly_or_not_at_all(shallow):
         lm.engine._call(lambda: lm.engine._engine.collective_rpc("sleep", args=(2,))).result()
     lm.wake()
     with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
-        shallow.get("transformers", "float32").sleep()
+        narrow.get("transformers", "float32").sleep()
     assert lm.run(PROMPTS[0], max_tokens=1, logprobs=True).token_ids
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])
-def test_what_is_no_prompt_is_our_error(shallow, prompt):
+def test_what_is_no_prompt_is_our_error(narrow, prompt):
     with pytest.raises(pc.ProgramError, match="prompt"):
-        shallow.get("transformers", "float32").run(prompt, max_tokens=1, logprobs=True)
+        narrow.get("transformers", "float32").run(prompt, max_tokens=1, logprobs=True)
 
 
-def test_prompts_as_arrays_and_chats(shallow):
-    lm = shallow.get("transformers", "float32")
+def test_prompts_as_arrays_and_chats(narrow):
+    lm = narrow.get("transformers", "float32")
     ids = lm.tokens(PROMPTS[0])
     expected = lm.run(ids, max_tokens=2, logprobs=True).logprobs
     assert (
@@ -485,11 +487,11 @@ def test_prompts_as_arrays_and_chats(shallow):
             lm.run(messages=messages, max_tokens=1, logprobs=True)
 
 
-def test_closing_one_engine_leaves_the_others_running(shortened, shallow):
+def test_closing_one_engine_leaves_the_others_running(narrowed, narrow):
     """Two engines share a process; vLLM's own shutdown would take down what both use."""
-    lm = shallow.get("vllm", "float32")
+    lm = narrow.get("vllm", "float32")
     expected = lm.run(PROMPTS[0], max_tokens=3, logprobs=True).logprobs
-    other = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+    other = pc.LM(narrowed, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
                   kv_cache_memory_bytes=1 << 26)  # fmt: skip
     run = other.run(PROMPTS[0], max_tokens=3, capture=[pc.embed], logprobs=True)
     other.close()
@@ -500,10 +502,10 @@ def test_closing_one_engine_leaves_the_others_running(shortened, shallow):
         run[pc.embed]
 
 
-def test_programs_wait_for_room_and_never_run_without_themselves(shallow):
+def test_programs_wait_for_room_and_never_run_without_themselves(narrow):
     """Each program fills most of the bank: they take turns, all are edited, and what they cached is theirs."""
-    lm = shallow.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
-    roomy = shallow.get("vllm", "float32", enable_prefix_caching=False)
+    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=75_000, prove=False)
+    roomy = narrow.get("vllm", "float32", enable_prefix_caching=False)
     prompts = [torch.randint(100, 40000, (100,)).tolist() for _ in range(3)]
     edits = [[pc.Add(torch.randn(90, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:90])] for _ in prompts]
     for _ in range(2):  # the second time from the cache
@@ -517,8 +519,8 @@ def test_programs_wait_for_room_and_never_run_without_themselves(shallow):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(narrow, engine):
+    lm = narrow.get(engine, "float32")
     ids = lm.tokens(" ".join(PROMPTS))
     plain = lm.run([PROMPTS[0], ids], max_tokens=4, logprobs=True)
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], scale=1e30), pc.Capture(pc.resid_post[4])]
@@ -540,9 +542,9 @@ def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(shallow, engi
         pc.Add([1.0], at=pc.embed, scale=1e39)
 
 
-def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(shallow):
+def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(narrow):
     """The failing run is still at work, or was aborted, when another with the same program could read its blocks."""
-    lm = shallow.get("vllm", "float32")
+    lm = narrow.get("vllm", "float32")
     ids = (lm.tokens(" ".join(PROMPTS)) * 8)[:150]
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], tokens=pc.prompt[3:5], scale=1e30)]
     for aborted in (False, True):
@@ -570,9 +572,9 @@ def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(sha
     assert all(run.error is None for run in fine)
 
 
-def test_closing_or_interrupting_settles_everyone(shortened):
+def test_closing_or_interrupting_settles_everyone(narrowed):
     """A thread that waits for a long run is told when another closes the engine; an interrupted run leaves nothing."""
-    lm = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
+    lm = pc.LM(narrowed, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
                kv_cache_memory_bytes=1 << 27)  # fmt: skip
     caught: list[BaseException] = []
 
@@ -609,8 +611,8 @@ def test_closing_or_interrupting_settles_everyone(shortened):
     assert [str(error) for error in caught] == ["the engine is closed"]
 
 
-def test_a_kept_run_does_not_hold_its_batchmates(shallow):
-    lm = shallow.get("transformers", "float32")
+def test_a_kept_run_does_not_hold_its_batchmates(narrow):
+    lm = narrow.get("transformers", "float32")
     gc.collect()
     before = lm.engine.status()["captured_bytes"]
     kept, *others = lm.run(
@@ -624,8 +626,8 @@ def test_a_kept_run_does_not_hold_its_batchmates(shallow):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_iterators_lists_in_any_order_and_places_in_the_program(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_iterators_lists_in_any_order_and_places_in_the_program(narrow, engine):
+    lm = narrow.get(engine, "float32")
     plain = lm.run([PROMPTS[0]] * 3, max_tokens=1, logprobs=True)
     runs = lm.run(
         [PROMPTS[0]] * 3, max_tokens=1, edits=(op for op in [pc.Zero(pc.attn_out)]), score=iter([7042]), logprobs=True
@@ -654,8 +656,8 @@ WRONG_SAMPLING = [
 
 
 @pytest.mark.parametrize(("sampling", "text"), WRONG_SAMPLING)
-def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, sampling, text):
-    lm = shallow.get("vllm", "float32")
+def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(narrow, sampling, text):
+    lm = narrow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match="sampling") as caught:
         lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, **sampling}, logprobs=True)
     assert text in str(caught.value)
@@ -667,9 +669,9 @@ def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, 
 @pytest.mark.parametrize("asked", [
     {"capture": {"resid_post[3]": pc.prompt[-1]}}, {"edits": {"resid_post[3]": pc.prompt[-1]}},
 ])  # fmt: skip
-def test_names_and_values_are_no_program(shallow, asked):
+def test_names_and_values_are_no_program(narrow, asked):
     with pytest.raises(pc.ProgramError, match="expected a list, got names and values"):
-        shallow.get("transformers", "float32").run(PROMPTS[0], **asked, logprobs=True)
+        narrow.get("transformers", "float32").run(PROMPTS[0], **asked, logprobs=True)
 
 
 def test_what_only_looks_like_numbers_is_refused():
@@ -683,8 +685,8 @@ def test_what_only_looks_like_numbers_is_refused():
             pc.Add(vector, pc.embed)
 
 
-def test_what_vllm_says_of_one_request_is_that_requests_error(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_what_vllm_says_of_one_request_is_that_requests_error(narrow):
+    lm = narrow.get("vllm", "float32")
     with pytest.raises(pc.RunError):  # and no EngineError: the engine is well
         lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, "logit_bias": {-1: 1.0}}, logprobs=True)
     long = lm.run(PROMPTS[0], max_tokens=20, sampling={"min_tokens": 18}, logprobs=True)

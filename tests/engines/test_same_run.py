@@ -18,8 +18,8 @@ BLOCK = 32
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode == "preempted" else []) for mode in MODES]
 )
-def test_what_is_written_is_what_the_run_itself_had(shallow, mode):
-    lm = shallow.get("transformers" if mode == "transformers" else "vllm", "float32", **MODES[mode])
+def test_what_is_written_is_what_the_run_itself_had(narrow, mode):
+    lm = narrow.get("transformers" if mode == "transformers" else "vllm", "float32", **MODES[mode])
     before = lm.engine.status().get("preemptions", 0)
     start = BLOCK if mode in ("cold", "warm") else 0  # what is captured is computed, not taken from the cache
     wrong, runs = same_run.run_all(lm, start, rounds=1 + (mode == "warm"))
@@ -31,9 +31,9 @@ def test_what_is_written_is_what_the_run_itself_had(shallow, mode):
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_it_is_what_two_runs_give(shallow, engine):
+def test_it_is_what_two_runs_give(narrow, engine):
     """The rows of a run, written into another one of the same prompt at the same place."""
-    lm, prompt = shallow.get(engine, "float32"), [100 + 3 * i for i in range(50)]
+    lm, prompt = narrow.get(engine, "float32"), [100 + 3 * i for i in range(50)]
     early, late = pc.mlp_out[1], pc.resid_mid[6]
     first = lm.run(prompt, max_tokens=1, capture=[early])
     options = {"max_tokens": 4, "logprobs": True, "capture": [pc.final_norm]}
@@ -44,8 +44,8 @@ def test_it_is_what_two_runs_give(shallow, engine):
     np.testing.assert_allclose(one[pc.final_norm], two[pc.final_norm], rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_stored_is_gone_with_the_request(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_what_is_stored_is_gone_with_the_request(narrow):
+    lm = narrow.get("vllm", "float32")
     edits = [[pc.Add(pc.SameRun(pc.resid_post[i % 3]), pc.resid_post[5 + i % 3], scale=0.1)] for i in range(40)]
     for _ in range(2):
         lm.run([[5 + i, 6, 7] for i in range(40)], max_tokens=3, edits=edits)

@@ -19,9 +19,9 @@ SETTINGS = [
 
 
 @pytest.fixture
-def added(shallow, monkeypatch):
+def added(narrow, monkeypatch):
     """A function that adds a request by our way or by stock's, and returns what the engine core would get."""
-    engine = shallow.get("vllm", "float32").engine._engine
+    engine = narrow.get("vllm", "float32").engine._engine
     submitter, given = Submitter(engine, has_text=True), []
     monkeypatch.setattr(engine.engine_core, "add_request", given.append)
 
@@ -57,8 +57,8 @@ def test_every_field_is_as_stock_would_have_it(added):
                 assert (ours["extra_args"] is None) == (carried is None)
 
 
-def test_vllm_processes_what_is_alike_once(shallow, added, monkeypatch):
-    processor = shallow.get("vllm", "float32").engine._engine.input_processor
+def test_vllm_processes_what_is_alike_once(narrow, added, monkeypatch):
+    processor = narrow.get("vllm", "float32").engine._engine.input_processor
     process, seen = processor.process_inputs, []
     monkeypatch.setattr(processor, "process_inputs", lambda *a, **k: seen.append(a[0]) or process(*a, **k))
     for settings in ({}, {"logprobs": 0}, {}):
@@ -67,8 +67,8 @@ def test_vllm_processes_what_is_alike_once(shallow, added, monkeypatch):
     assert len(seen) == 3
 
 
-def test_each_is_processed_where_that_is_switched_off(shallow, added, monkeypatch):
-    processor = shallow.get("vllm", "float32").engine._engine.input_processor
+def test_each_is_processed_where_that_is_switched_off(narrow, added, monkeypatch):
+    processor = narrow.get("vllm", "float32").engine._engine.input_processor
     process, seen = processor.process_inputs, []
     monkeypatch.setattr(processor, "process_inputs", lambda *a, **k: seen.append(a[0]) or process(*a, **k))
     monkeypatch.setattr(switches, "disabled", {"alike_requests"})
@@ -76,8 +76,8 @@ def test_each_is_processed_where_that_is_switched_off(shallow, added, monkeypatc
     assert len(seen) == 2
 
 
-def test_what_vllm_refuses_is_refused_each_time_and_nothing_of_it_is_kept(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_what_vllm_refuses_is_refused_each_time_and_nothing_of_it_is_kept(narrow):
+    lm = narrow.get("vllm", "float32")
     for _ in range(2):
         for run in lm.run([[3, 4]] * 3, max_tokens=2, sampling={"logit_bias": {10**7: 1.0}}):
             with pytest.raises(pc.RunError, match="logit_bias"):

@@ -10,6 +10,7 @@ import torch
 
 import patchclamp as pc
 
+from ..conftest import WIDTH
 from .conftest import CHUNKED, PROMPTS
 from .test_ops import V1
 
@@ -21,15 +22,15 @@ MODES = {
 SAMPLING = {"ignore_eos": True}
 
 
-def engine_of(shallow, mode: str) -> pc.LM:
+def engine_of(narrow, mode: str) -> pc.LM:
     engine, options = MODES[mode]
-    return shallow.get(engine, "float32", **options)
+    return narrow.get(engine, "float32", **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
+def test_rows_of_some_tokens_are_edited_and_no_others(narrow, mode):
     """What the edit adds at its own site reaches no other row there, so that every row tells."""
-    lm = engine_of(shallow, mode)
+    lm = engine_of(narrow, mode)
     plain = lm.run(list(PROMPTS), max_tokens=16, sampling=SAMPLING, capture=[AT], logprobs=True)
     often = [max(run.token_ids[:-1], key=run.token_ids[:-1].count) for run in plain]  # a token of each generated text
     asked = [
@@ -96,9 +97,9 @@ def test_eight_pairs_of_delimiters_are_the_most(shallow, mode):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_an_op_over_a_whole_row_and_one_at_logits(shallow, engine):
+def test_an_op_over_a_whole_row_and_one_at_logits(narrow, engine):
     """Whichever token follows a given one: its logits are those that the op makes of what was there."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, logprobs=True)
     token, first = plain.token_ids[3], len(plain.prompt_token_ids)
     at = pc.generated & pc.token(token)
@@ -117,9 +118,9 @@ def test_an_op_over_a_whole_row_and_one_at_logits(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_every_token_but_some_at_logits(shallow, engine):
+def test_every_token_but_some_at_logits(narrow, engine):
     """`every` there is where a token is sampled, within a joined selection as alone."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, logprobs=True)
     first = len(plain.prompt_token_ids) - 1
     others = pc.every - pc.token(plain.token_ids[3], plain.prompt_token_ids[1])
@@ -136,9 +137,9 @@ def test_every_token_but_some_at_logits(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_captures_at_their_places_keep_to_their_tokens(shallow, engine):
+def test_captures_at_their_places_keep_to_their_tokens(narrow, engine):
     """Of two captures that have a position the later one counts, where it asks for that token."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     token = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, logprobs=True).token_ids[2]
     at = pc.token(token)
     run = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, edits=[
@@ -154,8 +155,8 @@ def test_captures_at_their_places_keep_to_their_tokens(shallow, engine):
         assert torch.equal(merged[position], expected)
 
 
-def test_patching_by_token_and_what_is_refused(shallow):
-    lm = shallow.get("vllm", "float32")
+def test_patching_by_token_and_what_is_refused(narrow):
+    lm = narrow.get("vllm", "float32")
     clean = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], logprobs=True)
     token = clean.token_ids[2]
     patched = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], edits=[
@@ -186,9 +187,9 @@ def test_patching_by_token_and_what_is_refused(shallow):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_edits_that_never_acted_are_named(shallow, mode):
+def test_edits_that_never_acted_are_named(narrow, mode):
     """What a run says of its edits is what its rows say, before and after each; also where it ended early."""
-    lm = engine_of(shallow, mode)
+    lm = engine_of(narrow, mode)
     plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, logprobs=True)
     there, stop = plain.token_ids[2], plain.token_ids[5]
     asked = [
@@ -212,9 +213,9 @@ def test_edits_that_never_acted_are_named(shallow, mode):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
+def test_a_run_that_ended_early_is_read_as_far_as_it_went(narrow, engine):
     """Positions that never came, asked for beside tokens by id."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], logprobs=True)
     last, p = plain.token_ids[2], len(plain.prompt_token_ids)
     came = p + plain.token_ids.index(last)
@@ -232,12 +233,12 @@ def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(shallow, engine):
-    lm, never = shallow.get(engine, "float32"), pc.token(49151)
+def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(narrow, engine):
+    lm, never = narrow.get(engine, "float32"), pc.token(49151)
     sites = [pc.z[5], pc.z[5, 3], pc.q[5, 1:3], pc.k[5], pc.neurons[5, 10:20], pc.neurons[5, 7], AT]
     run = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[at @ never for at in sites], logprobs=True)
     assert [list(run[at].shape) for at in sites] == [
-        [0, 9, 64], [0, 64], [0, 2, 64], [0, 3, 64], [0, 10], [0], [0, 576],
+        [0, 9, 64], [0, 64], [0, 2, 64], [0, 3, 64], [0, 10], [0], [0, WIDTH],
     ]  # fmt: skip
     some = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[pc.z[5] @ pc.prompt], logprobs=True)
     for at in (pc.z[5], pc.resid_post[3]):
@@ -252,9 +253,9 @@ def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(shallow, eng
 
 
 @pytest.mark.parametrize("text", ["hello 🫠 world is great", "日本語の 🫠 text é"])
-def test_a_character_of_several_tokens_is_selected_whole_wherever_it_is_asked_for(shallow, text):
+def test_a_character_of_several_tokens_is_selected_whole_wherever_it_is_asked_for(narrow, text):
     """As the tokenizer's own offsets say, of text and of token ids: in runs, chats, traces and studies."""
-    lm = shallow.get("transformers", "float32")
+    lm = narrow.get("transformers", "float32")
     encoding = lm.tokenizer.inner(text, return_offsets_mapping=True)
     ids, pairs = encoding["input_ids"], encoding["offset_mapping"]
     assert len(ids) > len({begin for begin, _ in pairs})  # some characters have several

@@ -19,8 +19,8 @@ BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_gives_the_same_on_both_engines_and_both_ways(shallow, name):
-    ours, theirs = shallow.get("vllm", "float32"), shallow.get("transformers", "float32")
+def test_a_recipe_gives_the_same_on_both_engines_and_both_ways(narrow, name):
+    ours, theirs = narrow.get("vllm", "float32"), narrow.get("transformers", "float32")
     values = RECIPES[name].traced(ours)
     for other in (RECIPES[name].explicit(ours), RECIPES[name].traced(theirs), RECIPES[name].explicit(theirs)):
         assert other.keys() == values.keys()
@@ -30,8 +30,8 @@ def test_a_recipe_gives_the_same_on_both_engines_and_both_ways(shallow, name):
 
 
 @BOTH
-def test_32_prompts_are_one_batch_whose_values_are_each_ones_own(shallow, engine, monkeypatch):
-    lm, sizes = shallow.get(engine, "float32"), []
+def test_32_prompts_are_one_batch_whose_values_are_each_ones_own(narrow, engine, monkeypatch):
+    lm, sizes = narrow.get(engine, "float32"), []
     submit = lm.engine.submit
     monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
     prompts, saved = [PROMPTS[i % 3][: 20 + i] for i in range(32)], []
@@ -56,25 +56,25 @@ def test_32_prompts_are_one_batch_whose_values_are_each_ones_own(shallow, engine
         assert gap(again, alone) <= 1e-5
 
 
-def test_cached_tokens_are_saved_too(shallow):
+def test_cached_tokens_are_saved_too(narrow):
     """The prompt ran before, so its first blocks lie in the prefix cache."""
-    lm = shallow.get("vllm", "float32")
+    lm = narrow.get("vllm", "float32")
     count = len(lm.run(LONG, max_tokens=1).prompt_token_ids)
     assert lm.run(LONG, max_tokens=1).cached_tokens >= 32
     with lm.trace(LONG) as t:
         early, late = t.layers[0].output.save(), t.layers_output[7].save()
         some = t.layers[2].mlp.output[3:5].save()
     assert early.shape[0] == late.shape[1] == count
-    with shallow.get("transformers", "float32").trace(LONG) as t:
+    with narrow.get("transformers", "float32").trace(LONG) as t:
         expected = [t.layers[0].output.save(), t.layers_output[7].save(), t.layers[2].mlp.output[3:5].save()]
     for value, other in zip((early, late, some), expected, strict=True):
         assert gap(value, other) <= 1e-4
 
 
 @pytest.mark.parametrize("options", [{}, CHUNKED], ids=["whole", "in chunks"])
-def test_an_earlier_layer_is_written_into_a_later_one(shallow, options):
+def test_an_earlier_layer_is_written_into_a_later_one(narrow, options):
     values = []
-    for lm in (shallow.get("vllm", "float32", **options), shallow.get("transformers", "float32")):
+    for lm in (narrow.get("vllm", "float32", **options), narrow.get("transformers", "float32")):
         with lm.trace(LONG, max_tokens=3) as t:
             t.layers[1].attn.output[2] *= 3
             t.layers[6].output[-3:] = 2 * t.layers[3].output[0:3] - 0.5 * t.layers[5].output[-3:]
@@ -87,9 +87,9 @@ def test_an_earlier_layer_is_written_into_a_later_one(shallow, options):
         assert gap(value, other) <= 1e-4
 
 
-def test_the_second_run_finds_the_firsts_blocks(shallow):
+def test_the_second_run_finds_the_firsts_blocks(narrow):
     """Nobody ran this prompt before the trace."""
-    with shallow.get("vllm", "float32").trace("Once more: " + LONG) as t:
+    with narrow.get("vllm", "float32").trace("Once more: " + LONG) as t:
         t.layers[6].output[-2] = t.layers[3].output[-1]  # a later token's: it takes two runs
         logits = t.logits.save()
     assert t.run.cached_tokens >= 32
@@ -97,9 +97,9 @@ def test_the_second_run_finds_the_firsts_blocks(shallow):
 
 
 @BOTH
-def test_what_was_saved_stays_as_it_is_while_the_engine_runs_on(shallow, engine):
+def test_what_was_saved_stays_as_it_is_while_the_engine_runs_on(narrow, engine):
     """Kernels write over their inputs, and views of the captured memory would show it."""
-    lm = shallow.get(engine, "float32")
+    lm = narrow.get(engine, "float32")
     with lm.trace(LONG) as t:
         saved = [layer.output.save() for layer in t.layers]
         cache = t.cache(pc.resid_post)
@@ -115,8 +115,8 @@ def test_what_was_saved_stays_as_it_is_while_the_engine_runs_on(shallow, engine)
 
 
 @BOTH
-def test_torchs_default_dtype_is_not_that_of_values(shallow, engine):
-    lm, values = shallow.get(engine, "float32"), []
+def test_torchs_default_dtype_is_not_that_of_values(narrow, engine):
+    lm, values = narrow.get(engine, "float32"), []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
         try:
@@ -133,8 +133,8 @@ def test_torchs_default_dtype_is_not_that_of_values(shallow, engine):
 
 
 @BOTH
-def test_an_error_is_its_prompts_and_the_next_trace_runs(shallow, engine):
-    lm = shallow.get(engine, "float32")
+def test_an_error_is_its_prompts_and_the_next_trace_runs(narrow, engine):
+    lm = narrow.get(engine, "float32")
     with pytest.raises(pc.RunError, match="(?s)not finite.*# too large") as raised, lm.trace(max_tokens=2) as t:
         a, b = t.invoke(PROMPTS[0]), t.invoke(PROMPTS[1])
         b.layers[2].output[-1] = 3e38
@@ -152,8 +152,8 @@ def test_an_error_is_its_prompts_and_the_next_trace_runs(shallow, engine):
 
 
 @BOTH
-def test_a_stream_gives_tokens_then_values(shallow, engine):
-    lm, text = shallow.get(engine, "float32"), ""
+def test_a_stream_gives_tokens_then_values(narrow, engine):
+    lm, text = narrow.get(engine, "float32"), ""
     with lm.trace(PROMPTS[0], max_tokens=5, stream=True) as t:
         t.generated.layers[3].output *= 1.5
         h = t.all().layers[3].output.save()

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import patchclamp as pc
@@ -18,6 +19,7 @@ def texts() -> list[str]:
     return [each[:200] for each in re.sub(r"```.*?```", "", text, flags=re.S).split("\n\n") if len(each) > 200][:26]
 
 
+@pytest.mark.slow  # what it calls is tested in test_sae_studies.py
 def test_an_sae_is_trained_read_steered_and_evaluated(engines, tmp_path):
     spec = importlib.util.spec_from_file_location("train_sae", ROOT / "examples" / "train_sae.py")
     example = importlib.util.module_from_spec(spec)

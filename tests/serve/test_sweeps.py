@@ -268,6 +268,16 @@ def test_one_study_more_than_the_limit_is_asked_to_wait(server):
 
 def test_it_ends_when_the_client_goes(server):
     with server.http() as http:
+
+        def held() -> dict[str, int]:
+            status = http.get("/v1/patchclamp/engine/status").json()
+            return {name: status[name] for name in ("programs", "requests", "captured_bytes", "waiting", "under_way")}
+
+        before = held()
+
+        def left() -> dict[str, int]:
+            return {name: count for name, count in held().items() if count > before[name]}
+
         with http.stream(
             "POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED | {"sites": list(SITES)[:6]}
         ) as response:
@@ -276,14 +286,8 @@ def test_it_ends_when_the_client_goes(server):
                     assert data["cells"] > 200
                 if name == "cells":
                     break
-
-        def held() -> dict[str, int]:
-            status = http.get("/v1/patchclamp/engine/status").json()
-            names = ("programs", "requests", "captured_bytes", "waiting", "under_way")
-            return {name: status[name] for name in names if status[name]}
-
-        becomes(lambda: not held())
-        assert held() == {}
+        becomes(lambda: not left())
+        assert left() == {}
 
 
 def test_the_model_and_its_sites(server, local):

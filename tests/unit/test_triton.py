@@ -22,7 +22,7 @@ from tests.reference.compiled import resources
 
 
 def test_triton_equals_the_torch_kernel_bit_for_bit():
-    asked = [sys.executable, "-W", "ignore", "-m", "tests.reference.triton", "--rounds", "6", "--seed", "0"]
+    asked = [sys.executable, "-W", "ignore", "-m", "tests.reference.triton", "--rounds", "4", "--seed", "1"]
     made = subprocess.run(asked, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-2000:]
     compared = json.loads(made.stdout)
