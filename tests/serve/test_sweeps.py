@@ -15,7 +15,7 @@ from patchclamp.serve.capture_files import StoppedResponse
 from patchclamp.serve.served_studies import KINDS, schema_of
 from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
-from .conftest import KEYS, becomes
+from .conftest import HELD, KEYS, becomes
 
 ASKED = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
          "sites": ["resid_pre", "mlp_out"]}  # fmt: skip
@@ -268,16 +268,6 @@ def test_one_study_more_than_the_limit_is_asked_to_wait(server):
 
 def test_it_ends_when_the_client_goes(server):
     with server.http() as http:
-
-        def held() -> dict[str, int]:
-            status = http.get("/v1/patchclamp/engine/status").json()
-            return {name: status[name] for name in ("programs", "requests", "captured_bytes", "waiting", "under_way")}
-
-        before = held()
-
-        def left() -> dict[str, int]:
-            return {name: count for name, count in held().items() if count > before[name]}
-
         with http.stream(
             "POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED | {"sites": list(SITES)[:6]}
         ) as response:
@@ -286,8 +276,13 @@ def test_it_ends_when_the_client_goes(server):
                     assert data["cells"] > 200
                 if name == "cells":
                     break
-        becomes(lambda: not left())
-        assert left() == {}
+
+        def held() -> dict[str, int]:
+            status = http.get("/v1/patchclamp/engine/status").json()
+            return {name: status[name] for name in HELD if status[name]}
+
+        becomes(lambda: not held())
+        assert held() == {}
 
 
 def test_the_model_and_its_sites(server, local):
