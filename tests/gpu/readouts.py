@@ -1,4 +1,5 @@
-"""Probes on a GPU: those of the engine for every request, and those in programs, in streams and as conditions to stop.
+"""Probes and features on a GPU: probes of the engine for every request, those in programs, in streams and as conditions
+to stop, and what each step pools and encodes.
 
 python -m tests.gpu.readouts [--v1]
 """
@@ -85,6 +86,51 @@ def checked(lm: pc.LM, probes: list[pc.Probe]) -> dict[str, Any]:
     return found
 
 
+def reduced(lm: pc.LM, width: int) -> dict[str, Any]:
+    """Compare what each step pools and encodes on the device with rows: those of the same run at the same site, and
+    where nothing but the results leaves the device, those of another run. Raises `AssertionError`."""
+    rng, at, apart = np.random.default_rng(2), pc.resid_post[1], pc.mlp_out[2]
+    prompts = [rng.integers(10, 500, int(rng.integers(1, 700))).tolist() for _ in range(48)]
+    matrix = rng.standard_normal((2, width)).astype(np.float32) / width**0.5
+    rows, sae = rng.standard_normal((512, width)) / width**0.5, rng.standard_normal((2, 512, width)) / width**0.5
+    lm.attach(pc.SAE(rows, np.zeros(512), sae[1], np.zeros(width)), at=at, name="s")
+    lm.attach(pc.SAE(sae[0], np.zeros(512), sae[1], np.zeros(width)), at=apart, name="apart")
+
+    def pooled(site: pc.Site) -> list[pc.Probe]:
+        return [pc.Probe(matrix, site, pc.prompt[-600:], pool=pool, name=pool) for pool in ("mean", "max")]
+
+    features = [pc.Features("s", top=8), pc.Features("apart", ids=range(6))]
+    own = lm.run(prompts, **NEW, capture=[*pooled(at), *features, at])
+    other = lm.run(prompts, **NEW, capture=[*pooled(apart), pc.Capture(at, pc.prompt[-600:], pool="mean")])
+    whole = lm.run(prompts, **NEW, capture=apart)
+    lm.lens(own)
+    found = {"pooled": 0.0, "features": 0.0, "pooled alone": 0.0, "features alone": 0.0}
+
+    def compare(name: str, one: Any, two: Any) -> None:
+        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
+        found[name] = max(found[name], float(np.abs(one - two).max() / np.abs(two).max()))
+
+    for run, alone, plain in zip(own, other, whole, strict=True):
+        h, prompt = run[at].float().numpy(), len(run.prompt_token_ids)
+        pooled_rows = h[max(prompt - 600, 0) : prompt]
+        compare("pooled", run.probes["mean"], (pooled_rows @ matrix.T).mean(0))
+        compare("pooled", run.probes["max"], (pooled_rows @ matrix.T).max(0))
+        values = np.maximum(h @ rows.T.astype(np.float32), 0)
+        compare("features", run.features["s"].values, np.sort(values, 1)[:, ::-1][:, :8])
+        compare("features", np.take_along_axis(values, run.features["s"].ids, 1), run.features["s"].values)
+        compare("pooled alone", alone[at].numpy(), pooled_rows.mean(0))
+        rows_apart = plain[apart].float().numpy()
+        compare("pooled alone", alone.probes["mean"], (rows_apart[max(prompt - 600, 0) : prompt] @ matrix.T).mean(0))
+        values = np.maximum(rows_apart[:prompt] @ sae[0][:6].T.astype(np.float32), 0)
+        compare("features alone", run.features["apart"].values[:prompt], values)
+    assert found["pooled"] < 1e-5
+    assert found["features"] < 1e-5
+    assert max(found["pooled alone"], found["features alone"]) < 0.1  # bf16 rows of other batches
+    for run in (*own, *other, *whole):
+        run.close()
+    return {f"reduced: {name}": far for name, far in found.items()}
+
+
 def main() -> None:
     if "--v1" in sys.argv:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -99,7 +145,7 @@ def main() -> None:
     probes = [probe("late", 1, pc.resid_post[2]), probe("mlp", 3, pc.mlp_out[1]), probe("twin", 2, pc.resid_post[2])]
     workers = 1 + ("--two" in sys.argv)
     with pc.LM(folder, engine="vllm", probes=probes, tensor_parallel_size=workers, **OPTIONS) as lm:
-        print("found", json.dumps(checked(lm, probes)), flush=True)
+        print("found", json.dumps(checked(lm, probes) | reduced(lm, width)), flush=True)
 
 
 if __name__ == "__main__":
