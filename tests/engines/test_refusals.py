@@ -141,11 +141,11 @@ def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(narrow):
 
 
 def test_a_program_that_does_not_fit_fails_alone(narrow):
-    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=75_000, prove=False)
+    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=200_000, prove=False)
     good = [pc.Add(torch.randn(D), at=pc.resid_post[3])]
     too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)] * 3
-    too_many_rows = [pc.Add(torch.randn(200, D), at=pc.resid_post[3], tokens=pc.prompt)]
-    ids = lm.tokens(PROMPTS[1])[:10] * 20
+    too_many_rows = [pc.Add(torch.randn(400, D), at=pc.resid_post[3], tokens=pc.prompt)]
+    ids = lm.tokens(PROMPTS[1])[:10] * 40
     runs = lm.run([ids] * 4, max_tokens=1, edits=[good, too_many_records, too_many_rows, []], logprobs=True)
     assert [type(run.error) for run in runs] == [type(None), pc.CapacityError, pc.CapacityError, type(None)]
     assert "raise max_records" in str(runs[1].error)
@@ -504,16 +504,16 @@ def test_closing_one_engine_leaves_the_others_running(narrowed, narrow):
 
 def test_programs_wait_for_room_and_never_run_without_themselves(narrow):
     """Each program fills most of the bank: they take turns, all are edited, and what they cached is theirs."""
-    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=75_000, prove=False)
+    lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=200_000, prove=False)
     roomy = narrow.get("vllm", "float32", enable_prefix_caching=False)
-    prompts = [torch.randint(100, 40000, (100,)).tolist() for _ in range(3)]
-    edits = [[pc.Add(torch.randn(90, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:90])] for _ in prompts]
+    prompts = [torch.randint(100, 40000, (200,)).tolist() for _ in range(3)]
+    edits = [[pc.Add(torch.randn(190, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:190])] for _ in prompts]
     for _ in range(2):  # the second time from the cache
         runs = lm.run(prompts, max_tokens=2, edits=edits, capture=[pc.logits], logprobs=True)
         for prompt, edit, run in zip(prompts, edits, runs, strict=True):
             alone = roomy.run(prompt, max_tokens=2, edits=edit, capture=[pc.logits], logprobs=True)
             assert torch.allclose(run[pc.logits], alone[pc.logits], atol=1e-3)
-    assert runs[0].cached_tokens == 96
+    assert runs[0].cached_tokens == 192
     plain = lm.run(prompts, max_tokens=2, capture=[pc.logits], logprobs=True)
     assert all((a[pc.logits] - b[pc.logits]).abs().max() > 0.1 for a, b in zip(plain, runs, strict=True))
 

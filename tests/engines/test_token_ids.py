@@ -63,9 +63,9 @@ def test_rows_of_some_tokens_are_edited_and_no_others(narrow, mode):
 
 
 @pytest.mark.parametrize("mode", ["transformers", "eager", "chunks of 16"])
-def test_eight_pairs_of_delimiters_are_the_most(shallow, mode):
+def test_eight_pairs_of_delimiters_are_the_most(narrow, mode):
     """Seven also select the tokens outside, which takes all bits of a row: each edit acts at its own tokens."""
-    lm, asked = engine_of(shallow, mode), {"max_tokens": 16, "sampling": SAMPLING}
+    lm, asked = engine_of(narrow, mode), {"max_tokens": 16, "temperature": 1.0, "sampling": {**SAMPLING, "seed": 4}}
     plain, v, acted = lm.run(PROMPTS[1], **asked), torch.from_numpy(0.02 * V1), []
     pairs = list(itertools.permutations(dict.fromkeys(plain.token_ids), 2))[:8]
     inside = [pc.generated & pc.between(*pair) for pair in pairs]

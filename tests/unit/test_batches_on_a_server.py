@@ -101,6 +101,7 @@ def test_what_waits_is_aborted_and_what_is_left_of_a_connection_never_starts(bou
         assert engine.started == ["a-b-0", "a-b-2"]
         await anext(frames)
         await frames.aclose()
+        batch.stop()
         assert front.waiting == {}
         assert sorted(engine.aborted) == ["a-b-2", "a-b-3", "a-b-4"]
         engine.end("a-b-2")

@@ -674,7 +674,7 @@ class CudaStep:
             return None
         data, widths = reduced
         memory, first_byte, block, offset = self.drain.allocate(len(data))
-        memory[first_byte : first_byte + len(data)].copy_(data)
+        memory[first_byte : first_byte + len(data)].copy_(data, non_blocking=True)
         return Reduced(BufferSlice(block, offset), widths)
 
     def _rows_of(self, plan: StepPlan, region: int) -> torch.Tensor:

@@ -76,4 +76,5 @@ for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name, value in globals().items() if hasattr(value, "study")), *STUDIES})
+    short_forms = (name for name, value in globals().items() if hasattr(value, "study") and not name.startswith("_"))
+    return sorted({*__all__, *short_forms, *STUDIES})
