@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -52,6 +53,15 @@ class Server:
 
     def http(self, key: str = KEYS[0]) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+    @functools.cached_property
+    def _looking(self) -> httpx.Client:
+        return self.http()
+
+    def held(self) -> dict[str, int]:
+        """What its engine holds."""
+        status = self._looking.get("/v1/patchclamp/engine/status").json()
+        return {name: status[name] for name in HELD if status[name]}
 
 
 def start(
@@ -155,14 +165,9 @@ def nothing_is_left(request) -> Iterator[None]:
     """A test leaves nothing on the server."""
     yield
     if "server" in request.fixturenames:
-        with request.getfixturevalue("server").http() as http:
-
-            def held() -> dict[str, int]:
-                status = http.get("/v1/patchclamp/engine/status").json()
-                return {name: status[name] for name in HELD if status[name]}
-
-            becomes(lambda: not held(), within_s=60)
-            assert held() == {}
+        server = request.getfixturevalue("server")
+        becomes(lambda: not server.held(), within_s=60)
+        assert server.held() == {}
 
 
 @pytest.fixture(scope="session")

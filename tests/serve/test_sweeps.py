@@ -15,7 +15,7 @@ from patchclamp.serve.capture_files import StoppedResponse
 from patchclamp.serve.served_studies import KINDS, schema_of
 from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
-from .conftest import HELD, KEYS, becomes
+from .conftest import KEYS, becomes
 
 ASKED = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
          "sites": ["resid_pre", "mlp_out"]}  # fmt: skip
@@ -267,22 +267,18 @@ def test_one_study_more_than_the_limit_is_asked_to_wait(server):
 
 
 def test_it_ends_when_the_client_goes(server):
-    with server.http() as http:
-        with http.stream(
-            "POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED | {"sites": list(SITES)[:6]}
-        ) as response:
-            for name, data in events(response.iter_lines()):
-                if name == "start":
-                    assert data["cells"] > 200
-                if name == "cells":
-                    break
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED | {"sites": list(SITES)[:6]}) as response,
+    ):
+        for name, data in events(response.iter_lines()):
+            if name == "start":
+                assert data["cells"] > 200
+            if name == "cells":
+                break
 
-        def held() -> dict[str, int]:
-            status = http.get("/v1/patchclamp/engine/status").json()
-            return {name: status[name] for name in HELD if status[name]}
-
-        becomes(lambda: not held())
-        assert held() == {}
+    becomes(lambda: not server.held())
+    assert server.held() == {}
 
 
 def test_the_model_and_its_sites(server, local):
