@@ -280,7 +280,7 @@ class Run:
         """The position of each row of `run[site]`, or of the rows that were pooled."""
         _, refs, ordinal = self._locate(site)
         for i in self._captures_at.get(refs[0].point, ()):
-            if self._ops[i].kept != self._ops[i].ranges:
+            if _in_step(self._ops[i]):
                 return self._computed(position_array(self._ops[i].ranges)).tolist()
         positions = self._shared_positions(site, refs, ordinal).tolist()
         return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
@@ -558,6 +558,8 @@ class Run:
             _, selected = self._selected(number, expected)
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
             if np.isnan(logprobs[kept]).any():
+                if (point, number) in self._feature_ops.values():
+                    raise NotFinite(f"the features at {self._sites.label(point)} are not finite, as is the row")
                 raise NotFinite(
                     f"the lens of {self._sites.label(point)} has logits that are not finite: rows, perhaps enlarged by "
                     "its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
@@ -622,7 +624,7 @@ class Run:
             stored = [Stored(ordinal, self._expected(ref.point, ordinal))]
         wanted = [each.positions if each.selected is None else each.positions[each.selected] for each in stored]
         positions = wanted[0] if len(stored) == 1 else np.unique(np.concatenate(wanted))
-        if self._ops[ordinals[0]].kept != self._ops[ordinals[0]].ranges:
+        if _in_step(self._ops[ordinals[0]]):
             positions = self._computed(position_array(self._ops[ordinals[0]].ranges))
         empty = self.shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
         dtypes = self._dtypes(ordinals)
@@ -1253,6 +1255,11 @@ def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
     import torch
 
     return torch.stack(rows)
+
+
+def _in_step(op: BoundOp) -> bool:
+    """True if the rows of each step were pooled on the device."""
+    return isinstance(op.action, Keep) and op.action.in_step
 
 
 def _conditional(op: BoundOp) -> bool:

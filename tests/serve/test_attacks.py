@@ -22,7 +22,7 @@ from safetensors.numpy import save
 import patchclamp as pc
 from patchclamp.engines import wire
 from patchclamp.engines.base import Carried
-from patchclamp.engines.vllm.server import ServeLimits
+from patchclamp.engines.vllm.server import OF_OPERATOR, ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
 from patchclamp.plan.cells import cells_of
@@ -159,9 +159,8 @@ def test_the_page_on_security_names_every_route_that_is_open(server):
 def test_the_page_on_security_names_every_limit():
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     table = text.partition("## Limits")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens", "n", "patchclamp"} == set(
-        ServeLimits.__struct_fields__
-    )
+    limits = set(ServeLimits.__struct_fields__) - set(OF_OPERATOR)
+    assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens", "n", "patchclamp"} == limits
 
 
 def test_a_bank_is_bounded_and_says_so(http):

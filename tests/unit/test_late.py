@@ -19,7 +19,7 @@ from tests.unit import test_cuda_step as steps
 from tests.unit import test_drain as streams
 
 PLACE, SITE, COPY = cuda_on_cpu.place, cuda_on_cpu._Kernel.site, torch.Tensor.copy_
-REDUCE = cuda_step.reduce_step
+REDUCE = cuda_step.reduced_rows
 SIZES = (
     Sizes(steps.LAYERS, steps.WIDTH, 6), Sizes(steps.LAYERS, steps.WIDTH, 61),
     Sizes(steps.LAYERS, steps.WIDTH, 61, experts=8, sparse=(0, 1)),
@@ -58,11 +58,11 @@ def late(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> streams.Device:
         def record(self, stream: Any = None) -> None:
             super().record(stream or current[0])
 
-    def reduce_step(*arguments: Any) -> Any:  # the device computes it when it is its turn, and here the host now
+    def reduced_rows(*arguments: Any) -> Any:  # the device computes it when it is its turn, and here the host now
         device.go_on(lambda: not compute.queue)
         return REDUCE(*arguments)
 
-    monkeypatch.setattr(cuda_step, "reduce_step", reduce_step)
+    monkeypatch.setattr(cuda_step, "reduced_rows", reduced_rows)
     for name, value in (("Event", Event), ("Stream", lambda *_: streams.Stream(device)),
                         ("set_stream", lambda stream: current.__setitem__(0, stream)),
                         ("current_stream", lambda *_: current[0])):  # fmt: skip

@@ -613,6 +613,11 @@ def test_programs_share_a_reading_of_features():
     number = readings[0].number
     del readings
     assert of.reading(largest).number == number  # free again
+    held = of.reading(largest)
+    of.attach("a", sae, torch.bfloat16)
+    again = of.reading(largest)
+    assert (again.sae.content, again.number != held.number) == (held.sae.content, True)
+    assert not close(of.encode(again.number, rows).numpy()[:, :4], found[:, :4])
     with pytest.raises(pc.MissingSource):
         of.reading(msgspec.structs.replace(largest, reader=FeatureReader("a", None, "0" * 64)))
 

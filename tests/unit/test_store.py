@@ -71,7 +71,7 @@ def captured(places, size, layout, run, begin, count, base, row, unit_bytes=4) -
     none, labels = np.zeros(0, np.int64), RowLabels(*np.zeros((3, 0), np.int32))
     offset, rows = _offsets(np.asarray(count), layout)
     plan = StepPlan(labels, labels, none, layout, np.asarray(begin), np.asarray(count), offset, rows,
-                    np.asarray(base), np.asarray(row), size, size, unit_bytes)  # fmt: skip
+                    np.asarray(base), np.asarray(row), *np.zeros((2, len(base)), np.int64), size, unit_bytes)  # fmt: skip
     return CaptureChunk(places, size * unit_bytes, PlannedCaptures(plan, np.asarray(run), 0))
 
 
@@ -206,8 +206,8 @@ def test_a_run_has_the_chunks_of_its_time_and_no_chunk_outlives_its_runs():
     store, one = CaptureStore(WIDTHS), layout_of([0], [[0]])
 
     def add(number: int, at: int) -> None:
-        block = in_block(torch.full((16,), float(at)))
-        store.add(captured([BufferSlice(block, 0)], 16, one, [number], [at], [1], [0], [4]))
+        block = in_block(torch.full((4,), float(at)))
+        store.add(captured([BufferSlice(block, 0)], 4, one, [number], [at], [1], [0], [4]))
 
     a = store.open("a")
     add(a, 0), add(-1, 1)  # nobody's
@@ -222,7 +222,7 @@ def test_a_run_has_the_chunks_of_its_time_and_no_chunk_outlives_its_runs():
     add(a, 30)
     assert store.fetch("a", 0)[0].tolist() == [0, 3, 30]
     store.release("b")
-    assert store.bytes == 3 * 64
+    assert store.bytes == 3 * 16
     add(b, 31)  # it was released already
     store.release("a")
     assert (store.bytes, len(store)) == (0, 0)

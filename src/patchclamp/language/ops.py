@@ -431,7 +431,7 @@ class Features(Readout, frozen=True, forbid_unknown_fields=True):
     """The features of the SAE that was attached as `name`, at its site: the `top` largest of each selected token (32
     if neither is given), or those of `ids`.
 
-    They are computed and selected where the model runs, as each step ends; then they are all that is kept of the row.
+    They are computed and selected where the model runs, at the end of each step; the row itself is not kept.
     Source: Cunningham et al. 2023 (arXiv:2309.08600); Bricken et al. 2023, "Towards monosemanticity".
     """
 

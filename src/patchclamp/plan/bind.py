@@ -181,10 +181,10 @@ def _lens(op: ops.Lens, context: Context) -> Lowered:
 
 @lower.register
 def _features(op: ops.Features, context: Context) -> Lowered:
-    card = context.dictionary(op.ids or ()).card
+    dictionary = context.dictionary(op.ids or ())
+    card = dictionary.card
     if op.top is not None and op.top > card.features:
         raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
-    dictionary = context.dictionary(op.ids or ())
     first, _ = dictionary.at.columns or (0, 0)
     reader = FeatureReader(op.name, op.ids, card.content, first)
     top = len(op.ids) if op.ids else op.top or 0
@@ -613,9 +613,9 @@ class _Binder:
         bit = next(self._bits)
         if bit >= BITS:
             raise ProgramError(
-                f"expected conditions and delimiters that take at most {BITS} bits in a program, got more: use fewer; "
-                "a comparison or a joined condition takes 1, a pair of delimiters in generated text 2, or 3 if tokens "
-                "outside are selected", field
+                f"too many conditions and delimiters: the program needs more than {BITS} bits. A comparison or a "
+                "joined condition takes 1, a pair of delimiters in generated text 2, and 1 more if tokens outside are "
+                "selected", field
             )  # fmt: skip
         return bit
 

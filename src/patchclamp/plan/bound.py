@@ -371,7 +371,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
     def private_bytes(self, sites: SiteMap, computed: int | None = None) -> int:
-        """The bytes of all rows of probes and lenses in the first `computed` positions; None: in all, up to
+        """The bytes of all rows of probes, lenses and features in the first `computed` positions; None: in all, up to
         `max_tokens`."""
         return sum(
             4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)

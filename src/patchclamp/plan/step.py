@@ -11,7 +11,7 @@ plan is reused until a request arrives or ends, or enters or leaves a range.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -86,8 +86,9 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     offset [C]: the index of the range's first row among the rows of its group
     rows [G]: the number of rows that each group keeps
     base, row [A]: the offset of each region in the step's capture buffer, and the size of one of its rows
+    result, result_row [A]: of a region that is pooled or encoded, the offset of the results in the buffer, and the size
+        of one of their rows
     size: the size of the buffer
-    sent: the part of it that leaves the device. The regions behind it are pooled or encoded in the step
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
     """
@@ -102,8 +103,9 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     rows: np.ndarray
     base: np.ndarray
     row: np.ndarray
+    result: np.ndarray
+    result_row: np.ndarray
     size: int
-    sent: int
     unit_bytes: int = 4
     steady_steps: int = 0
 
@@ -143,33 +145,10 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), and with the
         capture ranges whose rows it holds, in order."""
         layout, live = self.layout, np.flatnonzero(self.count)
-        how = layout.pool[layout.region_group]
-        regions = np.flatnonzero((how > 0) & (self.rows[layout.region_group] > 0))
         return [
-            (region, int(how[region]), live[layout.group[live] == layout.region_group[region]])
-            for region in regions.tolist()
-        ]
-
-    def reduced_table(self, run: np.ndarray, steps: int, widths: Sequence[int]) -> np.ndarray:
-        """The results of `reduced` in the step `steps` later, side by side in fp32, as `CAPTURED`, in order of run
-        numbers: one row of each range that is pooled, and else one of each of its rows.
-
-        run [C]: the number of each capture range's run
-        widths: the numbers in a row of each region's results
-        """
-        parts, size = list[np.ndarray](), 0
-        for (region, how, ranges), width in zip(self.reduced, widths, strict=True):
-            part, is_pooled = np.zeros(len(ranges), CAPTURED), how <= len(POOLS)
-            rows = np.ones_like(ranges) if is_pooled else self.count[ranges]
-            part["run"], part["op"], part["point"] = run[ranges], self.layout.op[ranges], self.layout.point[region]
-            part["position"], part["count"], part["row_bytes"] = self.begin[ranges] + steps, rows, 4 * width
-            part["offset"] = size + 4 * width * (np.cumsum(rows) - rows)
-            if is_pooled:
-                part["pool"], part["pooled"] = how, self.count[ranges]
-            size += 4 * width * int(rows.sum())
-            parts.append(part)
-        table = np.concatenate(parts)
-        return table[np.argsort(table["run"], kind="stable")]
+            (region, int(layout.pool[group]), live[layout.group[live] == group])
+            for region in layout.reduced.tolist() if self.rows[group := layout.region_group[region]]
+        ]  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """Serialize the arrays in a fixed order and layout, for golden plans."""
@@ -191,36 +170,52 @@ class PlannedCaptures(msgspec.Struct):
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes that the step captures for each run, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
-        live = self._live()
-        position_bytes = np.bincount(layout.region_group, plan.row * plan.unit_bytes, layout.groups)
+        live, how = np.flatnonzero(plan.count), layout.pool[layout.region_group]
+        row = np.where(how > 0, plan.result_row, plan.row) * plan.unit_bytes
+        group_bytes = np.bincount(layout.region_group, row, layout.groups)[layout.group[live]]
         run, run_of_range = np.unique(self.run[live], return_inverse=True)
-        sizes = np.bincount(run_of_range, plan.count[live] * position_bytes[layout.group[live]], len(run))
+        sizes = np.bincount(run_of_range, self._kept_rows(live) * group_bytes, len(run))
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
         """Every captured range at every point as `CAPTURED`, in order of run numbers."""
         plan, layout = self.plan, self.plan.layout
-        live = self._live()
+        live = np.flatnonzero(plan.count)
         ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
         table: np.ndarray = np.zeros(len(ranges), CAPTURED)
         table["run"], table["op"], table["point"] = self.run[ranges], layout.op[ranges], layout.point[regions]
-        table["position"], table["count"] = plan.begin[ranges] + self.steps, plan.count[ranges]
-        table["offset"] = (plan.base[regions] + plan.offset[ranges] * plan.row[regions]) * plan.unit_bytes
-        table["row_bytes"] = plan.row[regions] * plan.unit_bytes
-        table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions]  # on the CPU all rows are kept in fp32
+        table["position"], table["count"] = plan.begin[ranges] + self.steps, self._kept_rows(ranges)
+        how = layout.pool[layout.group[ranges]]
+        is_reduced, is_pooled = how > 0, (how > 0) & (how <= len(POOLS))
+        base, row = (np.where(is_reduced, a[regions], b[regions]) for a, b in
+                     ((plan.result, plan.base), (plan.result_row, plan.row)))  # fmt: skip
+        first = plan.offset[ranges]
+        if is_pooled.any():  # one row for each range of a group
+            nth = np.zeros(len(layout), np.int64)
+            nth[live] = np.arange(len(live)) - np.searchsorted(layout.group[live], layout.group[live])
+            first = np.where(is_pooled, nth[ranges], first)
+            table["pool"], table["pooled"] = how * is_pooled, plan.count[ranges] * is_pooled
+        table["offset"], table["row_bytes"] = (base + first * row) * plan.unit_bytes, row * plan.unit_bytes
+        # on the CPU all rows are kept in fp32, and results are everywhere
+        table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions] * ~is_reduced
         return table
 
-    def _live(self) -> np.ndarray:
-        """The capture ranges with rows of their own in the step."""
-        return np.flatnonzero((self.plan.count > 0) & (self.plan.layout.pool[self.plan.layout.group] == 0))
+    def _kept_rows(self, ranges: np.ndarray) -> np.ndarray:
+        """The number of rows that are kept of some capture ranges: of a pooled one a single row."""
+        how = self.plan.layout.pool[self.plan.layout.group[ranges]]
+        return np.where((how > 0) & (how <= len(POOLS)), 1, self.plan.count[ranges])
 
 
 NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
 FOREVER = 1 << 30  # steps
 
 
-def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS) -> StepPlan:
-    """Plan one step. `widths` [P]: the numbers in a row of each point. `unit`: `NUMBERS` or `BYTES`."""
+def make_plan(
+    batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS,
+    results_of: Callable[[int], int] | None = None,
+) -> StepPlan:  # fmt: skip
+    """Plan one step. `widths` [P]: the numbers in a row of each point. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`:
+    the numbers in a row of a reading's results."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -228,7 +223,7 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     if len(layout) == 0:
         none, steady_steps = np.zeros(0, np.int64), FOREVER if steady else 0
         return StepPlan(
-            tokens, last, active, layout, none, none, none, none, none, none, 0, 0, unit_bytes, steady_steps
+            tokens, last, active, layout, none, none, none, none, none, none, none, none, 0, unit_bytes, steady_steps
         )  # fmt: skip
     bounds = np.full((2, len(table.first)), -1)  # by slot: first and end of the step's positions
     bounds[0, batch.slot] = batch.position
@@ -244,13 +239,31 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     offset, rows = _offsets(count, layout)
     row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
     sizes = rows[layout.region_group] * row
+    result, result_row, result_sizes = np.zeros_like(row), np.zeros_like(row), np.zeros_like(row)
+    for region in layout.reduced.tolist():
+        group = layout.region_group[region]
+        if is_pooled := (how := int(layout.pool[group])) <= len(POOLS):
+            result_row[region] = row[region]  # in fp32, as all rows that are pooled
+        else:
+            assert results_of is not None
+            result_row[region] = results_of(how) * unit[0]
+        of_group = np.count_nonzero((layout.group == group) & (count > 0)) if is_pooled else rows[group]
+        result_sizes[region] = of_group * result_row[region]
     if unit is BYTES:
-        base, size, sent = _side_by_side(sizes, table.sampled[layout.point] + 2 * layout.stays)
+        sampled = table.sampled[layout.point]
+        base, size = _side_by_side(sizes, sampled)
+        if len(layout.reduced):  # behind the rows of tokens, and before those of sampled ones
+            behind = int(base[sampled].min()) if sampled.any() else size
+            padded = (result_sizes + 15) & -16
+            result = behind + np.cumsum(padded) - padded
+            base, size = np.where(sampled, base + padded.sum(), base), size + int(padded.sum())
     else:
-        base, size, sent = _by_width(sizes, row, layout.stays)
+        base, size = _by_width(sizes, row)
+        result, size = size + np.cumsum(result_sizes) - result_sizes, size + int(result_sizes.sum())
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
     return StepPlan(
-        tokens, last, active, layout, begin, count, offset, rows, base, row, size, sent, unit_bytes, steady_steps
+        tokens, last, active, layout, begin, count, offset, rows, base, row, result, result_row, size,
+        unit_bytes, steady_steps,
     )  # fmt: skip
 
 
@@ -272,29 +285,23 @@ def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
-def _side_by_side(sizes: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Lay out regions of `sizes` bytes, aligned to 16: those of 0 in `last`, then those of sampled rows, 1, and then
-    those that stay on the device, 2. Returns offsets, the total size, and the size of what leaves the device."""
+def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
+    """Lay out regions of `sizes` bytes, aligned to 16, those of sampled rows last; returns offsets and total size."""
     sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
-    order = last.argsort(kind="stable") if last.any() else slice(None)
+    order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
     end[order] = sizes[order].cumsum()
-    size = int(end.max())
-    return end - sizes, size, size - int(sizes[last == 2].sum())
+    return end - sizes, int(end.max())
 
 
-def _by_width(sizes: np.ndarray, row: np.ndarray, stays: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows), those that stay on the device
-    last. Returns offsets, the total size, and the size of what leaves the device."""
-    base, ends = np.zeros(len(sizes), np.int64), [0]
-    for among in (~stays, stays):
-        size = ends[-1]
-        for width in np.unique(row[among]):
-            regions = np.flatnonzero(among & (row == width))
-            end = -(-size // width) * width + np.cumsum(sizes[regions])
-            base[regions] = end - sizes[regions]
-            size = int(end[-1])
-        ends.append(size)
-    return base, ends[2], ends[1]
+def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
+    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and size."""
+    base, size = np.zeros(len(sizes), np.int64), 0
+    for width in np.unique(row):
+        regions = np.flatnonzero(row == width)
+        end = -(-size // width) * width + np.cumsum(sizes[regions])
+        base[regions] = end - sizes[regions]
+        size = int(end[-1])
+    return base, size
 
 
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:

@@ -67,6 +67,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.store.tensors import PROBE
 
+READING = 32  # records that count as much as an encoder
 READINGS = 1 << 24  # the number of each is exact in a record, as fp32
 
 
@@ -112,10 +113,9 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
         return len(self.range_number)
 
     @functools.cached_property
-    def stays(self) -> np.ndarray:
-        """True for each region whose rows do not leave the device: all at its point are pooled or encoded."""
-        is_pooled = self.pool[self.region_group] > 0
-        return is_pooled & ~np.isin(self.point, self.point[~is_pooled])
+    def reduced(self) -> np.ndarray:
+        """The regions whose rows are pooled or encoded in the step, by index."""
+        return np.flatnonzero(self.pool[self.region_group])
 
     @functools.cached_property
     def any_sampled(self) -> bool:
@@ -409,11 +409,16 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 
 
 def record_work(ops: Sequence[BoundOp]) -> int:
-    """The records of a bound program, where a matrix counts once for each `PRODUCTS` rows: a step computes the products
-    of a row one by one."""
+    """The records of a bound program, where a matrix counts once for each `PRODUCTS` rows, since a step computes the
+    products of a row one by one, and features count `READING` times: each op has its SAE encode the rows."""
     ranks = {Keep: "products", Factored: "rank"}
     products = ((getattr(op.action, ranks.get(type(op.action), ""), 0), op) for op in ops)
-    return record_count(ops) + sum((rows - 1) // PRODUCTS * record_count([op]) for rows, op in products if rows)
+    read = sum(isinstance(op.action, Keep) and op.action.reader is not None for op in ops)
+    return (
+        record_count(ops)
+        + sum((rows - 1) // PRODUCTS * record_count([op]) for rows, op in products if rows)
+        + READING * read
+    )
 
 
 def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.ops import MAX_FEATURES, as_probe_name
+from patchclamp.language.ops import MAX_FEATURES, MAX_TOP, as_probe_name
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
@@ -333,7 +333,8 @@ def _check_reader(action: Keep, op: BoundOp, frame: Frame) -> None:
     _need(set(op.points) <= {found.at.point}, "an SAE of a point that it does not read")
     _need(op.columns == (pack_columns(columns) if columns else 0), "an SAE of other columns")
     _need(reader.first == (columns[0] if columns else 0), "an SAE of other columns")
-    _need(1 <= action.top <= found.card.features, f"{action.top} features")
+    most = min(MAX_TOP if ids is None else MAX_FEATURES, found.card.features)
+    _need(1 <= action.top <= most, f"{action.top} features")
     _need(ids is None or len(ids) == action.top, f"ids, not {action.top}")
     _need(ids is None or all(0 <= each < found.card.features for each in ids), "features that it does not have")
 

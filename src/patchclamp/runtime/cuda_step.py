@@ -11,7 +11,8 @@ been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordi
 engine waits for them, so that memory stays bounded and nothing is lost.
 
 `CudaStep`: the captures of a step are allocated in the ring when it begins, and the tables hold their offset. Steps
-that reuse the plan get the memory after it, so that the tables do not change. If a step captures too much, like a large
+that reuse the plan get the memory after it, so that the tables do not change. Rows that are pooled or
+encoded are reduced when the step ends, into the same memory behind them. If a step captures too much, like a large
 prefill, every tap allocates its own part, and 64 MiB from the first layers are copied while later layers compute. If
 only the sampled rows are too much, only their tap allocates.
 
@@ -39,7 +40,7 @@ from patchclamp.plan.bound import LATCHES, MAX_RANK
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
-from patchclamp.runtime.host_step import Bank, Encode, Reduced, reduce_step
+from patchclamp.runtime.host_step import Bank, Encode, reduced_rows
 from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
@@ -314,14 +315,14 @@ class Drain:
         """Make pinned memory ahead of coming captures."""
         self._pinned.prepare()
 
-    def allocate(self, size: int) -> Allocation:
-        """Allocate device memory for `size` bytes, to be written on the current stream.
+    def allocate(self, size: int, beside: bool = False) -> Allocation:
+        """Allocate device memory for `size` bytes, to be written on the current stream, in the ring or `beside` it.
 
         The caller must queue the writes before it allocates again or sends.
         """
         size = -(-size // ALIGNED) * ALIGNED
-        if self._head + size > self._clear:
-            if size > self._ring_bytes:
+        if beside or self._head + size > self._clear:
+            if beside or size > self._ring_bytes:
                 return self._allocate_beside_ring(size)
             self._clear_ahead(size)
         begin = self._head
@@ -376,10 +377,6 @@ class Drain:
         finally:  # also after a device error
             self._workers.shutdown()
             self._pinned.close()
-
-    def retract(self, size: int) -> None:
-        """Give back the last bytes of the last allocation, which the current stream has read, unless they were sent."""
-        self._head = max(self._head - size, self._unsent)
 
     def _overlaps(self, begin: int, end: int) -> bool:
         """True if a copy of the bytes begin … end−1 may be pending."""
@@ -501,7 +498,7 @@ class CudaStep:
         self._upfront: BufferSlice | None = None  # allocated when the step began
         self._first_byte = 0  # of what was allocated when the step began, in the ring
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
-        self._of_taps: dict[int, tuple[torch.Tensor, int]] = {}  # by point: that memory, and the plan's 0 in it
+        self._results: dict[int, torch.Tensor] = {}  # of regions that taps allocated, by number in `plan.reduced`
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Our tensors that graphs read and write, by name."""
@@ -528,7 +525,7 @@ class CudaStep:
             self._upfront_bytes = self._bytes_upfront(plan)
             self.recorded.use(plan.active)
         self._tap_parts, self._upfront, begin = [], None, 0
-        self._of_taps = {}
+        self._results = {}
         if self._upfront_bytes:
             _, self._first_byte, block, offset = self.drain.allocate(self._upfront_bytes)
             self._upfront = BufferSlice(block, offset)
@@ -553,30 +550,44 @@ class CudaStep:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.drain.ring, 0, sampled)
             self.recorded.note(point)
             return None
-        memory, begin, plan = self.drain.ring, 0, self._plan
+        memory, begin, plan, place = self.drain.ring, 0, self._plan, None
         if plan is not None and plan.size:
             if self._upfront_bytes == plan.size:
                 begin = -self._steps * self._upfront_bytes if sampled else 0  # for other rows the kernel adds it
-            elif sampled or not self._upfront_bytes or plan.bounds_of_point.get(point, (0, 0))[0] >= plan.sent:
-                memory, begin = self._allocate(plan, point)
+            elif sampled or not self._upfront_bytes:
+                place = self._allocate(plan, point)
+        if place is not None:
+            memory, begin = place[0], place[2] + self._begin - place[1]
         if self.tables.table.coded:
-            return self._carry_out(point, hidden_RW, residual_RW, memory, begin, sampled)
-        cuda.site(self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
-        return None
+            bad = self._carry_out(point, hidden_RW, residual_RW, memory, begin, sampled)
+        else:
+            bad = cuda.site(self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
+        if place is not None and plan is not None and len(plan.layout.reduced):
+            for number, (region, _, _) in enumerate(plan.reduced):
+                if plan.layout.point[region] == point:  # now: later taps may overwrite the ring
+                    self._results[number] = self._reduced(plan, number, place[0], place[1] - place[2])
+        return bad
 
-    def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
-        """Allocate memory for a point's captures; also returns its first byte's offset in the tables' numbering."""
+    def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
+        """Allocate memory for a point's captures: the tensor, the first byte in it, and which byte of the step's buffer
+        that is; None without captures."""
         bounds = plan.bounds_of_point.get(point)
         if bounds is None:
-            return self.drain.ring, 0
+            return None
         begin, end = bounds
-        if begin >= plan.sent:  # it is reduced in the step
-            memory, first_byte = self.drain.ring.new_empty(end - begin), 0
-        else:
-            memory, first_byte, block, offset = self.drain.allocate(end - begin)
-            self._tap_parts.append((begin, end, block, offset))
-        self._of_taps[point] = memory, first_byte - begin
-        return memory, begin + self._begin - first_byte
+        # rows that are still to be reduced at the end of the step stay in the ring until then
+        is_beside = bool(self._upfront_bytes and plan.reduced)
+        memory, first_byte, block, offset = self.drain.allocate(end - begin, beside=is_beside)
+        self._tap_parts.append((begin, end, block, offset))
+        return memory, first_byte, begin
+
+    def _reduced(self, plan: StepPlan, number: int, memory: torch.Tensor, zero: int) -> torch.Tensor:
+        """The results of region `number` of `plan.reduced`, whose step's buffer begins at byte `zero` of a tensor."""
+        region = plan.reduced[number][0]
+        begin, row = zero + int(plan.base[region]), int(plan.row[region])
+        rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
+        dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
+        return reduced_rows(plan, number, rows.view(dtype).view(-1, row // dtype.itemsize), self.encode)
 
     def _carry_out(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
@@ -648,42 +659,32 @@ class CudaStep:
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, Reduced | None]:
-        """The locations on the host of the step's captures, and of the results of those that are reduced."""
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
+        """The location of the step's captures on the host."""
         upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
+        results, self._results = self._results, {}
         upfront_bytes = self._upfront_bytes
-        if plan.size > upfront_bytes and len(self._of_taps) < sum(
+        if plan.size > upfront_bytes and len(parts) < sum(
             begin >= upfront_bytes for begin, _ in plan.bounds_of_point.values()
         ):
             raise ModelError("rows that were to be captured did not come by their taps")
-        reduced = self._reduce(plan)
+        if upfront is not None:
+            ring = self.drain.ring
+            results = {i: self._reduced(plan, i, ring, self._first_byte) for i in range(len(plan.reduced))}
+        is_unsent = not parts  # memory beside the ring may have had it sent
+        for number, (region, _, _) in enumerate(plan.reduced):
+            data, begin = results[number].view(torch.uint8), int(plan.result[region])
+            memory, first_byte = self.drain.ring, self._first_byte + begin
+            if upfront is None or not is_unsent:
+                memory, first_byte, block, offset = self.drain.allocate(len(data))
+                parts.append((begin, begin + len(data), block, offset))
+            memory[first_byte : first_byte + len(data)].copy_(data, non_blocking=True)
         if not parts:
-            return upfront if plan.sent else None, reduced
+            return upfront
         if upfront is not None:
             parts.append((0, upfront_bytes, upfront.block, upfront.offset))
-        return ScatteredSlices(parts), reduced
-
-    def _reduce(self, plan: StepPlan) -> Reduced | None:
-        """Pool and encode rows of the step, and give back the part of the ring that they took."""
-        reduced = reduce_step(plan, lambda region: self._rows_of(plan, region), self.encode)
-        self._of_taps = {}
-        if self._upfront_bytes == plan.size:
-            self.drain.retract(plan.size - plan.sent)
-        if reduced is None:
-            return None
-        data, widths = reduced
-        memory, first_byte, block, offset = self.drain.allocate(len(data))
-        memory[first_byte : first_byte + len(data)].copy_(data, non_blocking=True)
-        return Reduced(BufferSlice(block, offset), widths)
-
-    def _rows_of(self, plan: StepPlan, region: int) -> torch.Tensor:
-        """The rows [n, W] of a region of the step's captures, on the device."""
-        memory, zero = self._of_taps.get(int(plan.layout.point[region]), (self.drain.ring, self._first_byte))
-        begin, row = zero + int(plan.base[region]), int(plan.row[region])
-        rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
-        dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
-        return rows.view(dtype).view(-1, row // dtype.itemsize)
+        return ScatteredSlices(parts)
 
     def prepare(self) -> None:
         self.drain.prepare()

@@ -19,7 +19,7 @@ from patchclamp.language.values import POOLS
 from patchclamp.plan.bound import BoundOp, Encoded, Keep
 
 MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
-MAX_VALUES, MAX_ROWS = 1 << 27, 1 << 11  # features, and rows, computed at a time
+MAX_VALUES, MAX_ROWS = 1 << 25, 1 << 11  # features, and rows, computed at a time
 
 
 def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
@@ -92,17 +92,21 @@ class Reading:
     number: of this reading among those that programs use now
     """
 
+    number: int
+    sae: DeviceSAE
+    top: int
+
     def __init__(self, number: int, sae: DeviceSAE, reader: FeatureReader, top: int, device: torch.device) -> None:
-        self.number, self._sae, self._top, self._first = number, sae, top, reader.first
+        self.number, self.sae, self.top, self._first = number, sae, top, reader.first
         self._ids = None if reader.ids is None else torch.tensor(reader.ids, device=device)
 
     def read(self, rows_NW: torch.Tensor) -> torch.Tensor:
         """The values of the features of each row and then their ids, as the bits of int32, [N, 2K]."""
-        sae, found = self._sae, list[torch.Tensor]()
+        sae, found = self.sae, list[torch.Tensor]()
         for part_NW in rows_NW.split(min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))):
             values_NF = sae.encode(part_NW[:, self._first : self._first + sae.width].float())
             if self._ids is None:
-                values_NK, ids_NK = values_NF.topk(self._top)
+                values_NK, ids_NK = values_NF.topk(self.top)
             else:
                 values_NK, ids_NK = values_NF[:, self._ids], self._ids.expand(len(values_NF), -1)
             found.append(torch.cat([values_NK, ids_NK.int().view(torch.float32)], 1))
@@ -118,7 +122,7 @@ class Dictionaries:
         # the parts of the memory: a run under way may still use an SAE that was detached
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
-        # those of programs under way
+        # the readings of admitted programs
         self._readings: weakref.WeakValueDictionary[tuple[FeatureReader, int], Reading] = weakref.WeakValueDictionary()
         self._numbered: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
 
@@ -179,13 +183,18 @@ class Dictionaries:
         detached."""
         assert keep.reader is not None
         key = keep.reader, keep.top
-        if (known := self._readings.get(key)) is not None:
+        sae, known = self.of(keep.reader.name, keep.reader.content), self._readings.get(key)
+        if known is not None and known.sae is sae:  # it may be attached again, in another dtype
             return known
-        used = {each.number for each in self._readings.values()}
+        used = set(self._numbered)
         number = next(i for i in itertools.count(len(POOLS) + 1) if i not in used)
-        made = Reading(number, self.of(keep.reader.name, keep.reader.content), *key, self._device)
+        made = Reading(number, sae, *key, self._device)
         self._readings[key] = self._numbered[number] = made
         return made
+
+    def numbers_of(self, number: int) -> int:
+        """The numbers that a reading keeps of each row."""
+        return 2 * self._numbered[number].top
 
     @torch.inference_mode()
     def encode(self, number: int, rows_NW: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,28 +43,13 @@ POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
 Encode = Callable[[int, torch.Tensor], torch.Tensor]  # the number of a reading, and rows [n, W]
 
 
-class Reduced(NamedTuple):
-    """The place of what regions are reduced to in a step, and the numbers in a row of each region's results."""
-
-    place: BufferSlice
-    widths: list[int]
-
-
-def reduce_step(
-    plan: StepPlan, rows_of: Callable[[int], torch.Tensor], encode: Encode | None
-) -> tuple[torch.Tensor, list[int]] | None:
-    """The results of the regions that are pooled or encoded in a step (`StepPlan.reduced`), side by side as bytes, and
-    the numbers in a row of each; None without any. `rows_of(region)`: the rows [n, W] of a region."""
-    results = list[torch.Tensor]()
-    for region, how, ranges in plan.reduced:
-        if how <= len(POOLS):
-            results.append(_pool(rows_of(region), plan.count[ranges], how))
-        else:
-            assert encode is not None
-            results.append(encode(how, rows_of(region)))
-    if not results:
-        return None
-    return torch.cat([rows.reshape(-1) for rows in results]).view(torch.uint8), [rows.shape[1] for rows in results]
+def reduced_rows(plan: StepPlan, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
+    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled range by range, or encoded."""
+    _, how, ranges = plan.reduced[number]
+    if how <= len(POOLS):
+        return _pool(rows_NW, plan.count[ranges], how).reshape(-1)
+    assert encode is not None
+    return encode(how, rows_NW).reshape(-1)
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
@@ -107,8 +92,8 @@ class Step(Protocol):
         `failed` will report them."""
         ...
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | ScatteredSlices | None, Reduced | None]:
-        """The locations of the step's captures, and of the results of those that are reduced; None without any."""
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
+        """The location of the step's captures, after those that are pooled or encoded were; None if there are none."""
         ...
 
     def prepare(self) -> None:
@@ -175,24 +160,18 @@ class HostStep:
                      self._bits)  # fmt: skip
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
-    def end(self, plan: StepPlan) -> tuple[BufferSlice | None, Reduced | None]:
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         parts = [(point, slot, flags) for point, late in self._late.items() for slot, flags in late]
         if parts:
             slots = [(int(one), point) for point, slot, _ in parts for one in slot]
             self._arriving.append((slots, Arriving(torch.cat([flags for _, _, flags in parts]))))
-        reduced, sent = reduce_step(plan, self._rows_of, self.encode), self._captures
-        if plan.sent < plan.size:  # a view would keep the memory of all
-            sent = sent[: plan.sent].clone()
-        captured = BufferSlice(HostBlock(sent.cpu().view(torch.uint8)), 0) if plan.sent else None
-        if reduced is None:
-            return captured, None
-        return captured, Reduced(BufferSlice(HostBlock(reduced[0].cpu()), 0), reduced[1])
-
-    def _rows_of(self, region: int) -> torch.Tensor:
-        """The rows [n, W] of a region of the step's captures."""
-        plan = self._plan
-        begin, width = int(plan.base[region]), int(plan.row[region])
-        return self._captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
+        captures = self._captures
+        for number, (region, _, _) in enumerate(plan.reduced):
+            begin, width = int(plan.base[region]), int(plan.row[region])
+            rows = captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
+            results = reduced_rows(plan, number, rows, self.encode)
+            captures[int(plan.result[region]) :][: len(results)] = results
+        return BufferSlice(HostBlock(captures.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

@@ -44,7 +44,6 @@ from patchclamp.store.captures import (
     CaptureChunk,
     CaptureStore,
     ScatteredSlices,
-    StoredTable,
     tensors_of,
 )
 
@@ -316,7 +315,7 @@ class Continuity:
             return None
         plan = self.plan
         self._source = PlannedCaptures(plan, run[plan.layout.slot], self.steps)
-        self._chunk = CaptureChunk([place], plan.sent * plan.unit_bytes, self._source)
+        self._chunk = CaptureChunk([place], plan.size * plan.unit_bytes, self._source)
         return self._chunk
 
 
@@ -407,8 +406,14 @@ class Runtime:
         self._code_of: dict[str, list[int]] = {}
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
         self.monitor: AtWork | None = None  # reads the rows of every step
-        self.step: Step = HostStep(self.table, self.bank)
-        self.step.code, self.step.encode = self.run_code, self.dictionaries.encode
+        self.use(HostStep(self.table, self.bank))
+
+    step: Step
+
+    def use(self, step: Step) -> None:
+        """Execute steps by this executor from now on."""
+        self.step = step
+        step.code, step.encode = self.run_code, self.encode
 
     # -- vectors and results, between steps
 
@@ -432,6 +437,15 @@ class Runtime:
         except RunError as error:
             self._code_errors[run] = pack(error)
             return None
+
+    def encode(self, number: int, rows_NW: torch.Tensor) -> torch.Tensor:
+        """Read features of rows. An exception becomes the error of the programs that read them."""
+        try:
+            return self.dictionaries.encode(number, rows_NW)
+        except Exception as error:
+            readers = [each.slot for each in self._admitted.values() if number in (one.number for one in each.readings)]
+            self.fail(readers, error)
+            return torch.full((len(rows_NW), self.dictionaries.numbers_of(number)), torch.nan, device=rows_NW.device)
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
         """The positions and rows of a run, as in `CaptureStore.fetch`."""
@@ -725,7 +739,7 @@ class Runtime:
         if not batch.slot.any():
             return
         self.steps_planned += 1
-        self.plan = make_plan(batch, self.table, self.widths, self.step.unit)
+        self.plan = make_plan(batch, self.table, self.widths, self.step.unit, self.dictionaries.numbers_of)
         self._acts = self.plan.active.tobytes()
         self.continuity.start(list(requests), batch, self.plan, self.step.unit is not NUMBERS)
         self.step.begin(self.plan, batch, 0)
@@ -818,15 +832,12 @@ class Runtime:
     def end(self) -> None:
         """Pass the step's captures to the store."""
         plan, self.plan = self.plan, None
-        captured, reduced = (None, None) if plan is None else self.step.end(plan)
-        if captured is not None:
-            chunk = self.continuity.captured(captured, self._run_of_slot)
-            if chunk is not None:
-                self.store.add(chunk)
-        if plan is not None and reduced is not None:
-            table = plan.reduced_table(self._run_of_slot[plan.layout.slot], self.continuity.steps, reduced.widths)
-            size = int((table["count"] * table["row_bytes"]).sum())
-            self.store.add(CaptureChunk([reduced.place], size, StoredTable(table)))
+        captured = None if plan is None else self.step.end(plan)
+        if captured is None:
+            return
+        chunk = self.continuity.captured(captured, self._run_of_slot)
+        if chunk is not None:
+            self.store.add(chunk)
 
 
 def fits(shape: Sequence[int], width: int) -> bool:

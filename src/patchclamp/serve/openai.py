@@ -197,6 +197,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
     chunks: Any = response.body_iterator
     first = _text(await anext(chunks, ""))
     if call.error is not None:
+        await chunks.aclose()
         raise call.error
     facts = _facts_of(first)  # common to all chunks
     if call.variant is not None:
@@ -213,12 +214,12 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
     async def body() -> AsyncGenerator[str, None]:
         nonlocal is_delivered
         is_broken = first.startswith(FAILED)
-        if first.startswith(DONE):
-            async for chunk in last():
-                yield chunk
-        if first:
-            yield await _with_readouts(_of_model(first, call.variant), call)
         async with contextlib.aclosing(chunks):
+            if first.startswith(DONE):
+                async for chunk in last():
+                    yield chunk
+            if first:
+                yield await _with_readouts(_of_model(first, call.variant), call)
             async for chunk in chunks:  # one per token: keep this loop cheap
                 text = chunk if type(chunk) is str else _text(chunk)
                 is_broken = is_broken or text.startswith(FAILED)

@@ -26,6 +26,7 @@ SPARSE_TURNS = 8  # turns after which a chunk shrinks if less than half of it is
 MAX_SPARSE_BYTES = 1 << 31  # per step, of such chunks; beyond this they shrink at once
 MAX_UNCOUNTED = 8  # chunks whose `live_bytes` are not computed yet
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
+NONE = np.zeros(0, np.int64)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
@@ -314,6 +315,8 @@ class CaptureStore:
             chunk.live_bytes = sum(size for run, size in chunk.bytes_of_runs.items() if run in self._numbers)
             if chunk.live_bytes == 0:
                 del self._chunks[turn]
+            elif 2 * sum(chunk.bytes_of_runs.values()) < chunk.stride:  # most rows were pooled or encoded
+                self._sparse.setdefault(turn, self._turn)
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
         """A run's chunks with their turns, oldest first."""
@@ -350,10 +353,10 @@ class CaptureStore:
         for chunk in filter(None, map(self._chunks.get, turns)):
             table = chunk.table
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
-            if table["pool"][held].any():
-                return self._gather_pooled(runs, point, op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
+            if table["pool"].any():
+                return self._gather_pooled(runs, point, op)
             kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
             is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # usual, and needs no sorting
             for key in kinds[:, :1].T if is_uniform else np.unique(kinds, axis=1).T:
@@ -364,8 +367,7 @@ class CaptureStore:
                 run = order[np.searchsorted(numbers[order], entries["run"])]
                 parts.append((run[entry], position, entries["op"][entry], stored))
         if not parts:
-            none = np.zeros(0, np.int64)
-            return none, none, torch.empty(0, self._widths[point])
+            return NONE, NONE, torch.empty(0, self._widths[point])
         *labels, stored = zip(*parts, strict=True)
         run, position, ops = map(np.concatenate, labels)
         if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
@@ -386,9 +388,12 @@ class CaptureStore:
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Like `gather`, of rows that were pooled: at most one for each run."""
         found = self.find((run, point, op, 0) for run in runs)
+        if not any(len(stored.positions) for stored in found):
+            return NONE, NONE, torch.empty(0, self._widths[point])
         run = np.repeat(np.arange(len(runs)), [len(stored.positions) for stored in found])
         positions = np.concatenate([stored.positions for stored in found])
-        return run, positions, torch.cat([rows for _, rows in tensors_of(found)])
+        some = [stored for stored in found if len(stored.positions)]
+        return run, positions, torch.cat([rows for _, rows in tensors_of(some)])
 
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
@@ -427,12 +432,13 @@ def _pooled(held: list[tuple[CaptureChunk, CapturedEntry]]) -> StoredRows:
     first = min(entry.position for _, entry in held)
     restarted = max(i for i, (_, entry) in enumerate(held) if entry.position == first)
     kept = [pair for i, pair in enumerate(held) if i >= restarted or pair[0] is held[restarted][0]]
-    rows = np.concatenate([chunk.rows(entry, 0, {}).parts[0].view(np.float32) for chunk, entry in kept])
+    parts = [part for chunk, entry in kept for part in chunk.rows(entry, 0, {}).parts]  # [steps, W] each
+    rows = np.concatenate([part.view(np.float32) for part in parts])
     if POOLS[kept[0][1].pool - 1] == "mean":
-        row = rows.sum(0, dtype=np.float64) / sum(entry.pooled for _, entry in kept)
+        row = rows.sum(0, dtype=np.float64) / sum(entry.pooled * chunk.steps for chunk, entry in kept)
     else:
         row = rows.max(0)
-    last = max(entry.position + entry.pooled for _, entry in kept) - 1
+    last = max(entry.position + chunk.steps - 1 + entry.pooled for chunk, entry in kept) - 1
     data = row.astype(np.float32)[None]
     return StoredRows(np.array([last]), [data.view(np.uint8)], torch.float32, data.shape[1])
 

@@ -278,11 +278,11 @@ class Attached:
         if pinned is None:
             pinned = default_pinned_bytes(parallel.world_size * parallel.data_parallel_size_local)
         runtime = self.runtime
-        runtime.step = step = CudaStep(
+        step = CudaStep(
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, pinned,
         )  # fmt: skip
-        step.code = runtime.run_code
+        runtime.use(step)
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + limits.sae_bytes + step.bytes)
         watch = Watch(step.buffers) if cuda_graphs.checked() else None
