@@ -16,7 +16,7 @@ import patchclamp as pc
 from patchclamp.language import Program
 from patchclamp.language.values import POOLS
 from patchclamp.plan import Prompt, bind
-from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime import Limits, Runtime, host_step
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.map import placed
 from patchclamp.sites.tables import LLAMA, MIXTRAL
@@ -349,6 +349,16 @@ def test_results_are_right_however_much_a_step_captures(monkeypatch, kept, ring,
         assert found.tolist() == values[point, where, : found.shape[1]].tolist()
         assert len(where) == (4 if found.shape[1] == 61 else 12)
     step.close()
+
+
+@pytest.mark.parametrize("counts", [[1], [5, 1, 40], [700, 513], [2000], [1] * 300])
+def test_ranges_of_any_length_are_pooled(counts):
+    rows = np.random.default_rng(len(counts)).standard_normal((sum(counts), 3)).astype(np.float32)
+    ends = np.cumsum(counts)
+    for pool, of in (("mean", lambda part: part.sum(0, dtype=np.float64)), ("max", lambda part: part.max(0))):
+        found = host_step._pool(torch.from_numpy(rows), np.array(counts), POOLS.index(pool) + 1)
+        expected = [of(rows[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        assert (found.dtype, found.numpy()) == (torch.float32, pytest.approx(np.float32(expected), rel=1e-6))
 
 
 def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apart(monkeypatch):

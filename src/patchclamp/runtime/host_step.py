@@ -38,6 +38,7 @@ class Bank:
 
 
 POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
+LONG = 512  # rows of a range, on average, of which each is pooled by itself
 
 
 Encode = Callable[[int, torch.Tensor], torch.Tensor]  # the number of a reading, and rows [n, W]
@@ -54,6 +55,10 @@ def reduced_rows(plan: StepPlan, number: int, rows_NW: torch.Tensor, encode: Enc
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
     """The sums, in fp64, or the maxima of consecutive rows, `counts` of them at a time, [R, W]."""
+    if len(rows_NW) >= LONG * len(counts):  # below, one thread goes through all rows of a column
+        parts = rows_NW.split(counts.tolist())
+        is_max = POOLS[pool - 1] == "max"
+        return torch.stack([part.amax(0) if is_max else part.sum(0, dtype=torch.float64).float() for part in parts])
     lengths = to_device(counts, rows_NW.device)
     if POOLS[pool - 1] == "max":
         return torch.segment_reduce(rows_NW, "max", lengths=lengths, unsafe=True)
