@@ -301,7 +301,8 @@ def test_of_rows_that_an_sae_reads_their_features_leave_the_device(monkeypatch, 
 
 @pytest.mark.parametrize("other", [[], [pc.logits], [pc.resid_post, pc.mlp_out, pc.attn_out, pc.embed, pc.logits]])
 @pytest.mark.parametrize(
-    ("kept", "ring"), [(1 << 12, 1 << 13), (1 << 7, 1 << 10), (1 << 8, 1 << 9), (0, 1 << 8), (0, 1 << 9)]
+    ("kept", "ring"),
+    [(1 << 12, 1 << 13), (1 << 7, 1 << 10), (1 << 8, 1 << 9), (1 << 5, 1 << 9), (0, 1 << 8), (0, 1 << 9)],
 )
 def test_results_are_right_however_much_a_step_captures(monkeypatch, kept, ring, other):
     """All at once, all but the logits, or tap by tap, where the ring turns around within the step."""

@@ -663,11 +663,15 @@ class Runtime:
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def _token_bytes_at(self, point: int, keep: Keep) -> int:
-        """The aligned bytes that a capture keeps per token at a point."""
-        if not keep.products:
-            return self._bytes_of_token[keep.dtype][point]
-        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
-        return -(-item * keep.products // ALIGNED) * ALIGNED
+        """The aligned bytes that a capture keeps per token at a point, at most, with the results of rows that a step
+        reduces."""
+        kept = self._bytes_of_token[keep.dtype][point]
+        if keep.products:
+            item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
+            kept = -(-item * keep.products // ALIGNED) * ALIGNED
+        if keep.reader is not None:
+            return kept + -(-8 * keep.top // ALIGNED) * ALIGNED
+        return 2 * kept if keep.in_step else kept
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
         """Fail the run of a program that could not be installed. It counts as a failure, because its request fills
