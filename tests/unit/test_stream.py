@@ -467,6 +467,13 @@ def test_tokens_lie_where_every_prefix_and_suffix_says(inner, ids):
     assert HubTokenizer(inner).spell(ids, None) == spelling.spell(inner.decode, ids)
 
 
+@pytest.mark.parametrize("inner", [Spelling(Bytes()), Spelling(Falling()), Spelling(Bytes(), replace=False)])
+@pytest.mark.parametrize("text", ["😀" * 4 + "é", "é" * 40, "😀" * 12 + "é" + "😀" * 12, " é" * 20, "😀 " * 9])
+def test_tokens_of_a_repeated_character_lie_where_they_are(inner, text):
+    ids = list(text.encode())
+    assert HubTokenizer(inner).spell(ids, None) == spelling.spell(inner.decode, ids)
+
+
 @pytest.mark.parametrize("inner", [Bytes(), Falling()])
 def test_spelling_decodes_a_long_prompt_piece_by_piece(inner):
     draw, counted = random.Random(0), Spelling(inner)

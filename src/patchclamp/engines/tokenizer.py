@@ -251,7 +251,7 @@ class HubTokenizer:
             whole = same == known + len(tail)
             # A partial character decodes to U+FFFD, or to nothing.
             if whole and (same <= begin or tail.endswith(PARTIAL)):
-                whole = self._continues(ids, i, full, same)
+                whole = self._continues(ids, i, full, same, context, decoded)
             if not whole:
                 same = min(same, known + len(tail.rstrip(PARTIAL)))
             complete = max(complete, same)  # bytes that are decoded together can take back a character
@@ -262,8 +262,9 @@ class HubTokenizer:
                 overlap = self._full_text(ids[context:anchor])
         return full, offsets
 
-    def _continues(self, ids: list[int], i: int, full: str, begin: int) -> bool:
-        """True if the tokens from `i` on decode to the text from `begin` on, apart from leading spaces."""
+    def _continues(self, ids: list[int], i: int, full: str, begin: int, context: int, decoded: str) -> bool:
+        """True if the tokens from `i` on decode to the text from `begin` on, apart from leading spaces. `decoded`: the
+        text of the tokens from `context` to `i`."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))
@@ -272,7 +273,12 @@ class HubTokenizer:
             text = self._full_text(ids[i:end]).lstrip()
         while begin < len(full) and full[begin].isspace():
             begin += 1
-        return full[begin:] == text if end == len(ids) else full.startswith(text.removesuffix(PARTIAL), begin)
+        if end == len(ids):
+            return full[begin:] == text
+        text, both = text.removesuffix(PARTIAL), self._full_text(ids[context:end]).removesuffix(PARTIAL)
+        # where a character repeats, text that lacks the first one looks the same
+        is_shifted = both.startswith(decoded) and both[len(decoded) :].lstrip() != text
+        return full.startswith(text, begin) and not is_shifted
 
     def _full_text(self, ids: list[int]) -> str:
         """Return the text with special tokens."""
