@@ -477,13 +477,19 @@ async def _on_stock_route(
     front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: ProgramCall, others: dict[str, Any]
 ) -> AsyncIterator[Any]:
     """The outputs of a request on one of vLLM's own routes, with the `patchclamp` object in the last one."""
-    with _resending_images(front.engine.client, prompt), _as_vllm_errors(front):
-        await front.ready()
-        async for output in _bound(front, stock, prompt, params, request_id, call, 0, others):
-            if output.finished and call.program:
-                output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
-            yield output
-        log("program", OPEN, **call.facts())
+    is_answered = False
+    try:
+        with _resending_images(front.engine.client, prompt), _as_vllm_errors(front):
+            await front.ready()
+            async for output in _bound(front, stock, prompt, params, request_id, call, 0, others):
+                if output.finished and call.program:
+                    output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
+                    is_answered = True
+                yield output
+            log("program", OPEN, **call.facts())
+    finally:
+        if not is_answered:
+            call.leave(front.kept)
 
 
 def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
