@@ -228,7 +228,7 @@ def least_bytes(runtime: Runtime) -> int:
 
 @pytest.mark.parametrize("kept", [1 << 12, 0])  # 0: every step captures too much to allocate it when it begins
 @pytest.mark.parametrize("pool", ["mean", "max"])
-def test_of_pooled_rows_one_leaves_the_device_in_each_step(monkeypatch, pool, kept):
+def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
     """Of a request that begins again after a preemption, what was pooled before does not count."""
     cuda_on_cpu.stub(monkeypatch)
     runtime = Runtime(
@@ -257,7 +257,7 @@ def test_of_pooled_rows_one_leaves_the_device_in_each_step(monkeypatch, pool, ke
 
 @pytest.mark.parametrize("kept", [1 << 12, 0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_of_rows_that_an_sae_reads_their_features_leave_the_device(monkeypatch, dtype, kept):
+def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, kept):
     """Beside whole rows of the same point, and where the plan of a step goes on."""
     cuda_on_cpu.stub(monkeypatch)
     sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
@@ -349,6 +349,37 @@ def test_results_are_right_however_much_a_step_captures(monkeypatch, kept, ring,
         where, found = runtime.fetch("run of request1", point)
         assert found.tolist() == values[point, where, : found.shape[1]].tolist()
         assert len(where) == (4 if found.shape[1] == 61 else 12)
+    step.close()
+
+
+def test_an_encoder_that_fails_fails_the_programs_that_read_it_alone(monkeypatch):
+    cuda_on_cpu.stub(monkeypatch)
+    sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, WIDTH), 8, (8, WIDTH), WIDTH)))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
+    runtime.dictionaries.attach("a", sae, torch.float32)
+
+    def encode(number: int, rows: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(runtime.dictionaries, "encode", encode)
+    admitter, names = Admitter(runtime), ["reads", "captures"]
+    for name, capture in zip(names, (pc.Features("a", top=2), pc.resid_post[0]), strict=True):
+        prompt = Prompt([1, 2, 3], lambda: ("", []))
+        admitter.admit(name, bind(Program.of((), [capture]), name, prompt, 2, sites, None))
+    positions[:6] = [0, 1, 2] * 2
+    runtime.begin_step(names, np.array([0, 3]), np.zeros(2, np.int64), np.full(2, 3), 6)
+    rows = draw.standard_normal((6, WIDTH)).astype(np.float32)
+    for point in sites.points:
+        runtime.apply(point.number, torch.from_numpy(rows[[2, 5]] if point.rows == "sampled" else rows), None)
+    runtime.end()
+    (_, error), (_, none) = map(runtime.outcome, names)
+    assert error is not None
+    assert "no memory" in str(error)
+    assert none is None
+    assert runtime.fetch("captures", sites.resolve(pc.resid_post[0])[0].point)[1].tolist() == rows[3:].tolist()
     step.close()
 
 

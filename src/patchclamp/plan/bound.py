@@ -60,7 +60,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: each position has a row of its own
-    in_step: True if the rows of each step are pooled on the device, so that one leaves it
+    in_step: True if the rows of each step are pooled on the device, and one is kept
     probe: the name of the probe that its products are for; "" if they are the site's
     lens: True if its rows are for a lens, and not the site's
     reader: the attached SAE whose features are kept of each row, and which; None: the row itself

@@ -38,7 +38,7 @@ class Bank:
 
 
 POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
-LONG = 512  # rows of a range, on average, of which each is pooled by itself
+LONG = 512  # the average length from which ranges are pooled one by one
 
 
 Encode = Callable[[int, torch.Tensor], torch.Tensor]  # the number of a reading, and rows [n, W]
@@ -55,7 +55,7 @@ def reduced_rows(plan: StepPlan, number: int, rows_NW: torch.Tensor, encode: Enc
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
     """The sums, in fp64, or the maxima of consecutive rows, `counts` of them at a time, [R, W]."""
-    if len(rows_NW) >= LONG * len(counts):  # below, one thread goes through all rows of a column
+    if len(rows_NW) >= LONG * len(counts):  # the call below has one thread for each column of a range
         parts = rows_NW.split(counts.tolist())
         is_max = POOLS[pool - 1] == "max"
         return torch.stack([part.amax(0) if is_max else part.sum(0, dtype=torch.float64).float() for part in parts])
@@ -98,7 +98,7 @@ class Step(Protocol):
         ...
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """The location of the step's captures, after those that are pooled or encoded were; None if there are none."""
+        """Pool and encode the step's captures; return their location, or None if there are none."""
         ...
 
     def prepare(self) -> None:
