@@ -559,7 +559,7 @@ class Run:
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
             if np.isnan(logprobs[kept]).any():
                 if (point, number) in self._feature_ops.values():
-                    raise NotFinite(f"the features at {self._sites.label(point)} are not finite, as is the row")
+                    raise NotFinite(f"the features at {self._sites.label(point)} are not finite, since the row is not")
                 raise NotFinite(
                     f"the lens of {self._sites.label(point)} has logits that are not finite: rows, perhaps enlarged by "
                     "its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
