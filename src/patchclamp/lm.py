@@ -67,7 +67,7 @@ from patchclamp.language.site import is_stacked, parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
-from patchclamp.run import Captures, LensResult, Rows, Run, check_range, pooled_by_run, read_lenses
+from patchclamp.run import Captures, LensResult, Rows, Run, check_range, kinds_of, pooled_by_run, read_lenses
 from patchclamp.sites import SiteMap, SiteRef, placed
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.store.system import available_bytes
@@ -624,9 +624,9 @@ class LM:
         refs = [ref for at in asked for ref in runs[0].captured_layers(at)]
         if sites is None:  # each point once: resid_post[3] is resid_pre[4]
             refs = list({ref.point: ref for ref in runs[0].captured_of(self.sites.refs())}.values())
-        found: dict[str, Rows] = {}
+        found, alike = dict[str, Rows](), kinds_of(runs)
         for ref in refs:
-            rows, pool = self._gathered(runs, ref)
+            rows, pool = self._gathered(runs, alike, ref)
             values = np.asarray(runs[0].shaped(parse_site(str(ref)), ref, rows.values))
             rows = msgspec.structs.replace(rows, values=values)
             found[str(ref)] = pooled_by_run(rows, pool, len(runs), str(ref)) if pool else rows
@@ -636,12 +636,12 @@ class LM:
         """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
         engine call a probe. Raises as `rows` does."""
         runs = _distinct(runs)
-        found = self._monitored(runs)
+        found, alike = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
             if others:
                 raise ProgramError(f"the probe {name!r} reads several layers: read run.probes[{name!r}]", name)
-            rows, pool = self._gathered(runs, ref, name)
+            rows, pool = self._gathered(runs, alike, ref, name)
             values = rows.values if probe.bias is None else rows.values + probe.bias.array()
             rows = msgspec.structs.replace(rows, values=values)
             rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
@@ -659,25 +659,31 @@ class LM:
         return {each.probe.name: Rows(each.scores(joined), run, position)
                 for each in self.engine.monitors if not is_stacked(each.probe.at)}  # fmt: skip
 
-    def _gathered(self, runs: Sequence[Run], ref: SiteRef, probe: str = "") -> tuple[Rows, str]:
-        """The rows of a site, or of a probe, in many runs, and how they are pooled."""
-        name, point = probe or str(ref), ref.point
+    def _gathered(
+        self, runs: Sequence[Run], alike: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
+    ) -> tuple[Rows, str]:
+        """The rows of a site, or of a probe, in many runs, and how they are pooled. `alike`: of `kinds_of`."""
+        name, point, (firsts, kind) = probe or str(ref), ref.point, alike
         way = runs[0].capture_way(ref, probe)
-        other = next((i for i, run in enumerate(runs) if run.capture_way(ref, probe) != way), None)
+        other = next((i for i in firsts if runs[i].capture_way(ref, probe) != way), None)
         if other is not None:
             raise MissingSource(f"runs[0] and runs[{other}] captured {name} in different ways: read it run by run")
         run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
         rows = rows if len(rows) else rows.reshape(0, way.width)
-        computed = position < np.array([each.positions_computed for each in runs])[run]
+        computed = position < np.array([runs[i].positions_computed for i in firsts])[kind][run]
         if not computed.all():
             kept = np.flatnonzero(computed)
             run, position, rows = run[kept], position[kept], rows[kept]
-        expected = [each.expected_rows(point, way.number) for each in runs]
+        expected = np.array([runs[i].expected_rows(point, way.number) for i in firsts])[kind]
         if not np.array_equal(np.bincount(run, minlength=len(runs)), expected):
             raise PatchclampError(f"{name}: other positions were captured than were asked for")
         rows = cast(rows, way.dtype) if way.dtype != "float32" else rows
         check_range(rows, position, name)
-        return Rows(rows if isinstance(rows, np.ndarray) else rows.float().numpy(), run, position), way.pool
+        if not isinstance(rows, np.ndarray):
+            from patchclamp.store.host_memory import floats
+
+            rows = floats(rows)
+        return Rows(rows, run, position), way.pool
 
     def attach(
         self, sae: SAE, at: Site | str | None = None, *, name: str, to: Site | str | None = None,

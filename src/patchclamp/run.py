@@ -391,6 +391,11 @@ class Run:
                 self._fetched[key] = self._read(*key, op)
         return self._fetched[keys[0]][0], [self._fetched[key][1] for key in keys]
 
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Equal for runs whose captures are read in the same ways, and have the same positions."""
+        return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
+
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
         """The way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be read
         run by run."""
@@ -668,7 +673,8 @@ class Run:
     @functools.cached_property
     def _captured_computed(self) -> dict[int, np.ndarray]:
         """The positions captured at each point; points with equal positions share an array."""
-        shared = {id(positions): self._computed(positions) for positions in self._captured.values()}
+        arrays = {id(positions): positions for positions in self._captured.values()}
+        shared = {key: self._computed(positions) for key, positions in arrays.items()}
         return {point: shared[id(positions)] for point, positions in self._captured.items()}
 
     @functools.cached_property
@@ -1167,6 +1173,17 @@ def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: st
             f"{name} at position {int(positions[row])} has numbers above 65,504, the largest of float16: capture it in "
             "bfloat16 or float32", "capture"
         )  # fmt: skip
+
+
+def kinds_of(runs: Sequence[Run]) -> tuple[list[int], np.ndarray]:
+    """The index of the first run of each kind, and the number of each run's kind, [R]. Raises a failed run's error."""
+    numbers, firsts = dict[tuple[int, ...], int](), list[int]()
+    kind = np.empty(len(runs), np.int64)
+    for i, run in enumerate(runs):
+        kind[i] = numbers.setdefault(run.kind, len(firsts))
+        if kind[i] == len(firsts):
+            firsts.append(i)
+    return firsts, kind
 
 
 def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:

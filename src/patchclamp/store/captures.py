@@ -349,14 +349,16 @@ class CaptureStore:
         turns = range(
             min(run.since for run in kept), max(self._turn if run.until is None else run.until for run in kept)
         )
-        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, StoredRows]] = []
-        for chunk in filter(None, map(self._chunks.get, turns)):
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, StoredRows]] = []
+        how = 0
+        for turn in turns:
+            if (chunk := self._chunks.get(turn)) is None:
+                continue
             table = chunk.table
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
-            if table["pool"].any():
-                return self._gather_pooled(runs, point, op)
+            how = int(table["pool"][0]) if len(table) else how
             kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
             is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # usual, and needs no sorting
             for key in kinds[:, :1].T if is_uniform else np.unique(kinds, axis=1).T:
@@ -365,16 +367,19 @@ class CaptureStore:
                 dtype = _TORCH[key[2]]
                 stored = StoredRows(position, pieces, dtype, int(key[0]) // dtype.itemsize)
                 run = order[np.searchsorted(numbers[order], entries["run"])]
-                parts.append((run[entry], position, entries["op"][entry], stored))
+                age = np.full(len(entry), turn)
+                parts.append((run[entry], position, entries["op"][entry], entries["pooled"][entry], age, stored))
         if not parts:
             return NONE, NONE, torch.empty(0, self._widths[point])
         *labels, stored = zip(*parts, strict=True)
-        run, position, ops = map(np.concatenate, labels)
+        run, position, ops, pooled, turn = map(np.concatenate, labels)
         if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
             joined = stored[0]._replace(positions=position, parts=[piece for each in stored for piece in each.parts])
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
+        if how:
+            return _pooled(run, position, pooled, turn, rows.numpy(), POOLS[how - 1])
         key = run * (1 << 31) + position
         if bool((np.diff(key) > 0).all()):
             return run, position, rows
@@ -382,18 +387,6 @@ class CaptureStore:
         order = np.lexsort((-age if self.keeps_last else age, -ops.astype(np.int64), key))
         order = order[np.append(True, np.diff(key[order]) > 0)]
         return run[order], position[order], rows.index_select(0, torch.from_numpy(order))
-
-    def _gather_pooled(
-        self, runs: Sequence[str], point: int, op: int | None
-    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """Like `gather`, of rows that were pooled: at most one for each run."""
-        found = self.find((run, point, op, 0) for run in runs)
-        if not any(len(stored.positions) for stored in found):
-            return NONE, NONE, torch.empty(0, self._widths[point])
-        run = np.repeat(np.arange(len(runs)), [len(stored.positions) for stored in found])
-        positions = np.concatenate([stored.positions for stored in found])
-        some = [stored for stored in found if len(stored.positions)]
-        return run, positions, torch.cat([rows for _, rows in tensors_of(some)])
 
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
@@ -412,10 +405,10 @@ class CaptureStore:
             if run not in chunks_of:
                 chunks_of[run] = [chunk for _, chunk in self._chunks_of(self._runs[run])]
             number = self._runs[run].number
-            pooled = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)
-                      if entry.pool]  # fmt: skip
-            if pooled:
-                stored.append(_pooled(pooled))
+            if any(entry.pool for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)):
+                _, positions, rows = self.gather([run], point, op)
+                data = rows.numpy().view(np.uint8)
+                stored.append(StoredRows(positions, [data], rows.dtype, rows.shape[1]))
                 continue
             parts = [(entry.op, chunk.rows(entry, first, known)) for chunk in chunks_of[run]
                      for entry in chunk.captured(number, point, op)
@@ -426,21 +419,29 @@ class CaptureStore:
         return stored
 
 
-def _pooled(held: list[tuple[CaptureChunk, CapturedEntry]]) -> StoredRows:
-    """One row of what steps pooled, at the last position of all. Where a request began again, after a preemption, the
-    steps since then count."""
-    first = min(entry.position for _, entry in held)
-    restarted = max(i for i, (_, entry) in enumerate(held) if entry.position == first)
-    kept = [pair for i, pair in enumerate(held) if i >= restarted or pair[0] is held[restarted][0]]
-    parts = [part for chunk, entry in kept for part in chunk.rows(entry, 0, {}).parts]  # [steps, W] each
-    rows = np.concatenate([part.view(np.float32) for part in parts])
-    if POOLS[kept[0][1].pool - 1] == "mean":
-        row = rows.sum(0, dtype=np.float64) / sum(entry.pooled * chunk.steps for chunk, entry in kept)
-    else:
-        row = rows.max(0)
-    last = max(entry.position + chunk.steps - 1 + entry.pooled for chunk, entry in kept) - 1
-    data = row.astype(np.float32)[None]
-    return StoredRows(np.array([last]), [data.view(np.uint8)], torch.float32, data.shape[1])
+def _pooled(
+    run: np.ndarray, position: np.ndarray, count: np.ndarray, turn: np.ndarray, rows: np.ndarray, pool: str
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """One row for each run of what steps pooled, at the last position of all: its run, [R], that position, [R], and the
+    row, [R, W]. Where a request began again, after a preemption, the steps since then count.
+
+    run, position, count, turn: each row's run, the first of the positions that it pools, their number, and when, [N]
+    """
+    order = np.lexsort((turn, run))
+    begins = np.flatnonzero(np.diff(run[order], prepend=-1))
+    repeats = np.diff(begins, append=len(order))
+    is_first = position[order] == np.minimum.reduceat(position[order], begins).repeat(repeats)
+    began = np.maximum.reduceat(np.where(is_first, turn[order], 0), begins)
+    order = order[turn[order] >= began.repeat(repeats)]
+    begins = np.flatnonzero(np.diff(run[order], prepend=-1))
+    last = np.maximum.reduceat((position + count)[order], begins) - 1
+    rows = rows[order]
+    if len(begins) < len(order):
+        add = functools.partial(np.add.reduceat, dtype=np.float64)
+        rows = (add if pool == "mean" else np.maximum.reduceat)(rows, begins)
+    if pool == "mean":
+        rows = rows / np.add.reduceat(count[order], begins).astype(rows.dtype)[:, None]
+    return run[order[begins]], last, torch.from_numpy(rows.astype(np.float32, copy=False))
 
 
 class StoredRows(NamedTuple):
