@@ -131,6 +131,16 @@ def test_of_a_prompt_the_last_token_alone_is_captured_for_the_last(lm, max_token
     assert conditional.positions(pc.resid_post[1]) == [len(tokens) - 1 - tokens[::-1].index(7)]
 
 
+def test_layers_that_pool_other_tokens_are_not_stacked(lm):
+    """Though the last of them is the same."""
+    captures = [pc.Capture(pc.resid_post[layer], pc.prompt[layer:], pool="mean") for layer in range(2)]
+    run = lm.run(PROMPT, capture=captures, max_tokens=1)
+    for read in (run.positions, run.read):
+        with pytest.raises(pc.ProgramError, match="one layer at a time"):
+            read(pc.resid_post[:2])
+    assert [len(run.positions(pc.resid_post[layer])) for layer in range(2)] == [len(PROMPT), len(PROMPT) - 1]
+
+
 def test_a_pooled_capture_is_no_source(lm):
     run = lm.run(PROMPT, capture=pc.Capture(pc.resid_post[1], pool="mean"), max_tokens=1)
     with pytest.raises(pc.MissingSource, match="pooled"):
