@@ -768,9 +768,9 @@ class Run:
         return ordinals
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
-        """The capture dtypes of some ops."""
+        """The dtypes of the rows of some ops; rows are pooled in fp32, on the device or here."""
         actions = [self._stored_op(i).action for i in ordinals]
-        return {DTYPES[action.dtype] for action in actions if isinstance(action, Keep)}
+        return {DTYPES[0 if action.pool else action.dtype] for action in actions if isinstance(action, Keep)}
 
     def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
         """The positions captured at a point by one op or by all (None)."""
@@ -1192,8 +1192,7 @@ def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tenso
     if len(rows) == 0:
         raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
     if pool == "last":
-        row = rows[-1]
-        return row.copy() if isinstance(row, np.ndarray) else row.clone()  # pyright: ignore[reportReturnType]
+        rows = rows[-1:]  # the maximum of one row is that row
     if isinstance(rows, np.ndarray):
         row = rows.mean(0, dtype=np.float64) if pool == "mean" else rows.max(0)
         return row.astype(np.float32)  # pyright: ignore[reportReturnType]
