@@ -427,20 +427,27 @@ class CaptureStore:
 
 
 def _pooled(held: list[tuple[CaptureChunk, CapturedEntry]]) -> StoredRows:
-    """One row of what steps pooled, at the last position of all. Where a request began again, after a preemption, the
-    steps since then count."""
-    first = min(entry.position for _, entry in held)
-    restarted = max(i for i, (_, entry) in enumerate(held) if entry.position == first)
-    kept = [pair for i, pair in enumerate(held) if i >= restarted or pair[0] is held[restarted][0]]
+    """One row of what steps pooled, at the last position of all. A preempted request begins again: of its passes over
+    the prompt, the first that came furthest counts."""
+    first, passes = min(entry.position for _, entry in held), list[list[tuple[CaptureChunk, CapturedEntry]]]()
+    for _, step in itertools.groupby(held, lambda pair: id(pair[0])):
+        pairs = list(step)
+        if first in (entry.position for _, entry in pairs):
+            passes.append([])
+        passes[-1] += pairs
+
+    def last(pairs: list[tuple[CaptureChunk, CapturedEntry]]) -> int:
+        return max(entry.position + chunk.steps - 1 + entry.pooled for chunk, entry in pairs) - 1
+
+    kept = max(passes, key=last)
     parts = [part for chunk, entry in kept for part in chunk.rows(entry, 0, {}).parts]  # [steps, W] each
     rows = np.concatenate([part.view(np.float32) for part in parts])
     if POOLS[kept[0][1].pool - 1] == "mean":
         row = rows.sum(0, dtype=np.float64) / sum(entry.pooled * chunk.steps for chunk, entry in kept)
     else:
         row = rows.max(0)
-    last = max(entry.position + chunk.steps - 1 + entry.pooled for chunk, entry in kept) - 1
     data = row.astype(np.float32)[None]
-    return StoredRows(np.array([last]), [data.view(np.uint8)], torch.float32, data.shape[1])
+    return StoredRows(np.array([last(kept)]), [data.view(np.uint8)], torch.float32, data.shape[1])
 
 
 class StoredRows(NamedTuple):
