@@ -299,6 +299,31 @@ def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, k
     step.close()
 
 
+def test_without_cuda_results_are_all_that_leaves_a_step():
+    """Beside whole rows of other points, in steps that are planned and steps that go on."""
+    sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, WIDTH), 8, (8, WIDTH), WIDTH)))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
+    runtime.dictionaries.attach("a", sae, torch.float32)
+    captures = [pc.Features("a", top=3), pc.Capture(pc.mlp_out, pc.prompt[1:], pool="mean"), pc.resid_post[1]]
+    bound = bind(Program.of((), captures), "run", Prompt(list(range(5)), lambda: ("", [])), 6, sites, None)
+    Admitter(runtime).admit("request", bound)
+    values, one = draw.standard_normal((10, WIDTH)).astype(np.float32), np.ones(1, np.int64)
+    for first, count in [(0, 3), (3, 2), *((at, 1) for at in range(5, 10))]:
+        runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
+        for point in {point for op in bound.ops for point in op.points}:
+            runtime.apply(point, torch.from_numpy(values[first : first + count].copy()), None)
+        runtime.end()
+    held = sum(chunk.stride * chunk.steps for chunk in runtime.store._chunks.values())
+    assert held == 10 * 8 * 3 + 4 * WIDTH * (2 * LAYERS + 10)  # features, pooled rows of two steps, whole rows
+    assert runtime.fetch("run", bound.ops[2].points[0])[1].numpy().tolist() == values.tolist()
+    for point in bound.ops[1].points:
+        assert runtime.fetch("run", point)[1].numpy() == pytest.approx(values[1:5].mean(0)[None], abs=1e-6)
+    best = np.sort(sae.encode(values), 1)[:, ::-1][:, :3]
+    assert runtime.fetch("run", bound.ops[0].points[0], PROBE)[1][:, :3].numpy() == pytest.approx(best, abs=1e-5)
+
+
 @pytest.mark.parametrize("other", [[], [pc.logits], [pc.resid_post, pc.mlp_out, pc.attn_out, pc.embed, pc.logits]])
 @pytest.mark.parametrize(
     ("kept", "ring"),
