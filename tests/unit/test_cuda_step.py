@@ -299,6 +299,33 @@ def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, k
     step.close()
 
 
+def test_rows_that_were_encoded_are_dropped_while_a_request_goes_on(monkeypatch):
+    """Its steps share a plan, but not for ever a chunk: nobody asks what is held."""
+    monkeypatch.setattr("patchclamp.runtime.runtime.MAX_REDUCED_BYTES", 1 << 8)
+    cuda_on_cpu.stub(monkeypatch)
+    sites, draw, width = SiteMap(LLAMA, Sizes(LAYERS, 64, 61)), np.random.default_rng(3), 64
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, width), 8, (8, width), width)))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
+    runtime.dictionaries.attach("a", sae, torch.float32)
+    bound = bind(Program.of((), [pc.Features("a", ids=[5])]), "run", Prompt([1], lambda: ("", [])), 301, sites, None)
+    Admitter(runtime).admit("request", bound)
+    [point], one = bound.ops[0].points, np.ones(1, np.int64)
+    values = draw.standard_normal((300, width)).astype(np.float32)
+    for at in range(300):
+        positions[0] = at
+        assert runtime.begin_step(["request"], 0 * one, at * one, one, 1) == ("advanced" if at else "changed")
+        runtime.apply(point, torch.from_numpy(values[at : at + 1].copy()), None)
+        runtime.end()
+    held = sum(chunk.stride * chunk.steps for chunk in runtime.store._chunks.values())
+    assert 300 * 8 < held < 300 * 4 * width / 4
+    where, found = runtime.fetch("run", point, PROBE)
+    assert where.tolist() == list(range(300))
+    assert found[:, 0].numpy() == pytest.approx(sae.encode(values)[:, 5], rel=1e-5, abs=1e-5)
+    step.close()
+
+
 def test_without_cuda_results_are_all_that_leaves_a_step():
     """Beside whole rows of other points, in steps that are planned and steps that go on."""
     sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
