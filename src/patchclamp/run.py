@@ -279,15 +279,12 @@ class Run:
     def positions(self, site: Site | str) -> list[int]:
         """The position of each row of `run[site]`, or of the rows that were pooled."""
         _, refs, ordinal = self._locate(site)
-        for i in self._captures_at.get(refs[0].point, ()):
-            if _in_step(self._ops[i]):
-                return self._computed(position_array(self._ops[i].ranges)).tolist()
         positions = self._shared_positions(site, refs, ordinal).tolist()
         return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
         """The positions of a site. Raises `ProgramError` if its layers have different ones."""
-        first, *others = [self._fetch(ref, ordinal, str(site))[0] for ref in refs]
+        first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
             if not np.array_equal(first, positions):
                 raise ProgramError(
@@ -295,6 +292,13 @@ class Run:
                     f"layer at a time, as in run[pc.{ref}]"
                 )
         return first
+
+    def _read_positions(self, ref: SiteRef, ordinal: int | None, name: str) -> np.ndarray:
+        """The positions captured at one layer, with all that a step pooled to one row."""
+        for op in (self._ops[i] for i in self._captures_at.get(ref.point, ())):
+            if _in_step(op):
+                return self._computed(position_array(op.ranges))
+        return self._fetch(ref, ordinal, name)[0]
 
     @property
     def sites(self) -> list[str]:
@@ -770,9 +774,9 @@ class Run:
         return ordinals
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
-        """The capture dtypes of some ops."""
+        """The dtypes of the rows of some ops; rows are pooled in fp32, on the device or here."""
         actions = [self._stored_op(i).action for i in ordinals]
-        return {DTYPES[action.dtype] for action in actions if isinstance(action, Keep)}
+        return {DTYPES[0 if action.pool else action.dtype] for action in actions if isinstance(action, Keep)}
 
     def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
         """The positions captured at a point by one op or by all (None)."""
@@ -1205,8 +1209,7 @@ def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tenso
     if len(rows) == 0:
         raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
     if pool == "last":
-        row = rows[-1]
-        return row.copy() if isinstance(row, np.ndarray) else row.clone()  # pyright: ignore[reportReturnType]
+        rows = rows[-1:]  # the maximum of one row is that row
     if isinstance(rows, np.ndarray):
         row = rows.mean(0, dtype=np.float64) if pool == "mean" else rows.max(0)
         return row.astype(np.float32)  # pyright: ignore[reportReturnType]

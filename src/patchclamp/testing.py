@@ -374,7 +374,7 @@ class _Programs:
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
         """Plan a step whose rows have these token ids [R]; return its in-place tap(kind, layer, rows)."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
-        self._buffer, bits_R = np.zeros(plan.size, np.float32), np.zeros(batch.rows, np.int64)
+        self._buffer, bits_R = np.zeros(plan.size + plan.scratch, np.float32), np.zeros(batch.rows, np.int64)
 
         def tap(kind: str, layer: int | None, h_RW: np.ndarray) -> None:
             point = self._number[kind, layer]

@@ -236,6 +236,25 @@ def test_probes_read_the_tokens_that_are_kept(pair):
             assert torch.allclose(a.probes[name], b.probes[name], rtol=1e-4, atol=1e-4)
 
 
+def test_features_are_of_the_tokens_that_are_kept(pair):
+    rng, site = np.random.default_rng(2), pc.resid_post[1]
+    sae = pc.SAE(rng.standard_normal((24, len(ROW_D))), np.zeros(24), np.zeros((24, len(ROW_D))), np.zeros(len(ROW_D)))
+    lm = pair[1]
+    lm.attach(sae, site, name="a")
+    pooled = pc.Probe(ROW_D, at=site, tokens=pc.prompt[1:], pool="max", name="p")
+    try:
+        for run in lm.run(PROMPTS, capture=[pc.Features("a", top=5), pooled, site], **LONG):
+            rows, read = run[site].numpy(), run.features["a"]
+            assert read.positions == list(range(len(rows)))
+            values = sae.encode(rows)
+            assert read.values == pytest.approx(np.sort(values, 1)[:, ::-1][:, :5], rel=1e-4, abs=1e-4)
+            assert np.take_along_axis(values, read.ids, 1) == pytest.approx(read.values, rel=1e-4, abs=1e-4)
+            prompt = rows[1 : len(run.prompt_token_ids)]
+            assert float(run.probes["p"][0]) == pytest.approx((prompt @ np.asarray(ROW_D)).max(), rel=1e-4, abs=1e-4)
+    finally:
+        lm.detach("a")
+
+
 @pytest.mark.parametrize("scope", ["prompt", "onwards"])
 def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
     condition = pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0

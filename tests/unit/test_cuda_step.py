@@ -229,7 +229,7 @@ def least_bytes(runtime: Runtime) -> int:
 @pytest.mark.parametrize("kept", [1 << 12, 0])  # 0: every step captures too much to allocate it when it begins
 @pytest.mark.parametrize("pool", ["mean", "max"])
 def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
-    """Of a request that begins again after a preemption, what was pooled before does not count."""
+    """Of a request that begins again after a preemption, what was pooled before counts if it was whole."""
     cuda_on_cpu.stub(monkeypatch)
     runtime = Runtime(
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
@@ -239,7 +239,7 @@ def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
     program = Program.of((), [pc.Capture(pc.resid_post, pc.prompt[1:], dtype="float16", pool=pool)])
     Admitter(runtime).admit("request", bind(program, "run", Prompt(tokens, lambda: ("", [])), 5, runtime.sites, None))
     values, one = np.random.default_rng(3).standard_normal((12, WIDTH)).astype(np.float32), np.ones(1, np.int64)
-    for first, count in [(0, 3), (3, 2), (0, 1), (1, 4), (5, 2), (7, 1), (8, 1), (9, 1), (10, 1)]:
+    for first, count in [(0, 3), (3, 2), (0, 1), (1, 4), (5, 2), (7, 1), (8, 1), (9, 1), (10, 1), (0, 3), (3, 2)]:
         positions[:count] = range(first, first + count)
         runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
         for point in runtime.sites.points if runtime.plan is not None else ():
@@ -250,7 +250,7 @@ def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
         for where, rows in (runtime.fetch("run", place.point), runtime.store.gather(["run"], place.point)[1:]):
             assert where.tolist() == [8]
             assert rows.numpy() == pytest.approx(pooled.astype(np.float32)[None], rel=1e-6, abs=1e-6)
-    least = LAYERS * 6 * 4 * WIDTH  # twice that where a row is pooled alone
+    least = LAYERS * 8 * 4 * WIDTH  # twice that where a row is pooled alone
     assert least <= least_bytes(runtime) < 2 * least
     step.close()
 
@@ -297,6 +297,58 @@ def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, k
     least = 10 * (4 * WIDTH + 8 * (3 + 2))
     assert least <= least_bytes(runtime) < 2 * least
     step.close()
+
+
+def test_rows_that_were_encoded_are_dropped_while_a_request_goes_on(monkeypatch):
+    """Its steps share a plan, but not for ever a chunk: nobody asks what is held."""
+    monkeypatch.setattr("patchclamp.runtime.runtime.MAX_REDUCED_BYTES", 1 << 8)
+    cuda_on_cpu.stub(monkeypatch)
+    sites, draw, width = SiteMap(LLAMA, Sizes(LAYERS, 64, 61)), np.random.default_rng(3), 64
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, width), 8, (8, width), width)))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
+    runtime.dictionaries.attach("a", sae, torch.float32)
+    bound = bind(Program.of((), [pc.Features("a", ids=[5])]), "run", Prompt([1], lambda: ("", [])), 301, sites, None)
+    Admitter(runtime).admit("request", bound)
+    [point], one = bound.ops[0].points, np.ones(1, np.int64)
+    values = draw.standard_normal((300, width)).astype(np.float32)
+    for at in range(300):
+        positions[0] = at
+        assert runtime.begin_step(["request"], 0 * one, at * one, one, 1) == ("advanced" if at else "changed")
+        runtime.apply(point, torch.from_numpy(values[at : at + 1].copy()), None)
+        runtime.end()
+    held = sum(chunk.stride * chunk.steps for chunk in runtime.store._chunks.values())
+    assert 300 * 8 < held < 300 * 4 * width / 4
+    where, found = runtime.fetch("run", point, PROBE)
+    assert where.tolist() == list(range(300))
+    assert found[:, 0].numpy() == pytest.approx(sae.encode(values)[:, 5], rel=1e-5, abs=1e-5)
+    step.close()
+
+
+def test_without_cuda_results_are_all_that_leaves_a_step():
+    """Beside whole rows of other points, in steps that are planned and steps that go on."""
+    sites, draw = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), np.random.default_rng(3)
+    runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, WIDTH), 8, (8, WIDTH), WIDTH)))
+    sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
+    runtime.dictionaries.attach("a", sae, torch.float32)
+    captures = [pc.Features("a", top=3), pc.Capture(pc.mlp_out, pc.prompt[1:], pool="mean"), pc.resid_post[1]]
+    bound = bind(Program.of((), captures), "run", Prompt(list(range(5)), lambda: ("", [])), 6, sites, None)
+    Admitter(runtime).admit("request", bound)
+    values, one = draw.standard_normal((10, WIDTH)).astype(np.float32), np.ones(1, np.int64)
+    for first, count in [(0, 3), (3, 2), *((at, 1) for at in range(5, 10))]:
+        runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
+        for point in {point for op in bound.ops for point in op.points}:
+            runtime.apply(point, torch.from_numpy(values[first : first + count].copy()), None)
+        runtime.end()
+    held = sum(chunk.stride * chunk.steps for chunk in runtime.store._chunks.values())
+    assert held == 10 * 8 * 3 + 4 * WIDTH * (2 * LAYERS + 10)  # features, pooled rows of two steps, whole rows
+    assert runtime.fetch("run", bound.ops[2].points[0])[1].numpy().tolist() == values.tolist()
+    for point in bound.ops[1].points:
+        assert runtime.fetch("run", point)[1].numpy() == pytest.approx(values[1:5].mean(0)[None], abs=1e-6)
+    best = np.sort(sae.encode(values), 1)[:, ::-1][:, :3]
+    assert runtime.fetch("run", bound.ops[0].points[0], PROBE)[1][:, :3].numpy() == pytest.approx(best, abs=1e-5)
 
 
 @pytest.mark.parametrize("other", [[], [pc.logits], [pc.resid_post, pc.mlp_out, pc.attn_out, pc.embed, pc.logits]])

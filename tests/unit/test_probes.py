@@ -5,10 +5,12 @@ import weakref
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 import patchclamp as pc
 from patchclamp.language import Program
 from patchclamp.plan.bound import stored_op
+from patchclamp.serve.capture_files import captured_file
 
 PROMPT = [1, 2, 3, 7, 5, 7, 8]
 D = 16
@@ -129,6 +131,29 @@ def test_of_a_prompt_the_last_token_alone_is_captured_for_the_last(lm, max_token
     conditional = lm.run(PROMPT, max_tokens=3, capture=pc.Capture(pc.resid_post[1], pc.token(7), pool="last"))
     tokens = [*PROMPT, *conditional.token_ids[:-1]]
     assert conditional.positions(pc.resid_post[1]) == [len(tokens) - 1 - tokens[::-1].index(7)]
+
+
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool])
+def test_rows_are_pooled_in_fp32_wherever_that_happens(lm, pool):
+    """Of the prompt in each step, else by the caller: runs of both kinds are one array, and in a server's files."""
+    capture, site = pc.Capture(pc.resid_post[1], pool=pool, dtype="float16"), pc.resid_post[1]
+    runs = [lm.run(PROMPT, capture=capture, max_tokens=count) for count in (1, 4)]
+    rows = lm.rows(runs)["resid_post[1]"].values
+    for run, row in zip(runs, rows, strict=True):
+        whole = lm.run(PROMPT, capture=site, max_tokens=len(run.token_ids))[site]
+        assert run[site].dtype == np.float32
+        assert run[site] == pytest.approx(POOLS[pool](whole), rel=1e-5, abs=1e-6)
+        assert row.tolist() == load(captured_file(run))["resid_post[1]"].tolist() == run[site].tolist()
+
+
+def test_layers_that_pool_other_tokens_are_not_stacked(lm):
+    """Though the last of them is the same."""
+    captures = [pc.Capture(pc.resid_post[layer], pc.prompt[layer:], pool="mean") for layer in range(2)]
+    run = lm.run(PROMPT, capture=captures, max_tokens=1)
+    for read in (run.positions, run.read):
+        with pytest.raises(pc.ProgramError, match="one layer at a time"):
+            read(pc.resid_post[:2])
+    assert [len(run.positions(pc.resid_post[layer])) for layer in range(2)] == [len(PROMPT), len(PROMPT) - 1]
 
 
 def test_a_pooled_capture_is_no_source(lm):

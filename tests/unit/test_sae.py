@@ -567,6 +567,22 @@ def keep(name: str, sae: pc.SAE) -> Keep:
     return Keep(0, reader=FeatureReader(name, (0, 2), sae.content), top=2)
 
 
+@pytest.mark.parametrize("normalize", NORMS)
+@pytest.mark.parametrize("kind", [{}, {"k": 3}, {"threshold": np.ones(F)}, {"gain": np.ones(F), "offset": np.ones(F)}])
+def test_features_of_a_row_that_is_not_finite_are_not_finite(normalize, kind):
+    """Zeros would say that no feature is active."""
+    rng = np.random.default_rng(4)
+    sae, rows = random_sae(rng, normalize=normalize, **kind), numbers(rng, 3, D)
+    of = Dictionaries(torch.device("cpu"))
+    of.attach("a", sae, torch.float32)
+    rows[1, 2] = np.nan
+    reading = of.reading(msgspec.structs.replace(keep("a", sae), reader=FeatureReader("a", None, sae.content)))
+    for values in (sae.encode(rows), of.of("a").encode(torch.tensor(rows)).numpy()):
+        assert np.isfinite(values[[0, 2]]).all()
+        assert np.isnan(values[1]).any()
+    assert np.isnan(of.encode(reading.number, torch.tensor(rows)).numpy()[:, 0]).tolist() == [False, True, False]
+
+
 def test_the_reserved_memory_is_reused_once_no_run_needs_it():
     sae, other = (random_sae(np.random.default_rng(seed)) for seed in (8, 9))
     size = Dictionaries(torch.device("cpu")).attach("a", sae, torch.float32)

@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_911, 12), "sites": (2_001, 4), "plan": (4_417, 10), "kernels": (1_629, 10), "store": (1_777, 7),
-    "runtime": (2_650, 8), "engines": (4_123, 12), "engines/vllm": (8_189, 23), "trace": (2_438, 5),
-    "studies": (12_111, 34), "plots": (1_374, 5), "serve": (4_240, 14), "cli": (1_302, 4), "": (4_716, 12),
+    "language": (3_912, 12), "sites": (2_001, 4), "plan": (4_423, 10), "kernels": (1_629, 10), "store": (1_785, 7),
+    "runtime": (2_654, 8), "engines": (4_123, 12), "engines/vllm": (8_189, 23), "trace": (2_438, 5),
+    "studies": (12_111, 34), "plots": (1_374, 5), "serve": (4_240, 14), "cli": (1_302, 4), "": (4_719, 12),
 }  # fmt: skip
 
 

@@ -118,13 +118,14 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         normed = rows if scale is None else (rows - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0))
         pre = normed @ self.encoder.T + self.encoder_bias
         values = pre if self.gain is None else self.gain * pre + self.offset
-        values = np.where(pre > (0 if self.threshold is None else self.threshold), np.maximum(values, 0), 0)
+        is_off = pre <= (0 if self.threshold is None else self.threshold)  # False where it is NaN, which stays
+        values = np.where(is_off, 0, np.maximum(values, 0))
         if self.k is None or self.k == self.n_features:
             return values
         least = np.partition(values, -self.k, axis=1)[:, -self.k, None]  # the k-th largest
         above, ties = values > least, values == least
         kept = above | (ties & (ties.cumsum(1) <= self.k - above.sum(1, keepdims=True)))
-        return np.where(kept, values, 0)
+        return np.where(kept | np.isnan(values), values, 0)
 
     def decode(self, features: Any, rows: Any = None) -> np.ndarray:
         """The output [N, O] of features [N, F], fp32. `rows` [N, D] are required if the SAE normalises or has a skip

@@ -91,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
+    scratch: the size of what follows the buffer, if rows that are reduced are there and end with the step
     """
 
     tokens: RowLabels
@@ -108,6 +109,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     size: int
     unit_bytes: int = 4
     steady_steps: int = 0
+    scratch: int = 0
 
     @property
     def captures_nothing_ever(self) -> bool:
@@ -238,7 +240,7 @@ def make_plan(
     np.maximum(count, 0, out=count)
     offset, rows = _offsets(count, layout)
     row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
-    sizes = rows[layout.region_group] * row
+    sizes, scratch = rows[layout.region_group] * row, 0
     result, result_row, result_sizes = np.zeros_like(row), np.zeros_like(row), np.zeros_like(row)
     for region in layout.reduced.tolist():
         group = layout.region_group[region]
@@ -258,12 +260,16 @@ def make_plan(
             result = behind + np.cumsum(padded) - padded
             base, size = np.where(sampled, base + padded.sum(), base), size + int(padded.sum())
     else:
-        base, size = _by_width(sizes, row)
-        result, size = size + np.cumsum(result_sizes) - result_sizes, size + int(result_sizes.sum())
+        is_reduced = layout.pool[layout.region_group] > 0
+        base, size = _by_width(sizes * ~is_reduced, row)
+        if len(layout.reduced):
+            result, size = size + np.cumsum(result_sizes) - result_sizes, size + int(result_sizes.sum())
+            reduced_base, end = _by_width(sizes * is_reduced, row, size)
+            base, scratch = np.where(is_reduced, reduced_base, base), end - size
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
     return StepPlan(
         tokens, last, active, layout, begin, count, offset, rows, base, row, result, result_row, size,
-        unit_bytes, steady_steps,
+        unit_bytes, steady_steps, scratch,
     )  # fmt: skip
 
 
@@ -293,9 +299,9 @@ def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, i
     return end - sizes, int(end.max())
 
 
-def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and size."""
-    base, size = np.zeros(len(sizes), np.int64), 0
+def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.ndarray, int]:
+    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and end."""
+    base, size = np.zeros(len(sizes), np.int64), begin
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)
         end = -(-size // width) * width + np.cumsum(sizes[regions])

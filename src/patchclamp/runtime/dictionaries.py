@@ -61,7 +61,7 @@ class DeviceSAE:
             rows_ND = (rows_ND - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0.0))
         pre_NF = self._product(rows_ND, of["encoder"]) + of["encoder_bias"]
         values_NF = of["gain"] * pre_NF + of["offset"] if "gain" in of else pre_NF
-        values_NF = torch.where(pre_NF > of.get("threshold", 0.0), values_NF.relu(), 0.0)
+        values_NF = torch.where(pre_NF <= of.get("threshold", 0.0), 0.0, values_NF.relu())  # keeps NaN
         if self.k is None:
             return values_NF
         best = values_NF.topk(self.k)

@@ -148,7 +148,7 @@ class HostStep:
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
-        self._captures = torch.empty(plan.size, dtype=torch.float32, device=self._bank.data.device)
+        self._captures = torch.empty(plan.size + plan.scratch, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
         self._bits = np.zeros(batch.rows, np.int64)
         self._late.clear()
@@ -176,7 +176,8 @@ class HostStep:
             rows = captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
             results = reduced_rows(plan, number, rows, self.encode)
             captures[int(plan.result[region]) :][: len(results)] = results
-        return BufferSlice(HostBlock(captures.cpu().view(torch.uint8)), 0) if plan.size else None
+        kept = captures[: plan.size].clone() if plan.scratch else captures  # frees the rest
+        return BufferSlice(HostBlock(kept.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

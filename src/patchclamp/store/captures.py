@@ -423,25 +423,33 @@ def _pooled(
     run: np.ndarray, position: np.ndarray, count: np.ndarray, turn: np.ndarray, rows: np.ndarray, pool: str
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
     """One row for each run of what steps pooled, at the last position of all: its run, [R], that position, [R], and the
-    row, [R, W]. Where a request began again, after a preemption, the steps since then count.
+    row, [R, W]. A preempted request begins again: of its passes over the prompt, the first that came furthest counts.
 
     run, position, count, turn: each row's run, the first of the positions that it pools, their number, and when, [N]
     """
     order = np.lexsort((turn, run))
-    begins = np.flatnonzero(np.diff(run[order], prepend=-1))
-    repeats = np.diff(begins, append=len(order))
-    is_first = position[order] == np.minimum.reduceat(position[order], begins).repeat(repeats)
-    began = np.maximum.reduceat(np.where(is_first, turn[order], 0), begins)
-    order = order[turn[order] >= began.repeat(repeats)]
-    begins = np.flatnonzero(np.diff(run[order], prepend=-1))
-    last = np.maximum.reduceat((position + count)[order], begins) - 1
-    rows = rows[order]
-    if len(begins) < len(order):
+    run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + count))
+    of_run = _begins(run)
+    is_first = position == np.minimum.reduceat(position, of_run).repeat(np.diff(of_run, append=len(run)))
+    of_turn = _begins(run, turn)
+    starts = np.logical_or.reduceat(is_first, of_turn)  # with turns that begin again
+    passes = of_turn[starts]
+    furthest = np.maximum.reduceat(end, passes)
+    best = np.lexsort((-furthest, run[passes]))
+    best = best[_begins(run[passes][best])]
+    kept = np.flatnonzero(np.isin(np.cumsum(np.isin(np.arange(len(run)), passes)) - 1, best))
+    begins, rows = _begins(run[kept]), rows[order[kept]]
+    if len(begins) < len(kept):
         add = functools.partial(np.add.reduceat, dtype=np.float64)
         rows = (add if pool == "mean" else np.maximum.reduceat)(rows, begins)
     if pool == "mean":
-        rows = rows / np.add.reduceat(count[order], begins).astype(rows.dtype)[:, None]
-    return run[order[begins]], last, torch.from_numpy(rows.astype(np.float32, copy=False))
+        rows = rows / np.add.reduceat(count[kept], begins).astype(rows.dtype)[:, None]
+    return run[kept[begins]], furthest[best] - 1, torch.from_numpy(rows.astype(np.float32, copy=False))
+
+
+def _begins(*labels: np.ndarray) -> np.ndarray:
+    """The index at which each run of equal labels begins."""
+    return np.flatnonzero(np.append(True, np.any([np.diff(each) != 0 for each in labels], axis=0)))
 
 
 class StoredRows(NamedTuple):
