@@ -25,6 +25,7 @@ JOBS = {
     "call": "the arguments of a call, read for each prompt",
     "stream": "the tokens of a run as they are generated",
     "run": "the results of a request; fetches its captures",
+    "attention": "attention patterns among a run's captures",
     "engines": "carry requests: vLLM, Transformers, the fake",
     "runtime": "in the worker: tables, taps, steps, the way out",
     "kernels": "edit and copy rows: a plain one, and fast ones",
@@ -37,7 +38,7 @@ JOBS = {
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
-    "call": ("#0969da", ("trace", "proving", "lm", "grade", "call", "stream", "run")),
+    "call": ("#0969da", ("trace", "proving", "lm", "grade", "call", "stream", "run", "attention")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
     "know": ("#57606a", ("sites", "store", "language", "errors", "version")),

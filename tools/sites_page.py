@@ -11,6 +11,7 @@ from patchclamp.language.site import (
     ELSEWHERE,
     NNTERP,
     SITES,
+    SPECS,
     TRANSFORMER_LENS,
     Difference,
 )
@@ -69,7 +70,7 @@ What is `model.layers.0` in the table is `model.language_model.layers.0` on Tran
 def page() -> str:
     """The whole page."""
     families = [_section(family) for family in FAMILIES]
-    rows = ([f"`{spec.name}`", spec.shape, spec.meaning] for spec in SITES.values())
+    rows = ([f"`{spec.name}`", spec.shape, spec.meaning] for spec in SPECS.values())
     meaning = _table(("site", "shape", "what it is"), rows)
     contents = [f"- [{family.name}](#{family.name}): {_classes(family)}" for family in FAMILIES]
     parts = [HEAD.format(sites=meaning), "## Families\n", "\n".join(contents) + "\n", WITHIN, *families, _aliases()]
@@ -195,7 +196,12 @@ def _argument(name: int | str) -> str:
 
 def _border(tap: Tap, module: str, grouped: bool = False) -> str:
     """Where a tap is, as text. `grouped`: whether several queries read a key/value head."""
-    moments = {"in": " input", "out": " output", "attention": ", what its attention op computes"}
+    moments = {
+        "in": " input",
+        "out": " output",
+        "attention": ", what its attention op computes",
+        "query": ", what its attention function reads",
+    }
     text = f"`{module}`{moments[tap.moment]}"
     if tap.residual is not None:
         text += f", arguments {_argument(tap.hidden)} + {_argument(tap.residual)}"
@@ -226,7 +232,7 @@ def _sum(sizes: tuple[Size, ...]) -> str:
 
 
 def _aliases() -> str:
-    ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SITES]
+    ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SPECS]
     lens = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
     nnterp = [[f"`{_layered(alias)}`", f"`{_layered(site)}`"] for alias, site in NNTERP.items()]
     edited = [[f"`{name}`", why.replace("{l}", "l")] for name, why in EDITED_ELSEWHERE.items()]
@@ -275,7 +281,7 @@ def _listed(names: dict[str, str], word: str) -> str:
 
 def _layered(name: str) -> str:
     """With its layer, where it takes one."""
-    return f"{name}[l]" if SITES[NNTERP.get(name, name)].layered else name
+    return f"{name}[l]" if SPECS[NNTERP.get(name, name)].layered else name
 
 
 def _difference(difference: Difference, families: bool = True) -> str:

@@ -63,13 +63,15 @@ if TYPE_CHECKING:
     from patchclamp.stream import Stream
     from patchclamp.trace import TracedLM as LM
 
-    # the sites of `language.SITES`, for type checkers and editors
+    # the sites of `language.SPECS`, for type checkers and editors
     embed: Site
     resid_pre: Site
     attn_in: Site
     q: Site
     k: Site
     v: Site
+    attn_scores: Site
+    pattern: Site
     z: Site
     attn_out: Site
     mixer_out: Site
@@ -84,7 +86,7 @@ if TYPE_CHECKING:
 
 site: Callable[..., Site] = language.parse_site
 tokens: Callable[[TokensLike], Tokens] = language.parse_tokens
-globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
+globals().update({name: Site(name) for name in language.SPECS})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
     "LM": ("patchclamp.trace", "TracedLM"),
@@ -154,4 +156,4 @@ __all__ = [
     "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
-__all__ += list(language.SITES)
+__all__ += list(language.SPECS)

@@ -63,7 +63,7 @@ from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
-from patchclamp.language.site import is_stacked, parse_site
+from patchclamp.language.site import DERIVED, is_stacked, parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
@@ -304,10 +304,9 @@ class LM:
         if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
             wanted = Program.of((), capture)
             for path, op in wanted.ops:
-                if not isinstance(op, Capture):
-                    raise ProgramError(
-                        "grades have rows of sites: read probes and lenses from the runs of lm.run", path
-                    )
+                if not isinstance(op, Capture) or op.at.name in DERIVED:
+                    message = "grades have rows of sites: read probes, lenses and attention from the runs of lm.run"
+                    raise ProgramError(message, path)
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
                 bindings.of(wanted, self.engine.run_prefix + _key(), given, 1)
@@ -724,6 +723,8 @@ class LM:
             asked = [parse_site(site) for site in as_list(sites)]
             for site in asked:
                 self.sites.resolve(site)
+                if site.name in DERIVED:
+                    raise ProgramError(f"attention is read run by run, as in run[pc.{site}]")
             return asked
         except PatchclampError as error:
             raise error.under("sites") from None

@@ -33,7 +33,7 @@ from patchclamp.engines.preflight import cache_folder
 from patchclamp.errors import EngineError, ModelError, UnsupportedSite, as_patchclamp_error
 from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
 from patchclamp.language.ops import MAX_TOP, Lens
-from patchclamp.language.site import SITES, unmoved
+from patchclamp.language.site import SPECS, unmoved
 from patchclamp.language.values import as_flag
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -47,7 +47,7 @@ MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by at most this
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
     """Names of `watchable` sites (name to point) at other points that an edit at `ref` must move or must not."""
-    names = (*SITES[ref.name].moves, *unmoved(ref.name))
+    names = (*SPECS[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
 
@@ -56,7 +56,7 @@ def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> 
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
-        if name in SITES[ref.name].moves and gap <= MIN_MOVED_RTOL:
+        if name in SPECS[ref.name].moves and gap <= MIN_MOVED_RTOL:
             return f"an edit at {ref} does not move {watched_ref}, which is made of it"
         if name in unmoved(ref.name) and gap > MAX_UNMOVED_RTOL:
             return f"an edit at {ref} moves {watched_ref}, which is not made of it"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from patchclamp.attention import AttentionRead, attention_rows
 from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Monitor, PartScores, Request, TopTokens, Wanted
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError, TokensError, unknown
@@ -18,12 +19,22 @@ from patchclamp.language.conditions import Above, ProbeCondition, comparisons, d
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import Features, Lens, Translator
 from patchclamp.language.probes import activated
-from patchclamp.language.site import is_stacked, parse_site
+from patchclamp.language.site import DERIVED, is_stacked, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, POOLS, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
-from patchclamp.plan.bound import Compare, Keep, acted, captures_site, pack_columns, position_array, stored_op, way_of
+from patchclamp.plan.bound import (
+    AttentionReader,
+    Compare,
+    Keep,
+    acted,
+    captures_site,
+    pack_columns,
+    position_array,
+    stored_op,
+    way_of,
+)
 from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.tensors import PROBE, cast, merged, overflowed
 
@@ -242,6 +253,8 @@ class Run:
         """Returns `run[site]`. With `copy=False`, one layer's rows are the captured memory itself, which later reads
         and `From` share: do not change it in place."""
         as_flag(copy, "copy")
+        if (found := self._of_attention(site)) is not None:
+            return attention_rows(self.attention, *found)  # pyright: ignore[reportReturnType]
         at, refs, ordinal = self._locate(site)
         if not is_stacked(at):
             return self.rows_of(str(site), at, refs[0], ordinal, copy=copy)
@@ -253,6 +266,8 @@ class Run:
 
     def layers(self, site: Site | str) -> list[int]:
         """The layers of `run[site]`, in the order of its first axis: those of the site that were captured."""
+        if (found := self._of_attention(site)) is not None:
+            return self.attention.layers(*found)
         return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None and ref.point in self._captured]
 
     def rows_of(
@@ -268,7 +283,7 @@ class Run:
 
     def shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         """Slices and shapes the rows of a point into those of one site."""
-        parts = self._sites.parts(at.name)
+        parts = self.site_map.parts(at.name)
         if parts is None or ref.point in self._projected:
             return rows
         first, end = ref.columns or (0, rows.shape[1])
@@ -278,6 +293,8 @@ class Run:
 
     def positions(self, site: Site | str) -> list[int]:
         """The position of each row of `run[site]`, or of the rows that were pooled."""
+        if (found := self._of_attention(site)) is not None:
+            return self.attention.of_layers(*found)[0].positions
         _, refs, ordinal = self._locate(site)
         positions = self._shared_positions(site, refs, ordinal).tolist()
         return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
@@ -303,7 +320,7 @@ class Run:
     @property
     def sites(self) -> list[str]:
         """Every captured site, as text."""
-        return [str(ref) for ref in self.captured_of(self._sites.refs())] if self.has_captures else []
+        return [str(ref) for ref in self.captured_of(self.site_map.refs())] if self.has_captures else []
 
     @property
     def has_captures(self) -> bool:
@@ -312,7 +329,7 @@ class Run:
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
         """The captured sites among `refs`. Where only a part of the row was projected, that part."""
-        part, projected = self._sites.part, self._projected
+        part, projected = self.site_map.part, self._projected
         return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
     @property
@@ -496,7 +513,7 @@ class Run:
     @functools.cached_property
     def _lens_ops(self) -> dict[str, int]:
         """The number under which each lens' rows are stored, by its path."""
-        return {path: number for path, number in self._kept_for_reading.items() if isinstance(self._op(path), Lens)}
+        return {path: number for path, number in self._kept_for_reading.items() if isinstance(self.op_at(path), Lens)}
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[int, int]]:
@@ -517,12 +534,39 @@ class Run:
         together."""
         return _FeaturesRead(self)
 
+    @functools.cached_property
+    def attention(self) -> AttentionRead:
+        """The attention that its program captured, by site and layer, such as `run.attention["pattern[3]"]`: an
+        `AttentionResult` with the positions of the keys, which captures with `top` need."""
+        return AttentionRead(self)
+
+    @property
+    def attention_ops(self) -> list[tuple[int, BoundOp]]:
+        """The captures of attention, each with the number under which its rows are stored."""
+        self.answer  # noqa: B018  raises the run's own error
+        return [(stored_op(op, i), op) for i, op in enumerate(self._ops)
+                if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader)]  # fmt: skip
+
+    @property
+    def site_map(self) -> SiteMap:
+        """The model's sites and points."""
+        return self._owner.engine.sites
+
+    def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
+        """The positions and the rows that an op kept for a reading, at the positions that it selects."""
+        key = point, number
+        if key not in self._fetched:
+            if self.closed:
+                raise MissingSource(f"run {self.key} was closed before {name} was read")
+            self._fetched[key] = self._matching(point, number, name)
+        return self._fetched[key]
+
     def lens_between(self, first: int, end: int) -> ReadLenses:
         """The results of its lenses at positions first … end−1, by site. They must have been read (`read_lenses`)."""
         found: dict[str, LensResult] = {}
         for site, key in _Lenses(self).keys_of_sites.items():
             found[site] = self._lens_result(site, *self._read_between(key, first, end))
-        return ReadLenses(found, self._sites)
+        return ReadLenses(found, self.site_map)
 
     def features_between(self, first: int, end: int) -> dict[str, FeaturesResult]:
         """The features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
@@ -545,9 +589,9 @@ class Run:
         """The lenses that are still to be read, by point and op."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
-            op = self._op(path)
+            op = self.op_at(path)
             assert isinstance(op, Lens)
-            for ref in self._sites.resolve(op.at):
+            for ref in self.site_map.resolve(op.at):
                 if (key := (ref.point, number)) not in self._lenses:
                     rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
@@ -555,6 +599,7 @@ class Run:
             if key not in self._lenses:
                 keep = self._stored_op(key[1]).action
                 assert isinstance(keep, Keep)
+                assert isinstance(keep.reader, FeatureReader)
                 lenses[key] = UnreadLens(keep.top, keep.reader, len(self._expected(*key)))
         return lenses
 
@@ -568,10 +613,12 @@ class Run:
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
             if np.isnan(logprobs[kept]).any():
                 if (point, number) in self._feature_ops.values():
-                    raise NotFinite(f"the features at {self._sites.label(point)} are not finite, since the row is not")
+                    raise NotFinite(
+                        f"the features at {self.site_map.label(point)} are not finite, since the row is not"
+                    )
                 raise NotFinite(
-                    f"the lens of {self._sites.label(point)} has logits that are not finite: rows, perhaps enlarged by "
-                    "its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
+                    f"the lens of {self.site_map.label(point)} has logits that are not finite: rows, perhaps enlarged "
+                    "by its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
                 )  # fmt: skip
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
@@ -588,7 +635,7 @@ class Run:
 
     def refs(self, site: Site | str) -> list[str]:
         """The site's names layer by layer, each valid in `run[...]`."""
-        return [str(ref) for ref in self._sites.resolve(parse_site(site))]
+        return [str(ref) for ref in self.site_map.resolve(parse_site(site))]
 
     # -- as a source for `From`
 
@@ -598,12 +645,12 @@ class Run:
         if point in self._projected or point in self._pooled:
             way = "projected" if point in self._projected else "pooled"
             raise MissingSource(
-                f"run {self.key} captured {self._sites.label(point)} {way}: capture it whole to read it with From"
+                f"run {self.key} captured {self.site_map.label(point)} {way}: capture it whole to read it with From"
             )
         ordinals = self._captures_at.get(point, [])
         if len(ordinals) > 1 and any(_conditional(self._stored_op(i)) for i in ordinals):
             raise MissingSource(
-                f"run {self.key} captured {self._sites.label(point)} {len(ordinals)} times, one of them by token id: "
+                f"run {self.key} captured {self.site_map.label(point)} {len(ordinals)} times, one of them by token id: "
                 "capture it once to read it with From, or give the rows of run[site]"
             )
         return self._captured_computed.get(point, NO_POSITIONS)
@@ -659,10 +706,6 @@ class Run:
         rows = self.shaped(layout.at, layout.ref, rows)
         return torch.as_tensor(pooled(rows, layout.pool, str(layout.ref)) if layout.pool else rows)
 
-    @property
-    def _sites(self) -> SiteMap:
-        return self._owner.engine.sites
-
     @functools.cached_property
     def positions_computed(self) -> int:
         """The number of positions with activations: the last sampled token was never an input, unless `stop_when` ended
@@ -710,7 +753,7 @@ class Run:
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
         """The refs of a site; of all its layers, those that were captured if any were."""
-        refs = self._sites.resolve(at)
+        refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
 
@@ -743,9 +786,16 @@ class Run:
 
     def _site(self, site: Site | str) -> Site:
         """The site of a name, or of the `Capture` at a path."""
-        return self._op(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
+        return self.op_at(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
-    def _op(self, path: str) -> SiteOp:
+    def _of_attention(self, site: Site | str) -> tuple[Site, str] | None:
+        """The attention site of a name, and the path of its capture, or ""; None for another site."""
+        if isinstance(site, str) and site in self.attention.paths:
+            return self.op_at(site).at, site
+        at = self._site(site)
+        return (at, "") if at.name in DERIVED else None
+
+    def op_at(self, path: str) -> SiteOp:
         """The op of the program at a path."""
         op = dict(self.program.ops)[path]
         assert isinstance(op, SiteOp)
@@ -789,7 +839,7 @@ class Run:
         op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
-        return positions, np.isin(positions, self._select(self._op(op.path).tokens, self._limit))
+        return positions, np.isin(positions, self._select(self.op_at(op.path).tokens, self._limit))
 
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """The rows that one op captured and, now that the tokens are known, selects."""
@@ -852,7 +902,7 @@ class Run:
         """The approximate size of all captured rows as fp32, in bytes."""
         if self._bound is None:
             return 0
-        private = self._bound.private_bytes(self._sites, self.positions_computed)
+        private = self._bound.private_bytes(self.site_map, self.positions_computed)
         return sum(map(self.bytes_at, self._captured)) + private
 
     def bytes_at(self, point: int) -> int:
@@ -866,10 +916,10 @@ class Run:
 
     def width_at(self, point: int, ordinal: int | None = None) -> int:
         """The number of captured values per row at a point, by one op or by all but probes (None)."""
-        if ordinal is not None and isinstance(keep := self._stored_op(ordinal).action, Keep) and keep.probe:
-            return keep.products
+        if ordinal is not None and isinstance(keep := self._stored_op(ordinal).action, Keep) and keep.is_private:
+            return keep.numbers or self.site_map.points[point].width
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
-        return width or self._sites.points[point].width
+        return width or self.site_map.points[point].width
 
     def __reduce__(self) -> NoReturn:
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
@@ -886,7 +936,7 @@ class Run:
         """The captured sites in short: `resid_post[0, 1, … 29], z[5]`."""
         by_name: dict[str, list[str]] = {}
         for point in sorted(self._captured):
-            name, _, layer = self._sites.label(point).rstrip("]").partition("[")
+            name, _, layer = self.site_map.label(point).rstrip("]").partition("[")
             by_name.setdefault(name, []).extend([layer] if layer else [])
         short = {name: [*of[:2], "…", of[-1]] if len(of) > 4 else of for name, of in by_name.items()}
         probes = [f"probe {name!r}" for name in self._probe_ops]
@@ -1032,7 +1082,7 @@ class _FeaturesRead(_Readings):
         path = self.paths.get(name, name)
         if path not in run._feature_ops:
             raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
-        key, op = run._feature_ops[path], run._op(path)
+        key, op = run._feature_ops[path], run.op_at(path)
         assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
         positions, ids, values = run._lenses[key]
@@ -1055,20 +1105,20 @@ class _Lenses(_Readings):
     """`run.lens`; results are computed when they are asked for."""
 
     def __init__(self, run: Run) -> None:
-        self._run, sites = run, run._sites
+        self._run, sites = run, run.site_map
         self.keys_of_sites = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
-                              for ref in sites.resolve(run._op(path).at)}  # fmt: skip
+                              for ref in sites.resolve(run.op_at(path).at)}  # fmt: skip
         self._number = dict(self.keys_of_sites.values())  # of the last lens, by point
 
     def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
         """A site, its layers that were read, and the point and op of each; no layers if some were not."""
         run = self._run
         if isinstance(site, str) and site in run._lens_ops:
-            at = run._op(site).at
-            refs = run._sites.resolve(at)
+            at = run.op_at(site).at
+            refs = run.site_map.resolve(at)
             return at, refs, [(ref.point, run._lens_ops[site]) for ref in refs]
         at = parse_site(site)
-        every = run._sites.resolve(at)
+        every = run.site_map.resolve(at)
         refs = [ref for ref in every if ref.point in self._number]
         refs = refs if at.layers is None or len(refs) == len(every) else []
         return at, refs, [(ref.point, self._number[ref.point]) for ref in refs]
@@ -1221,7 +1271,7 @@ class _BySite(dict[str, _Result]):
 
     def __init__(self, results: dict[str, _Result], sites: SiteMap) -> None:
         super().__init__(results)
-        self._sites = sites
+        self.site_map = sites
 
     def _joined(self, at: Site, refs: list[SiteRef], results: list[_Result]) -> _Result:
         """The results at some layers of a site as one."""
@@ -1239,7 +1289,7 @@ class _BySite(dict[str, _Result]):
         return super().__contains__(site) or (isinstance(site, (str, Site)) and bool(self._present(parse_site(site))))
 
     def _present(self, at: Site) -> list[SiteRef]:
-        refs = self._sites.resolve(at)
+        refs = self.site_map.resolve(at)
         present = [ref for ref in refs if dict.__contains__(self, str(ref))]
         return present if at.layers is None or len(present) == len(refs) else []
 

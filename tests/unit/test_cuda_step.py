@@ -17,6 +17,7 @@ from patchclamp.language import Program
 from patchclamp.language.values import POOLS
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime, host_step
+from patchclamp.runtime.dictionaries import Reading
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.map import placed
 from patchclamp.sites.tables import LLAMA, MIXTRAL
@@ -413,10 +414,10 @@ def test_an_encoder_that_fails_fails_the_programs_that_read_it_alone(monkeypatch
     sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
     runtime.dictionaries.attach("a", sae, torch.float32)
 
-    def encode(number: int, rows: torch.Tensor) -> torch.Tensor:
+    def read(self: Reading, rows: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(runtime.dictionaries, "encode", encode)
+    monkeypatch.setattr(Reading, "read", read)
     admitter, names = Admitter(runtime), ["reads", "captures"]
     for name, capture in zip(names, (pc.Features("a", top=2), pc.resid_post[0]), strict=True):
         prompt = Prompt([1, 2, 3], lambda: ("", []))

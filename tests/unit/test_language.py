@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp import errors, language
 from patchclamp.errors import TREE, pack, unpack
-from patchclamp.language import SITES, Range, TextSpan
+from patchclamp.language import SITES, SPECS, Range, TextSpan
 from patchclamp.language.ops import FEATURE_MODES, OPS, as_capture, fuzz
 from patchclamp.language.program import VECTORS, Program, to_dict
 from patchclamp.language.site import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, NNTERP, TRANSFORMER_LENS, unmoved
@@ -386,12 +386,12 @@ def test_nnterp_names(alias, name):
     assert pc.From("a", alias) == pc.From("a", name)
 
 
-@pytest.mark.parametrize(("sites", "count"), [(TRANSFORMER_LENS, 17), (NNTERP, 9)])
+@pytest.mark.parametrize(("sites", "count"), [(TRANSFORMER_LENS, 19), (NNTERP, 9)])
 def test_every_alias_names_a_site_and_takes_what_it_takes(sites, count):
     assert len(sites) == count
     for alias, name in sites.items():
-        layered = "{l}" in alias or (sites is NNTERP and SITES[name].layered)
-        assert layered == SITES[name].layered
+        layered = "{l}" in alias or (sites is NNTERP and SPECS[name].layered)
+        assert layered == SPECS[name].layered
         assert alias not in ELSEWHERE
         written = alias.format(l=3) if "{l}" in alias or not layered else f"{alias}[3]"
         assert pc.site(written) == pc.Site(name, 3 if layered else None)
@@ -410,7 +410,7 @@ def test_at_carries_tokens_into_any_op():
 
 # -- errors: what was asked, what is there, what was perhaps meant, and where
 
-ALL_OPS, ALL_SITES = ", ".join(OPS), ", ".join(SITES)
+ALL_OPS, ALL_SITES = ", ".join(OPS), ", ".join(SPECS)
 OPEN_END = (
     "how many tokens a request generates is not known beforehand, "
     "so {0} cannot be counted from its end; only prompt can"
@@ -455,12 +455,20 @@ ERRORS = [
      "ln_final.hook_normalized is the row divided by its size, before the norm's weight: use final_norm, which is after it"),
     (lambda: pc.Zero("blocks.0.attn.hook_rot_k"), pc.UnknownName,
      "at: blocks.0.attn.hook_rot_k is after rotary embedding: use k[0], which is before it"),
-    (lambda: pc.site("attention_probabilities[3]"), pc.UnsupportedSite,
-     "attention_probabilities[3] are attention weights, which a fused kernel never makes: use q, k and z"),
-    (lambda: pc.site("pattern[0]"), pc.UnsupportedSite, "pattern[0] are attention weights, which a fused kernel never "
-     "makes: use q, k and z"),
-    (lambda: pc.site("blocks.1.attn.hook_pattern"), pc.UnsupportedSite,
-     "blocks.1.attn.hook_pattern are attention weights, which a fused kernel never makes: use q[1], k[1] and z[1]"),
+    (lambda: pc.site("attention_probabilities[3]"), pc.UnknownName,
+     "attention_probabilities[3] are attention weights: use pattern, or attn_scores before the softmax"),
+    (lambda: pc.Zero("blocks.1.attn.hook_pattern"), pc.UnsupportedSite,
+     "at: pattern[1] is computed for those who read it, and cannot be edited: edit q, k, v or z"),
+    (lambda: pc.Probe([1.0], pc.pattern[1], name="p"), pc.UnsupportedSite,
+     "at: pattern[1] is captured, by pc.Capture; Probe does not read it"),
+    (lambda: pc.Capture(pc.z[1], top=3), pc.ProgramError,
+     "top: expected pattern or attn_scores, whose rows are of keys, got z[1]"),
+    (lambda: pc.Capture(pc.pattern, keys="prompt", top=3), pc.ProgramError,
+     "top: expected one of keys, spans and top, got keys and top"),
+    (lambda: pc.Capture(pc.pattern[1], pool="mean"), pc.ProgramError,
+     "pool: expected none at pattern[1], whose rows are of keys"),
+    (lambda: pc.Capture(pc.attn_scores[1], spans=["prompt"]), pc.ProgramError,
+     "spans: expected pattern, since scores are not summed, got attn_scores[1]"),
     (lambda: pc.site("mlps[2]"), pc.UnknownName,
      "mlps[2] is a module, not a tensor: use mlps_input or mlps_output, or mlp_in and mlp_out"),
     (lambda: pc.site("mlps_output[1, 2]"), pc.ProgramError, "mlp_out takes a layer only; it has no second index"),

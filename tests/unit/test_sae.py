@@ -580,7 +580,7 @@ def test_features_of_a_row_that_is_not_finite_are_not_finite(normalize, kind):
     for values in (sae.encode(rows), of.of("a").encode(torch.tensor(rows)).numpy()):
         assert np.isfinite(values[[0, 2]]).all()
         assert np.isnan(values[1]).any()
-    assert np.isnan(of.encode(reading.number, torch.tensor(rows)).numpy()[:, 0]).tolist() == [False, True, False]
+    assert np.isnan(of.numbered(reading.number).read(torch.tensor(rows)).numpy()[:, 0]).tolist() == [False, True, False]
 
 
 def test_the_reserved_memory_is_reused_once_no_run_needs_it():
@@ -603,14 +603,14 @@ def test_the_reserved_memory_is_reused_once_no_run_needs_it():
     del edit
     with pytest.raises(pc.CapacityError):
         of.attach("c", other, torch.float32)
-    assert close(of.encode(reading.number, rows)[:, :2].numpy(), sae.encode(rows)[:, [0, 2]])
+    assert close(of.numbered(reading.number).read(rows)[:, :2].numpy(), sae.encode(rows)[:, [0, 2]])
     del reading
     of.attach("c", other, torch.float32)
     with pytest.raises(pc.CapacityError):
         of.attach("a", sae, torch.float32)
     for name, each in (("b", sae), ("c", other)):
         reading = of.reading(keep(name, each))
-        assert close(of.encode(reading.number, rows)[:, :2].numpy(), each.encode(rows)[:, [0, 2]])
+        assert close(of.numbered(reading.number).read(rows)[:, :2].numpy(), each.encode(rows)[:, [0, 2]])
 
 
 def test_programs_share_a_reading_of_features():
@@ -622,7 +622,7 @@ def test_programs_share_a_reading_of_features():
     readings = [of.reading(each) for each in (keep("a", sae), largest, keep("a", sae))]
     assert readings[0] is readings[2]
     assert len({each.number for each in readings} | set(range(len(POOLS) + 1))) == len(POOLS) + 3
-    found, values = of.encode(readings[1].number, rows).numpy(), sae.encode(rows[:, 3:].numpy())
+    found, values = of.numbered(readings[1].number).read(rows).numpy(), sae.encode(rows[:, 3:].numpy())
     assert close(found[:, :4], np.sort(values, 1)[:, ::-1][:, :4])
     ids = np.ascontiguousarray(found[:, 4:]).view(np.int32)
     assert close(np.take_along_axis(values, ids, 1), found[:, :4])
@@ -633,7 +633,7 @@ def test_programs_share_a_reading_of_features():
     of.attach("a", sae, torch.bfloat16)
     again = of.reading(largest)
     assert (again.sae.content, again.number != held.number) == (held.sae.content, True)
-    assert not close(of.encode(again.number, rows).numpy()[:, :4], found[:, :4])
+    assert not close(of.numbered(again.number).read(rows).numpy()[:, :4], found[:, :4])
     with pytest.raises(pc.MissingSource):
         of.reading(msgspec.structs.replace(largest, reader=FeatureReader("a", None, "0" * 64)))
 

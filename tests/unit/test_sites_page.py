@@ -8,7 +8,16 @@ from unittest import mock
 import msgspec
 import pytest
 
-from patchclamp.language.site import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, NNTERP, SITES, TRANSFORMER_LENS
+from patchclamp.language.site import (
+    DERIVED,
+    DIFFERENCES,
+    EDITED_ELSEWHERE,
+    ELSEWHERE,
+    NNTERP,
+    SITES,
+    SPECS,
+    TRANSFORMER_LENS,
+)
 from patchclamp.sites.tables import FAMILIES, LLAMA
 from tools.lens_table import TABLE
 from tools.raw_hooks import raw
@@ -86,7 +95,7 @@ def test_a_site_of_which_no_raw_hook_is_told_is_an_error():
 
 def test_other_families_show_what_differs():
     assert as_llama("llama") == set()
-    assert as_llama("qwen3") == set(FAMILIES[0].sites) - {"q", "k"}
+    assert as_llama("qwen3") == set(FAMILIES[0].sites) - {"q", "k"} - set(DERIVED)
     assert as_llama("gpt2") == {"logits"}
 
 
@@ -135,7 +144,7 @@ def test_aliases_are_there_in_both_directions():
     names = PAGE.partition("## Names in TransformerLens and nnterp")[2]
     ours, _, theirs = names.partition("### From nnterp's")
     for alias, site in (TRANSFORMER_LENS | NNTERP).items():
-        layer = "[l]" if SITES[site].layered else ""
+        layer = "[l]" if SPECS[site].layered else ""
         shown = alias + layer if alias in NNTERP else alias
         (line,) = [line for line in ours.splitlines() if line.startswith(f"| `{site}` |")]
         assert f"`{shown}`" in line

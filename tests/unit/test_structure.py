@@ -16,7 +16,7 @@ import patchclamp
 ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = (
-    "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "grade", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "grade", "call", "stream", "run", "attention", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors", "version",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`
@@ -178,9 +178,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_912, 12), "sites": (2_001, 4), "plan": (4_423, 10), "kernels": (1_629, 10), "store": (1_785, 7),
-    "runtime": (2_654, 8), "engines": (4_123, 12), "engines/vllm": (8_189, 23), "trace": (2_438, 5),
-    "studies": (12_111, 34), "plots": (1_374, 5), "serve": (4_240, 14), "cli": (1_302, 4), "": (4_719, 12),
+    "language": (3_965, 12), "sites": (2_019, 4), "plan": (4_490, 10), "kernels": (1_704, 11), "store": (1_785, 7),
+    "runtime": (2_780, 9), "engines": (4_246, 13), "engines/vllm": (8_309, 24), "trace": (2_441, 5),
+    "studies": (12_111, 34), "plots": (1_374, 5), "serve": (4_246, 14), "cli": (1_302, 4), "": (4_921, 13),
 }  # fmt: skip
 
 

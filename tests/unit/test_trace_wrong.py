@@ -136,7 +136,7 @@ IN_A_LINE = {
     "a batch axis in ours": (lambda t: t.layers[1].output[0, -1], E, "single numbers of a row"),
     "logits of the prompt": (lambda t: t.logits[2], E, "only where a token is sampled"),
     "logits with a batch axis": (lambda t: t.logits[0, -1], E, "single numbers of a row"),
-    "attention weights": (lambda t: t.attention_probabilities[3], X, "attention weights, which a fused kernel never"),
+    "attention weights": (lambda t: t.attention_probabilities[3], U, "attention weights: use pattern"),
     "attention weights of a module": (lambda t: t.layers[1].attn.pattern, X, "do not exist in a fused kernel"),
     "a site of another model": (lambda t: t.layers[1].mlp.router, X, "router is not available"),
     "a name that is none": (lambda t: t.resid_pots[3], U, "did you mean 'resid_post'"),

@@ -12,7 +12,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from patchclamp.language import SITES
+from patchclamp.language.site import SPECS
 from patchclamp.plots import Curve, Curves, Heatmap, Picture, TokenGrid, style
 from patchclamp.plots.style import tick
 
@@ -272,7 +272,7 @@ def module(lm: LM, name: str) -> str:
     if tap is None:
         return NOWHERE
     layer = "{l}" if not shift else f"{{l+{shift}}}"
-    path = tap.module.replace("{l}", layer if SITES[name].layered else "0")
+    path = tap.module.replace("{l}", layer if SPECS[name].layered else "0")
     return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
 
 

@@ -36,6 +36,7 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )
+from patchclamp.engines.dense_keys import DenseKeys, computes_attention_itself
 from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
 from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.preflight import default_dtype
@@ -285,7 +286,9 @@ class TransformersEngine(Engine):
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
-        self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
+        self.sites.no_attention = computes_attention_itself(self._net, self.sites)
+        self._keys = self.runtime.keys = DenseKeys(self._net, self.sites, self.runtime)
+        self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view, self._keys.around)
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._reads: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
@@ -573,6 +576,7 @@ class TransformersEngine(Engine):
         """Run the model on the current inputs; return the logits to sample from, [B, V]."""
         self.runtime.begin(passes.batch(slots))
         self._host.token_of_row = passes.ids_BT.reshape(-1)
+        self._keys.begin(passes)
         with at_work(self.runtime):
             logits_BV = passes.run(self._net)
             self.runtime.apply(self._logits, logits_BV, None)

@@ -39,7 +39,7 @@ from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 9  # the protocol version; client and server must have the same
+WIRE = 10  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -54,6 +54,7 @@ class Info(msgspec.Struct):
     owner: the first part of the names of runs that this API key may use
     withdrawn: the sites that were not proved
     dictionaries: the attached SAEs
+    no_attention: the reason why the engine does not read attention patterns; "" if it does
     """
 
     wire: int
@@ -66,11 +67,12 @@ class Info(msgspec.Struct):
     withdrawn: dict[str, str]
     stages: int = 1
     dictionaries: list[DictionaryCard] = []
+    no_attention: str = ""
 
     def site_map(self, rows: Callable[[str, Sequence[int]], FeatureRows]) -> SiteMap:
         """The site map, in which `rows(name, ids)` are those of features."""
         sites = SiteMap(self.family, self.sizes, self.tensor_parallel, self.stages)
-        sites.withdrawn = dict(self.withdrawn)
+        sites.withdrawn, sites.no_attention = dict(self.withdrawn), self.no_attention
         for card in self.dictionaries:
             sites.dictionaries[card.name] = sites.dictionary(card, functools.partial(rows, card.name))
         return sites

@@ -60,7 +60,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     dtype: str = "float32"
 
 
-class FeatureReader(msgspec.Struct, frozen=True):
+class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
     """Reads features by the SAE of this name: the largest of each row, or those of `ids`.
 
     content: of the SAE; "": of any that has the name

@@ -25,9 +25,9 @@ import msgspec
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
 from patchclamp.language.conditions import Output, ProbeCondition, check_condition
 from patchclamp.language.probes import linear_model, read_arrays, read_probe, write_probe
-from patchclamp.language.site import SITES, At, Site, parse_edited_site, parse_site
+from patchclamp.language.site import DERIVED, SITES, SPECS, At, Site, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.tokens import Range, Tokens, as_integer, every, parse_tokens
+from patchclamp.language.tokens import Range, Tokens, TokensLike, as_integer, every, parse_tokens
 from patchclamp.language.values import (
     POOLS,
     Converted,
@@ -109,6 +109,14 @@ def as_top(value: int) -> int:
     return top
 
 
+def as_spans(value: Iterable[TokensLike]) -> tuple[Tokens, ...]:
+    """Parse several selections of tokens."""
+    spans = tuple(map(parse_tokens, as_items(value, "")))
+    if not 1 <= len(spans) <= MAX_TOP:
+        raise ProgramError(f"expected 1 to {MAX_TOP} selections, got {len(spans)}")
+    return spans
+
+
 def as_feature_ids(value: int | Iterable[int]) -> tuple[int, ...]:
     """Make a tuple of feature ids from one or several."""
     several: list[Any] = [value] if hasattr(value, "__index__") else as_items(value, "")
@@ -178,12 +186,14 @@ class SiteOp(Op, _Placed, frozen=True):
                 raise ProgramError(f"the tokens are given twice: {both} and tokens={self.tokens}", "tokens")
             msgspec.structs.force_setattr(self, "at", both.site)
             msgspec.structs.force_setattr(self, "tokens", both.tokens)
-        if isinstance(self.at, str) and not isinstance(self, Readout):
+        if isinstance(self.at, (str, Site)) and not isinstance(self, Readout):
             try:
                 parse_edited_site(self.at)
             except PatchclampError as error:
                 raise error.under("at") from None
         super().__post_init__()
+        if not isinstance(self, Capture) and self.at.name in DERIVED:
+            raise UnsupportedSite(f"{self.at} is captured, by pc.Capture; {type(self).__name__} does not read it", "at")
 
 
 class Readout(SiteOp, frozen=True):
@@ -198,6 +208,11 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     captures a site either whole or through one W; a `Probe` has a matrix of its own.
 
     `pool` reduces the selected tokens to one row: their "mean", their "max" in each column, or the "last" of them.
+
+    At `pattern` and `attn_scores` the selected tokens are queries, and a row has a number for each key position; it is
+    computed in fp32 where the model runs, from cached keys too. `keys` keeps only those of a selection, `spans` the
+    sum over each of several selections, and `top` the n largest of each head, which `run.attention[site]` returns with
+    their positions.
     """
 
     at: Site = field(converter=as_site)
@@ -205,6 +220,26 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     dtype: str = field(converter=as_dtype, default="float32")
     project: Vector | Named | None = field(converter=optional(as_numbers), default=None)
     pool: str | None = field(converter=optional(one_of("way to pool", POOLS)), default=None)
+    keys: Tokens | None = field(converter=optional(parse_tokens), default=None)
+    spans: tuple[Tokens, ...] | None = field(converter=optional(as_spans), default=None)
+    top: int | None = field(converter=optional(as_top), default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_keys = [name for name in ("keys", "spans", "top") if getattr(self, name) is not None]
+        if self.at.name not in DERIVED:
+            if of_keys:
+                raise ProgramError(
+                    f"expected pattern or attn_scores, whose rows are of keys, got {self.at}", of_keys[0]
+                )
+            return
+        if len(of_keys) > 1:
+            raise ProgramError(f"expected one of keys, spans and top, got {' and '.join(of_keys)}", of_keys[1])
+        for name, default in {"dtype": "float32", "project": None, "pool": None}.items():
+            if getattr(self, name) != default:
+                raise ProgramError(f"expected none at {self.at}, whose rows are of keys", name)
+        if self.spans is not None and self.at.name != "pattern":
+            raise ProgramError(f"expected pattern, since scores are not summed, got {self.at}", "spans")
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
@@ -414,7 +449,7 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
 
 def check_lens_site(at: Site) -> None:
     """Raise `UnsupportedSite` for a site that a lens does not read."""
-    spec = SITES[at.name]
+    spec = SPECS[at.name]
     if not spec.layered or spec.width != "D" or at.index is not None:
         wide = ", ".join(name for name, spec in SITES.items() if spec.layered and spec.width == "D")
         raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, one row per layer: {wide}", "at")

@@ -21,6 +21,7 @@ from patchclamp.language.conditions import (
 from patchclamp.language.ops import (
     OPS,
     Apply,
+    Capture,
     CaptureLike,
     Features,
     Lens,
@@ -33,7 +34,7 @@ from patchclamp.language.ops import (
     When,
     as_capture,
 )
-from patchclamp.language.site import SITES, At, Site
+from patchclamp.language.site import SPECS, At, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Selection, read_tokens
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
@@ -43,7 +44,8 @@ VECTORS = {  # fields that hold vectors
     "value", "mask", "basis", "direction", "directions", "plane", "project", "weight", "bias", "rotation",
 }  # fmt: skip
 # fields that later versions added, with what they do not write: older programs keep their fingerprint
-LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0}
+LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0,
+         "keys": None, "spans": None, "top": None}  # fmt: skip
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # the type of `capture=` for one prompt
 Item = TypeVar("Item")
@@ -97,7 +99,7 @@ class Program(PublicStruct, frozen=True):
                 raise ProgramError("a run ends by a probe, and not by a feature: use its encoder row as a probe")
             if probe.pool is not None:
                 raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its run has ended", "pool")
-            if SITES[probe.at.name].layered and not isinstance(probe.at.layers, int):
+            if SPECS[probe.at.name].layered and not isinstance(probe.at.layers, int):
                 raise ProgramError(f"a condition reads one layer, got {probe.at}", "at")
             if named.setdefault(probe.name, probe) != probe:
                 raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", "name")
@@ -196,8 +198,10 @@ def _fields(op: Op) -> dict[str, Any]:
 
 def _texts(op: Op) -> dict[str, Any]:
     """The fields of an op that are serialized as text."""
-    fields = {name: getattr(op, name, None) for name in ("at", "tokens")}
+    fields = {name: getattr(op, name, None) for name in ("at", "tokens", "keys")}
     texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
+    if isinstance(op, Capture) and op.spans is not None:
+        texts["spans"] = [str(span) for span in op.spans]
     value = getattr(op, "value", None)
     if isinstance(value, (From, SameRun)):
         words = {name: getattr(value, name) for name in value.__struct_fields__}
@@ -250,8 +254,9 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
     if kind is When:
         fields["condition"] = read_condition(fields["condition"], f"{path}.condition", _read_probe)
         fields["edits"] = _read_ops(fields["edits"], f"{path}.edits", depth + 1)
-    for field in ("at", "tokens"):
-        if field in fields and not isinstance(fields[field], str) and (kind is not Use or fields[field] is not None):
+    for field in ("at", "tokens", "keys"):
+        may_be_none = kind is Use or field == "keys"
+        if field in fields and not isinstance(fields[field], str) and not (may_be_none and fields[field] is None):
             raise ProgramError("expected the text form, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
     for field in VECTORS & fields.keys() if kind is not SetFeature else ():
         if fields[field] is not None:

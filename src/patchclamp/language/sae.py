@@ -17,7 +17,7 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError
 from patchclamp.language.sae_formats import Fold, errors_of, read_parts, write_saelens
-from patchclamp.language.site import SITES, parse_site
+from patchclamp.language.site import SPECS, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 
@@ -204,7 +204,7 @@ def _one_site(text: Any, path: str) -> str:
         site = parse_site(text)
     except PatchclampError as error:
         raise error.under(path) from None
-    if SITES[site.name].layered != isinstance(site.layers, int):
+    if SPECS[site.name].layered != isinstance(site.layers, int):
         raise ProgramError(f"expected a site of one layer, such as 'resid_post[20]', got '{site}'", path)
     return str(site)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnknownName, near
 from patchclamp.language.probes import check_archive, read_arrays
-from patchclamp.language.site import SITES, hook, parse_site
+from patchclamp.language.site import SPECS, hook, parse_site
 from patchclamp.language.values import as_file, check_dense
 
 if TYPE_CHECKING:
@@ -575,7 +575,7 @@ def _place(text: str | None) -> str:
 def _hook_name(text: str) -> tuple[str, Any]:
     """The name of a site in TransformerLens and its head; "" for none."""
     site = parse_site(text) if text else None
-    aliases = SITES[site.name].transformer_lens if site else ()
+    aliases = SPECS[site.name].transformer_lens if site else ()
     if not site or not aliases:
         return "", ""
     return aliases[0].format(l=site.layers), "" if site.index is None else site.index

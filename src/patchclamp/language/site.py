@@ -4,10 +4,12 @@
 Layers and indices are 0-based and may count from the end; ranges are half-open. `patchclamp.sites` maps names to a
 model.
 
-`SITES` is the registry. The public names, the parser, the docs page, the order of reports, the proofs and the parts of
-a row are derived from it. A new site is one entry here and one column in the family tables (`sites.tables`).
+`SITES` is the registry of tensors, and `DERIVED` that of attention patterns. The public names, the parser, the docs
+page, the order of reports, the proofs and the parts of a row are derived from it. A new site is one entry here and one
+column in the family tables (`sites.tables`).
 
-    T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size
+    T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads (in `pattern`: key
+    positions) · E head size
     M MLP width · X experts · V vocabulary · `{l}` a layer
 
 A name is an alias only if it is the same tensor. A similar name for a different tensor is refused with a suggestion
@@ -24,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, UnknownName, UnsupportedSite, unknown
+from patchclamp.errors import ProgramError, UnknownName, UnsupportedSite, unknown
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import (
     Index,
@@ -116,7 +118,20 @@ SITES: dict[str, SiteSpec] = {  # in order of computation
     )
 }  # fmt: skip
 
-TRANSFORMER_LENS: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias in spec.transformer_lens}
+# Sites that are computed from queries and cached keys for those who capture them, and cannot be edited
+DERIVED: dict[str, SiteSpec] = {
+    spec.name: spec
+    for spec in (
+        SiteSpec("attn_scores", "[T, H, K]", "attention scores over key positions, as the softmax reads them: scaled, "
+                 "capped and with ALiBi; −∞ where a query cannot see a key", "Q", index="head", block="attention",
+                 transformer_lens=(_ATTN + "hook_attn_scores",)),
+        SiteSpec("pattern", "[T, H, K]", "attention probabilities over key positions, 0 beyond those that a query sees",
+                 "Q", index="head", block="attention", transformer_lens=(_ATTN + "hook_pattern",)),
+    )
+}  # fmt: skip
+SPECS: dict[str, SiteSpec] = SITES | DERIVED  # by name
+
+TRANSFORMER_LENS: dict[str, str] = {alias: spec.name for spec in SPECS.values() for alias in spec.transformer_lens}
 NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias in spec.nnterp}
 
 
@@ -134,8 +149,6 @@ def unmoved(name: str) -> tuple[str, ...]:
 
 _UNNORMED = "is the row divided by its size, before the norm's weight"
 _PER_HEAD = "is the stream before the norm, once a head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
-_NEVER = "are attention weights, which a fused kernel never makes"
-_WEIGHTS = f"{_NEVER}: use q[{{l}}], k[{{l}}] and z[{{l}}]"
 _MODULE = "is a module, not a tensor"
 ELSEWHERE: dict[str, str] = {
     "blocks.{l}.ln1.hook_normalized": f"{_UNNORMED}: use attn_in[{{l}}], which is after it",
@@ -149,14 +162,12 @@ ELSEWHERE: dict[str, str] = {
     "blocks.{l}.hook_mlp_in": "is the stream before the norm: use resid_mid[{l}], or mlp_in[{l}] for the normed input",
     "blocks.{l}.attn.hook_rot_q": "is after rotary embedding: use q[{l}], which is before it",
     "blocks.{l}.attn.hook_rot_k": "is after rotary embedding: use k[{l}], which is before it",
-    "blocks.{l}.attn.hook_attn_scores": _WEIGHTS,
-    "blocks.{l}.attn.hook_pattern": _WEIGHTS,
     "blocks.{l}.attn.hook_result": "is each head's part of attn_out, which no engine makes: use z[{l}], before the "
                                    "output projection",
     "blocks.{l}.mlp.hook_pre": "is before the activation: use neurons[{l}], which is what the down projection reads",
     "blocks.{l}.mlp.hook_pre_linear": "is one factor of a neuron: use neurons[{l}], the product",
-    **dict.fromkeys(("attention_probabilities", "attn_weights", "attn_scores", "pattern"),
-                    f"{_NEVER}: use q, k and z"),
+    **dict.fromkeys(("attention_probabilities", "attn_weights"),
+                    "are attention weights: use pattern, or attn_scores before the softmax"),
     "next_token_probs": "is computed from the logits: capture logits and take their softmax",
     "layers": f"{_MODULE}: use layers_input or layers_output, or resid_pre and resid_post",
     "attentions": f"{_MODULE}: use attentions_input or attentions_output, or attn_in and attn_out",
@@ -247,12 +258,11 @@ def edited_elsewhere(text: str) -> str | None:
     return None
 
 
-def elsewhere(text: str) -> PatchclampError | None:
+def elsewhere(text: str) -> UnknownName | None:
     """The error, with a suggestion, for a name of either library that is not one of our sites; None for other names."""
     for pattern, why in _ELSEWHERE:
         if match := pattern.fullmatch(text.partition("[")[0].strip()):
-            error = UnsupportedSite if why.startswith(_NEVER) else UnknownName
-            return error(f"{text} {why.format(l=match.groupdict().get('layer'))}")
+            return UnknownName(f"{text} {why.format(l=match.groupdict().get('layer'))}")
     return None
 
 
@@ -264,9 +274,9 @@ class Site(PublicStruct, frozen=True):
     index: Index | None = None
 
     def __post_init__(self) -> None:
-        spec = SITES.get(self.name) if isinstance(self.name, str) else None
+        spec = SPECS.get(self.name) if isinstance(self.name, str) else None
         if spec is None:
-            raise unknown("site", self.name, SITES)
+            raise unknown("site", self.name, SPECS)
         msgspec.structs.force_setattr(self, "layers", as_indices(self.layers))
         msgspec.structs.force_setattr(self, "index", as_index(self.index))
         if self.layers is not None and not spec.layered:
@@ -321,8 +331,11 @@ class At(PublicStruct, frozen=True):
 
 
 def parse_edited_site(text: Site | str) -> Site:
-    """Parse a site for an edit. Raises `UnsupportedSite` for a TransformerLens name whose edits reach other readers."""
+    """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name whose
+    edits reach other readers."""
     site = parse_site(text)
+    if site.name in DERIVED:
+        raise UnsupportedSite(f"{site} is computed for those who read it, and cannot be edited: edit q, k, v or z")
     if isinstance(text, str) and (reason := edited_elsewhere(text.strip())):
         raise UnsupportedSite(reason)
     return site
@@ -353,8 +366,8 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
     """Parse a site from its text form, a tuple of its name and its layer (`("resid_post", 12)`), or its name in
     TransformerLens or nnterp; return a `Site` unchanged.
 
-    Raises `UnknownName` for an unknown name (with a suggestion for names of TransformerLens and nnterp),
-    `UnsupportedSite` for attention weights, and `ProgramError` for malformed text.
+    Raises `UnknownName` for an unknown name (with a suggestion for names of TransformerLens and nnterp), and
+    `ProgramError` for malformed text.
     """
     if isinstance(text, Site):
         return text
@@ -375,8 +388,8 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
     if words is None:
         raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")
     name = NNTERP.get(words["name"], words["name"])
-    if name not in SITES:
-        raise unknown("site", name, SITES)
+    if name not in SPECS:
+        raise unknown("site", name, SPECS)
     listed = [] if words["layers"] is None else [tuple(parse_index(key) for key in words["layers"].split(","))]
     keys = [] if words["keys"] is None or (listed and not words["keys"].strip()) else words["keys"].split(",")
     if len(listed) + len(keys) > 2:
@@ -386,4 +399,4 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
 
 def is_stacked(at: Site) -> bool:
     """True if a site's rows have a first axis for layers."""
-    return SITES[at.name].layered and not isinstance(at.layers, int)
+    return SPECS[at.name].layered and not isinstance(at.layers, int)

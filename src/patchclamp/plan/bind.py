@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import (
+    CapacityError,
     MissingSource,
     PatchclampError,
     ProgramError,
@@ -47,15 +48,18 @@ from patchclamp.language.conditions import Above, Every, Not, ProbeCondition, co
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import DERIVED, parse_site
 from patchclamp.language.tokens import Between, Joined, Positions, Selection, ids_in, leaves
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, check_plane, orthonormal
 from patchclamp.plan.bound import (
     BITS,
+    KEYS,
     LATCHES,
+    MAX_ATTENTION_BYTES,
     MAX_RANK,
     Action,
     All,
+    AttentionReader,
     Blend,
     BoundOp,
     BoundProgram,
@@ -123,6 +127,10 @@ class Context(Protocol):
         `ShapeError` if translators have another width."""
         ...
 
+    def heads(self) -> tuple[int, int, int]:
+        """The first head of the op's site, the number of heads, and the number of positions of the request."""
+        ...
+
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
         """The SAE that the op names. Raises `ProgramError` for an id that it does not have."""
         ...
@@ -159,6 +167,11 @@ def lower(op: SiteOp, context: Context) -> Lowered:
 @lower.register
 def _capture(op: ops.Capture, context: Context) -> Lowered:
     dtype, pool = DTYPES.index(op.dtype), POOLS.index(op.pool) + 1 if op.pool else 0
+    if op.at.name in DERIVED:
+        first, heads, positions = context.heads()
+        keys = 0 if op.top else -(-positions // KEYS) * KEYS
+        reader = AttentionReader(op.at.name, first, heads, keys)
+        return Lowered(Keep(0, context.conditional, reader=reader, top=op.top or 0))
     if op.project is None:
         return Lowered(Keep(dtype, context.conditional, pool=pool))
     matrix = _matrix(op, op.project, "project", context)
@@ -892,6 +905,14 @@ class _OpBinder:
         else:
             ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         action = self._pooled_in_step(lowered.action)
+        if isinstance(action, Keep) and isinstance(action.reader, AttentionReader):
+            size = 4 * action.numbers * len(self._case.positions) * len(self._refs)
+            if size > MAX_ATTENTION_BYTES:
+                raise CapacityError(
+                    f"{self._refs[0].name} of {len(self._case.positions)} tokens in {len(self._refs)} layers has "
+                    f"{size:,} bytes; at most {MAX_ATTENTION_BYTES:,} fit: select tokens, heads or layers, or top=",
+                    "tokens",
+                )
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
@@ -925,6 +946,11 @@ class _OpBinder:
         if lens.top > self._sites.d_vocab:
             raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {lens.top}", "top")
         lens.check_width(self._sites.d_model)
+
+    def heads(self) -> tuple[int, int, int]:
+        sizes, ref = self._sites.sizes, self._refs[0]
+        first, end = ref.columns or (0, sizes["Q"])
+        return first // sizes.d_head, (end - first) // sizes.d_head, self._binder.limit
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
         assert isinstance(self._op, (Features, FeatureOp))

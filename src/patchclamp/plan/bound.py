@@ -52,6 +52,24 @@ class PositionRange(NamedTuple):
     step: int = 0
 
 
+KEYS = 64  # attention rows are a multiple of this long, so that few lengths occur
+MAX_ATTENTION_BYTES = 1 << 30  # of the attention rows of one op of a request
+
+
+class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
+    """Reads the attention of queries after rotary embedding.
+
+    site: `pattern` or `attn_scores`
+    first, heads: the first head, and the number of heads
+    keys: the length of a row; 0: the largest of each row are kept
+    """
+
+    site: str
+    first: int
+    heads: int
+    keys: int = 0
+
+
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     """Record the row, or its products with the rows of a matrix.
 
@@ -63,8 +81,9 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     in_step: True if the rows of each step are pooled on the device, and one is kept
     probe: the name of the probe that its products are for; "" if they are the site's
     lens: True if its rows are for a lens, and not the site's
-    reader: the attached SAE whose features are kept of each row, and which; None: the row itself
-    top: the number of these features: a row is their values and then their ids, as the bits of int32
+    reader: what is computed of each row, and kept: features of an attached SAE, or the attention of a query; None: the
+        row itself
+    top: the number of features, or of keys of each head: a row is their values and then their ids, as the bits of int32
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -75,7 +94,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     pool: int = 0
     probe: str = ""
     lens: bool = False
-    reader: FeatureReader | None = None
+    reader: FeatureReader | AttentionReader | None = None
     top: int = 0
     in_step: bool = False
 
@@ -87,6 +106,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     @property
     def numbers(self) -> int:
         """The numbers that are kept of each row; 0: all."""
+        if isinstance(self.reader, AttentionReader):
+            return self.reader.heads * (2 * self.top or self.reader.keys)
         return self.products or 2 * self.top
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
 from patchclamp.language.ops import MAX_FEATURES, MAX_TOP, as_probe_name
+from patchclamp.language.site import DERIVED
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
@@ -32,6 +33,7 @@ from patchclamp.plan.bound import (
     LINEAR,
     LOW_RANK,
     MATCH,
+    MAX_ATTENTION_BYTES,
     MAX_RANK,
     NOISE,
     PROJECT,
@@ -39,6 +41,7 @@ from patchclamp.plan.bound import (
     TEST,
     Action,
     All,
+    AttentionReader,
     Blend,
     BoundOp,
     BoundProgram,
@@ -65,6 +68,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.plan.cells import CellGroup, CellRecords
 from patchclamp.sites import SiteMap, SiteRef
+from patchclamp.sites.tables import ROTATED
 
 VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
 MAX_PATH = 500
@@ -326,6 +330,22 @@ def _check_reader(action: Keep, op: BoundOp, frame: Frame) -> None:
         _need(not action.top, "features with no SAE")
         return
     _need(not (action.matrix or action.pool or action.probe), "an SAE of other rows")
+    if isinstance(reader, AttentionReader):
+        sizes = frame.sites.sizes
+        _need(reader.site in DERIVED, f"no attention site {reader.site[:64]!r}")
+        _need(not frame.sites.no_attention, f"{reader.site} of an engine that does not read it")
+        _need(
+            {frame.sites.points[point].kind for point in op.points} <= {ROTATED}, "attention of rows that ask nothing"
+        )
+        _need(0 <= reader.first < reader.first + reader.heads <= sizes.heads, "heads that the model does not have")
+        _need(
+            (reader.keys == 0) != (action.top == 0) and 0 <= action.top <= MAX_TOP, "neither whole rows nor the largest"
+        )
+        limit = max((stop for _, stop, *_ in op.ranges), default=0)
+        rows = sum(stop - start for start, stop, *_ in op.ranges) * len(op.points)
+        _need(reader.keys == 0 or limit <= reader.keys, f"rows of {reader.keys} keys")
+        _need(4 * rows * action.numbers <= MAX_ATTENTION_BYTES, f"{rows} rows of {reader.keys} keys")
+        return
     found = frame.sites.dictionaries.get(reader.name)
     _need(found is not None and found.card.content == reader.content, f"no SAE {reader.name[:64]!r} of this content")
     assert found is not None

@@ -587,7 +587,7 @@ class CudaStep:
         begin, row = zero + int(plan.base[region]), int(plan.row[region])
         rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
         dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
-        return reduced_rows(plan, number, rows.view(dtype).view(-1, row // dtype.itemsize), self.encode)
+        return reduced_rows(plan, self._steps, number, rows.view(dtype).view(-1, row // dtype.itemsize), self.encode)
 
     def _carry_out(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,

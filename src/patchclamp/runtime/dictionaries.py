@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from patchclamp.language.dictionaries import PRECISIONS, FeatureReader
 from patchclamp.language.sae import EPSILON, SAE, SHAPES
 from patchclamp.language.values import POOLS
 from patchclamp.plan.bound import BoundOp, Encoded, Keep
+from patchclamp.runtime.attention import AttentionReading
 
 MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
 MAX_VALUES, MAX_ROWS = 1 << 25, 1 << 11  # features, and rows, computed at a time
@@ -98,6 +100,7 @@ class Reading:
 
     def __init__(self, number: int, sae: DeviceSAE, reader: FeatureReader, top: int, device: torch.device) -> None:
         self.number, self.sae, self.top, self._first = number, sae, top, reader.first
+        self.numbers: int = 2 * top
         self._ids = None if reader.ids is None else torch.tensor(reader.ids, device=device)
 
     def read(self, rows_NW: torch.Tensor) -> torch.Tensor:
@@ -123,8 +126,8 @@ class Dictionaries:
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
         # the readings of admitted programs
-        self._readings: weakref.WeakValueDictionary[tuple[FeatureReader, int], Reading] = weakref.WeakValueDictionary()
-        self._numbered: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
+        self._readings: weakref.WeakValueDictionary[Any, Reading | AttentionReading] = weakref.WeakValueDictionary()
+        self._numbered: weakref.WeakValueDictionary[int, Reading | AttentionReading] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -178,28 +181,31 @@ class Dictionaries:
             raise MissingSource(f"the SAE {name!r} was detached")
         return found
 
-    def reading(self, keep: Keep) -> Reading:
-        """The reading of a capture's features, which programs share. Raises `MissingSource` for an SAE that was
-        detached."""
-        assert keep.reader is not None
-        key = keep.reader, keep.top
-        sae, known = self.of(keep.reader.name, keep.reader.content), self._readings.get(key)
-        if known is not None and known.sae is sae:  # it may be attached again, in another dtype
-            return known
+    def reading(self, keep: Keep) -> Reading | AttentionReading:
+        """The reading of a capture's features or attention, which programs share. Raises `MissingSource` for an SAE
+        that was detached."""
+        reader, known = keep.reader, self._readings.get((keep.reader, keep.top))
+        sae = self.of(reader.name, reader.content) if isinstance(reader, FeatureReader) else None
+        if known is not None and (sae is None or (isinstance(known, Reading) and known.sae is sae)):
+            return known  # an SAE may be attached again, in another dtype
         used = set(self._numbered)
         number = next(i for i in itertools.count(len(POOLS) + 1) if i not in used)
-        made = Reading(number, sae, *key, self._device)
-        self._readings[key] = self._numbered[number] = made
+        if isinstance(reader, FeatureReader):
+            assert sae is not None
+            made = Reading(number, sae, reader, keep.top, self._device)
+        else:
+            assert reader is not None
+            made = AttentionReading(number, reader, keep.top)
+        self._readings[reader, keep.top] = self._numbered[number] = made
         return made
 
     def numbers_of(self, number: int) -> int:
         """The numbers that a reading keeps of each row."""
-        return 2 * self._numbered[number].top
+        return self._numbered[number].numbers
 
-    @torch.inference_mode()
-    def encode(self, number: int, rows_NW: torch.Tensor) -> torch.Tensor:
-        """The features of rows by the reading of a number (`Reading.read`)."""
-        return self._numbered[number].read(rows_NW)
+    def numbered(self, number: int) -> Reading | AttentionReading:
+        """The reading of a number."""
+        return self._numbered[number]
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
         """The code of a program's `Encoded` ops, by op. Raises `MissingSource` for an SAE that was detached."""

@@ -14,6 +14,7 @@ from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.language.values import POOLS
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
+from patchclamp.runtime.attention import Queries
 from patchclamp.store.captures import BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock
 
@@ -41,16 +42,19 @@ POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
 LONG = 512  # the average length from which ranges are pooled one by one
 
 
-Encode = Callable[[int, torch.Tensor], torch.Tensor]  # the number of a reading, and rows [n, W]
+Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # the number of a reading, and rows [n, W]
 
 
-def reduced_rows(plan: StepPlan, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
-    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled range by range, or encoded."""
-    _, how, ranges = plan.reduced[number]
+def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
+    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled range by range, or read. The
+    step is the one `steps` after the planned one."""
+    region, how, ranges = plan.reduced[number]
     if how <= len(POOLS):
         return _pool(rows_NW, plan.count[ranges], how).reshape(-1)
     assert encode is not None
-    return encode(how, rows_NW).reshape(-1)
+    layout, count = plan.layout, plan.count[ranges]
+    queries = Queries(int(layout.point[region]), layout.slot[ranges], plan.begins(steps)[ranges], count)
+    return encode(how, rows_NW, queries).reshape(-1)
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
@@ -73,7 +77,7 @@ class Step(Protocol):
     unit: the sizes of captured numbers in plans, `NUMBERS` or `BYTES`
     recording: True while a graph is recorded, so that every tap launches
     code: runs code, by its number, on rows [n, W] at a point and at positions [n]; returns None if it failed
-    encode: reads features of rows [n, W], by the number of the reading
+    encode: reads features or attention of rows [n, W], by the number of the reading
     """
 
     unit: np.ndarray
@@ -147,7 +151,7 @@ class HostStep:
         self._arriving: collections.deque[tuple[list[tuple[int, int]], Arriving]] = collections.deque()
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
-        self._plan = plan.advanced(steps) if steps else plan
+        self._plan, self._steps = plan.advanced(steps) if steps else plan, steps
         self._captures = torch.empty(plan.size + plan.scratch, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
         self._bits = np.zeros(batch.rows, np.int64)
@@ -174,7 +178,7 @@ class HostStep:
         for number, (region, _, _) in enumerate(plan.reduced):
             begin, width = int(plan.base[region]), int(plan.row[region])
             rows = captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
-            results = reduced_rows(plan, number, rows, self.encode)
+            results = reduced_rows(plan, self._steps, number, rows, self.encode)
             captures[int(plan.result[region]) :][: len(results)] = results
         kept = captures[: plan.size].clone() if plan.scratch else captures  # frees the rest
         return BufferSlice(HostBlock(kept.cpu().view(torch.uint8)), 0) if plan.size else None

@@ -33,6 +33,7 @@ from patchclamp.plan.bound import Action, Blend, Factored, Keep, Noisy, RunCode,
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
+from patchclamp.runtime.attention import AttentionReading, Keys, Queries
 from patchclamp.runtime.dictionaries import Dictionaries, Reading
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
@@ -334,7 +335,7 @@ class _InstalledProgram(msgspec.Struct):
     slot: int
     token_bytes: int
     receipt: str
-    readings: list[Reading] = []
+    readings: list[Reading | AttentionReading] = []
 
 
 class Arrival(NamedTuple):
@@ -358,7 +359,7 @@ class _Local(NamedTuple):
     ops: Sequence[BoundOp]
     addresses: Mapping[str, tuple[int, int]]
     token_bytes: int
-    readings: list[Reading]
+    readings: list[Reading | AttentionReading]
 
 
 class Runtime:
@@ -409,6 +410,7 @@ class Runtime:
         self._code_of: dict[str, list[int]] = {}
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
         self.monitor: AtWork | None = None  # reads the rows of every step
+        self.keys: Keys | None = None  # of the engine, for programs that read attention
         self.use(HostStep(self.table, self.bank))
 
     step: Step
@@ -441,10 +443,15 @@ class Runtime:
             self._code_errors[run] = pack(error)
             return None
 
-    def encode(self, number: int, rows_NW: torch.Tensor) -> torch.Tensor:
-        """Read features of rows. An exception becomes the error of the programs that read them."""
+    @torch.inference_mode()
+    def encode(self, number: int, rows_NW: torch.Tensor, queries: Queries) -> torch.Tensor:
+        """Read features or attention of rows. An exception becomes the error of the programs that read them."""
         try:
-            return self.dictionaries.encode(number, rows_NW)
+            reading = self.dictionaries.numbered(number)
+            if isinstance(reading, AttentionReading):
+                assert self.keys is not None
+                return reading.read(rows_NW, queries, self.keys, self.sites.sizes.heads)
+            return reading.read(rows_NW)
         except Exception as error:
             readers = [each.slot for each in self._admitted.values() if number in (one.number for one in each.readings)]
             self.fail(readers, error)
@@ -594,13 +601,13 @@ class Runtime:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
-        readings = list[Reading]()
+        readings = list[Reading | AttentionReading]()
         ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
         addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
         return _Local(arrival, ops, addresses, token_bytes, readings)
 
-    def _with_reading(self, op: BoundOp, readings: list[Reading]) -> BoundOp:
-        """The op; a capture of features with the number of its reading, which is added to `readings`."""
+    def _with_reading(self, op: BoundOp, readings: list[Reading | AttentionReading]) -> BoundOp:
+        """The op; a capture of features or attention with the number of its reading, which is added to `readings`."""
         if not isinstance(op.action, Keep) or op.action.reader is None:
             return op
         readings.append(self.dictionaries.reading(op.action))
@@ -673,7 +680,7 @@ class Runtime:
             item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
             kept = -(-item * keep.products // ALIGNED) * ALIGNED
         if keep.reader is not None:
-            return kept + -(-8 * keep.top // ALIGNED) * ALIGNED
+            return kept + -(-4 * keep.numbers // ALIGNED) * ALIGNED
         return 2 * kept if keep.in_step else kept
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
@@ -772,6 +779,10 @@ class Runtime:
             assert self.continuity.batch is not None
             self.step.begin(self.plan, self.continuity.batch, self.continuity.steps)
         return sameness
+
+    def acts_at(self, point: int) -> bool:
+        """True if a program acts at a point in this step."""
+        return self.plan is not None and bool(self._acts[point])
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Apply the step's plan at a point, and then the monitor; called by every tap."""

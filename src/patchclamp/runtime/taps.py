@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -95,7 +95,7 @@ def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tupl
 
 def attach(
     model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
-    after_attention: Callable[[torch.nn.Module, Callable[[torch.Tensor], None]], None] | None = None,
+    around: Callable[[torch.nn.Module, Literal["query", "output"], Callable[[torch.Tensor], None]], None] | None = None,
 ) -> dict[int, View | None]:  # fmt: skip
     """Hook every tap whose module is in this process, except those of sampled rows. Returns the hooked points and their
     views in the taps' tensors. Raises `ModelError` for a missing module.
@@ -109,9 +109,9 @@ def attach(
         module = find(model, tap.module)
         if type(module).__name__ == "PPMissingLayer":
             continue
-        if tap.moment == "attention":
-            assert after_attention is not None
-            after_attention(module, _attention_hook(point))
+        if tap.moment in ("attention", "query"):
+            assert around is not None
+            around(module, "query" if tap.moment == "query" else "output", _attention_hook(point))
         elif tap.moment == "in":
             module.register_forward_pre_hook(_input_hook(point, tap), with_kwargs=True)
         elif tap.rerun:

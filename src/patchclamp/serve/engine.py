@@ -74,6 +74,7 @@ async def info(request: Request) -> Response:
     told = wire.Info(
         wire.WIRE, __version__, owner, front.engine.model, sites.family, sites.sizes, sites.tensor_parallel,
         sites.withdrawn, sites.stages, [each.card for each in sites.dictionaries.values()],
+        sites.no_attention,
     )  # fmt: skip
     return Response(msgspec.msgpack.encode(told), media_type="application/msgpack")
 

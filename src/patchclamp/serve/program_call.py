@@ -30,11 +30,12 @@ from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.clients import http_error
 from patchclamp.engines.vllm.frontend import drafts_of
 from patchclamp.engines.vllm.server import ServeLimits
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, UnsupportedSite, unknown
 from patchclamp.language import Program, Readout, SiteOp, Use
 from patchclamp.language.conditions import ProbeCondition, comparisons
-from patchclamp.language.ops import FUZZ_NAMES, Features, Lens, check_words, fuzz, is_ours
+from patchclamp.language.ops import FUZZ_NAMES, Capture, Features, Lens, check_words, fuzz, is_ours
 from patchclamp.language.program import condition_from_dict, from_dict, to_dict
+from patchclamp.language.site import DERIVED
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
 from patchclamp.plan.room import captured_bytes
@@ -183,6 +184,9 @@ class ProgramCall:
         except PatchclampError as error:
             raise error.under("patchclamp.stop_when") from None
         every = [op for _, op in self.program.ops]
+        for path, op in self.program.ops:
+            if isinstance(op, Capture) and op.at.name in DERIVED:
+                raise UnsupportedSite(f"{op.at} is captured through pc.LM(url), and not in files of captures", path)
         captures = sum(isinstance(op, Readout) for op in every)
         kept.limits.check("program_ops", len(every), "ops of the program", "edits")
         kept.limits.check("program_captures", captures, "captures of the program", "capture")

@@ -258,6 +258,7 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
     Vector | Named: Numbers | VectorValue | NamedValue,
     Vector: list[float] | VectorValue,
     ProbeCondition: dict[str, Any],
+    tuple[Tokens, ...]: list[TokensText],
     tuple[Op, ...]: list[dict[str, Any]],
     tuple[Translator, ...]: list[TranslatorValue],
 }

@@ -12,7 +12,7 @@ from patchclamp.errors import ModelError, PatchclampError, ProgramError, ShapeEr
 from patchclamp.language.dictionaries import DictionaryCard, FeatureRows
 from patchclamp.language.ops import as_probe_name
 from patchclamp.language.sae import SAE
-from patchclamp.language.site import SITES, Site, parse_site
+from patchclamp.language.site import DERIVED, SITES, SPECS, Site, parse_site
 from patchclamp.language.tokens import Index, Range
 from patchclamp.sites.tables import Family, Layers, Size, Tap
 
@@ -316,6 +316,7 @@ class SiteMap:
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.dictionaries: dict[str, Dictionary] = {}  # attached SAEs by name
         self.withdrawn: dict[str, str] = {}  # sites that were not proved on the live model, and why
+        self.no_attention: str = ""  # the reason why the engine does not read attention patterns
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
         self._layers_of = {name: sizes.layers_with(kind.layers) for name, kind in family.points.items()}
@@ -450,18 +451,20 @@ class SiteMap:
 
     def parts(self, name: str) -> tuple[int, int] | None:
         """The number of heads, neurons or experts in a site's row, and the width of each; None if it has no parts."""
-        return self.sizes.parts(SITES[name].width) if SITES[name].index else None
+        return self.sizes.parts(SPECS[name].width) if SPECS[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
         """The refs of a site, by layer. Raises `UnsupportedSite` if the model lacks the site, a layer or an index."""
         self._check_has(site.name)
-        if not SITES[site.name].layered:
+        if not SPECS[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]
         of_row = ("", None) if site.index is None else (str(site.index), self._columns(site))
         return [SiteRef(site.name, layer, self._point(site.name, layer), *of_row) for layer in self._layers(site)]
 
     def _check_has(self, name: str) -> None:
         """Raise `UnsupportedSite` for a site that this model does not have, or that was withdrawn."""
+        if name in DERIVED and self.no_attention:
+            raise UnsupportedSite(f"{name} is not available here: {self.no_attention}")
         if name in self.withdrawn:
             raise UnsupportedSite(f"{name} was not proved on this model: {self.withdrawn[name]}")
         if self._has(name):
@@ -469,6 +472,8 @@ class SiteMap:
         kind = self.family.points.get(self.family.sites.get(name, ("", 0))[0])
         having = kind.layers if kind else "all"
         why = self.family.lacks.get(name) or NONE_HAS[having if isinstance(having, str) else "all"]
+        if name in DERIVED and kind is None:
+            why = "its attention is not a layer of vLLM's with queries and keys of its own"
         if kind is not None and kind.layout == "partial sum":
             why = "each tensor-parallel worker has a part of the sum, and none has the whole"
         raise UnsupportedSite(
@@ -479,7 +484,7 @@ class SiteMap:
         """The columns (first, end) of a site's second index."""
         parts, index = self.parts(site.name), site.index
         assert parts is not None
-        (count, size), kind = parts, SITES[site.name].index
+        (count, size), kind = parts, SPECS[site.name].index
         if count * size > MAX_INDEXED_COLUMNS:
             raise UnsupportedSite(
                 f"{site}: rows of {count * size} numbers cannot be indexed; at most {MAX_INDEXED_COLUMNS} can"
@@ -538,10 +543,10 @@ class SiteMap:
     @functools.cached_property
     def _labels(self) -> list[list[str]]:
         labels: list[list[str]] = [[] for _ in self.points]
-        words = [name for name in SITES if self._has(name)]
+        words = [name for name in SPECS if self._has(name)]
         for layer in (None, *range(self.layers)):
             for name in words:
-                if SITES[name].layered == (layer is not None) and (layer is None or layer in self._layers(Site(name))):
+                if SPECS[name].layered == (layer is not None) and (layer is None or layer in self._layers(Site(name))):
                     labels[self._point(name, layer or 0)].append(str(SiteRef(name, layer, 0)))
         return labels
 

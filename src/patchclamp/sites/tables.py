@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.language.site import SITES
+from patchclamp.language.site import DERIVED, SITES, SPECS
 from patchclamp.language.site import Width as Size
 
-Moment = Literal["in", "out", "attention"]
+Moment = Literal["in", "out", "attention", "query"]
 # Layers whose mixer is attention or recurrent (a state space, linear attention), and layers with an ordinary MLP
 # (`dense`), with experts (`sparse`), or with either (`mlp`)
 Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
@@ -30,7 +30,8 @@ class Tap(msgspec.Struct, frozen=True):
     """A tensor at a module's input or output.
 
     module: its path, `{l}` a layer
-    moment: its input (`in`), its output (`out`), or the result that vLLM's attention layer computes (`attention`)
+    moment: its input (`in`), its output (`out`), or of an attention layer the result (`attention`) that vLLM computes,
+        or the queries after rotary embedding (`query`)
     hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
     residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
     of: the widths of several tensors packed side by side in this one; empty: not packed
@@ -81,6 +82,7 @@ STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that nam
     "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
 }  # fmt: skip
 
+ROTATED = "rot_q"  # the point of queries after rotary embedding, from which attention patterns are computed
 PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # the reason in `lacks`
 
 
@@ -110,6 +112,16 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     both: bool = False
     afterwards: str = ""
 
+    def __post_init__(self) -> None:
+        points = dict[str, PointKind]()
+        for name, kind in self.points.items():
+            if name == "z" and kind.vllm.moment == "attention":
+                module = kind.transformers.module.rpartition(".")[0]  # of the output projection
+                taps = {"transformers": Tap(module, "query"), "vllm": Tap(kind.vllm.module, "query")}
+                points[ROTATED] = msgspec.structs.replace(kind, **taps, width="Q")
+            points |= {name: kind} if name != ROTATED else {}
+        msgspec.structs.force_setattr(self, "points", points)
+
     @property
     def parallel(self) -> bool:
         """True if a layer's attention and MLP read the same stream, and neither reads the other's result."""
@@ -119,6 +131,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     def sites(self) -> dict[str, tuple[str, int]]:
         """Its sites, each with its point kind and the number of layers by which its point is later."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
+        kinds |= dict.fromkeys(DERIVED, (ROTATED, 0))
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
 
 
@@ -202,7 +215,7 @@ def in_attention_layers(points: dict[str, PointKind]) -> dict[str, PointKind]:
     return {
         word: msgspec.structs.replace(kind, layers="attention")
         for word, kind in points.items()
-        if word in SITES and SITES[word].block == "attention"
+        if word in SITES and SPECS[word].block == "attention"
     }
 
 

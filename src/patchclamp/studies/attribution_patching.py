@@ -21,7 +21,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, UnsupportedSite
 from patchclamp.language import From, Replace, Site, every
-from patchclamp.language.site import SITES, parse_edited_site
+from patchclamp.language.site import SPECS, parse_edited_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, style
@@ -96,7 +96,7 @@ class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_on
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
         return GridPanel(
-            name=site, row_name="layer" if SITES[site].layered else "", column_name="token of the corrupt prompt",
+            name=site, row_name="layer" if SPECS[site].layered else "", column_name="token of the corrupt prompt",
             rows=tuple("" if self.rows[r].layer is None else str(self.rows[r].layer) for r in numbers),
             columns=tuple(style.visible(column.label) for column in self.columns), values=self.estimates[numbers],
             centre=0.0, **self.marks(self.exact[numbers]),

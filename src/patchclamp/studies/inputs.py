@@ -21,7 +21,7 @@ from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.sae import SAE
-from patchclamp.language.site import SITES, At, parse_edited_site, parse_site
+from patchclamp.language.site import SPECS, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain
@@ -341,7 +341,7 @@ def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
     if group is None:
         yield site
         return
-    if not SITES[site.name].index:
+    if not SPECS[site.name].index:
         raise ProgramError(f"{site.name} has no heads, neurons or experts to group", "group")
     lm.sites.resolve(site)  # raises for an index out of range
     parts = lm.sites.parts(site.name)

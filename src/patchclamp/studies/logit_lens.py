@@ -22,7 +22,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, Unsuppo
 from patchclamp.language import Lens, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import Translator
-from patchclamp.language.site import SITES, parse_site
+from patchclamp.language.site import SPECS, parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
@@ -361,8 +361,8 @@ def checked_site(lm: LM, site: Site | str) -> Site:
         at = parse_site(site)
     except PatchclampError as error:
         raise error.under("site") from None
-    if at.layers is not None or at.index is not None or not SITES[at.name].layered or SITES[at.name].width != "D":
-        wide = [name for name in lm.sites.names if SITES[name].layered and SITES[name].width == "D"]
+    if at.layers is not None or at.index is not None or not SPECS[at.name].layered or SPECS[at.name].width != "D":
+        wide = [name for name in lm.sites.names if SPECS[name].layered and SPECS[name].width == "D"]
         raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, without brackets: {', '.join(wide)}; "
                               "layers= says which layers", "site")  # fmt: skip
     return at

@@ -18,7 +18,7 @@ import numpy as np
 
 import patchclamp as pc
 from patchclamp.engines import known_options
-from patchclamp.language import SITES
+from patchclamp.language.site import SITES
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language import From, Op, Replace, Site
-from patchclamp.language.site import SITES, parse_edited_site, unmoved
+from patchclamp.language.site import SITES, SPECS, parse_edited_site, unmoved
 from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
@@ -222,7 +222,7 @@ def _behind(lm: LM, row: Row, site: Site) -> bool:
     assert isinstance(site.layers, int)
     if site.layers != row.layer:
         return site.layers > row.layer
-    if lm.sites.family.parallel and row.site in ATTENTION and SITES[site.name].block == "mlp":
+    if lm.sites.family.parallel and row.site in ATTENTION and SPECS[site.name].block == "mlp":
         return False
     order = list(SITES)
     return order.index(site.name) > order.index(row.site) and site.name not in unmoved(row.site)
@@ -248,7 +248,7 @@ def _senders(lm: LM, senders: Any, layers: Any, group: inputs.OptionalCount) -> 
                 raise UnsupportedSite(f"{site} cannot be a sender; expected one of {', '.join((*ATTENTION, *MLP))}")
         except PatchclampError as error:
             raise error.under(f"senders[{i}]") from None
-        rows.update(dict.fromkeys(inputs.rows_of(lm, [site], layers, group if SITES[site.name].index else None)))
+        rows.update(dict.fromkeys(inputs.rows_of(lm, [site], layers, group if SPECS[site.name].index else None)))
     return list(rows)
 
 

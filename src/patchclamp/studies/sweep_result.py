@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from patchclamp.language.site import SITES
+from patchclamp.language.site import SITES, SPECS
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
 from patchclamp.plots.heatmap import EFFECT_FROM, EFFECT_TO, P_FAMILY, Side
@@ -359,7 +359,7 @@ def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
     """A panel for each site, or part of one; the sweep's columns across."""
 
     def panel(s: int, name: str) -> Panel:
-        layers = (None,) if name in SITES and not SITES[name].layered else sweep.layers
+        layers = (None,) if name in SITES and not SPECS[name].layered else sweep.layers
         return Panel(name, layers, *_cut(sweep, lambda grid: grid[s, : len(layers)]))
 
     panels = [panel(s, name) for s, name in enumerate(sweep.sites)]
@@ -399,7 +399,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
     ]  # fmt: skip
     first = sweep.columns[0]
     positions = (first.clean, first.corrupt) if len(sweep.columns) == 1 else ((), ())
-    kinds = {SITES[name].index for name in names}
+    kinds = {SPECS[name].index for name in names}
     columns = tuple(HeatmapColumn(part, *positions) for part in parts)
     return tuple(panels), columns, kinds.pop() if len(kinds) == 1 else "part"
 

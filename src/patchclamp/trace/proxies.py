@@ -22,7 +22,7 @@ from patchclamp.errors import (
     unknown,
 )
 from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace, Rotate, Scale, SiteOp, Vector, Zero
-from patchclamp.language.site import NNTERP, SITES, Site, elsewhere, parse_site
+from patchclamp.language.site import DERIVED, NNTERP, SITES, SPECS, Site, elsewhere, parse_site
 from patchclamp.language.tokens import Positions, Range, Selection, Tokens, as_integer, every, prompt
 from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
 from patchclamp.trace.recording import Entry, Line, Recording, Spot, callers_line, numbers, positive, written
@@ -739,11 +739,13 @@ class TokenGroup(NonTensor):
         return LayerList(self)
 
     def _attribute(self, name: str) -> Any:
+        if name in DERIVED:
+            raise UnsupportedSite(f"{name} is not read in a trace: capture it by capture=pc.{name}[l] in lm.run")
         if name not in SITES and name not in BATCHED:
             known = (each for each in dir(self) if not each.startswith("_"))
             raise hint(name, OF_A_TRACE) or elsewhere(name) or unknown("name in a trace", name, known)
         site, batched = BATCHED.get(name, name), name in BATCHED
-        return SiteByLayer(self, site, batched) if SITES[site].layered else self._activation(Site(site), batched)
+        return SiteByLayer(self, site, batched) if SPECS[site].layered else self._activation(Site(site), batched)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SITES and name not in BATCHED:
@@ -857,7 +859,8 @@ class Module(ByLayer):
             raise ProgramError(f".{name} is a tuple in other libraries: here .{name[:-1]} is the tensor itself")
         if name in ("source", "weights", "pattern", "attention_probabilities"):
             raise UnsupportedSite(
-                "attention weights and lines inside a module do not exist in a fused kernel: use q, k, v and z"
+                "lines inside a module do not exist in a fused kernel: use q, k, v and z, and capture attention "
+                "weights by capture=pc.pattern[l] in lm.run"
             )
         what = f"tensor of {self._module or 'a layer'}"
         raise hint(name, OF_A_LAYER) or unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))

@@ -38,7 +38,7 @@ from patchclamp.errors import (
     describe_error,
 )
 from patchclamp.language import Capture, Program, Readout, SameRun, SiteOp, Zero
-from patchclamp.language.site import SITES, Site, parse_site
+from patchclamp.language.site import SITES, SPECS, Site, parse_site
 from patchclamp.language.tokens import Positions, Range, Selection, Tokens, every, parse_tokens, prompt
 from patchclamp.language.values import Vector, as_array, as_number, check_dense
 from patchclamp.plan import Prompt
@@ -76,7 +76,7 @@ class Spot(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
         """A site at a group of tokens: `prompt` (for logits only its last token), `generated` or `every`."""
-        has_parts = bool(SITES[site.name].index)
+        has_parts = bool(SPECS[site.name].index)
         whole = isinstance(group, Positions) and group.index is None
         tokens = group
         if site.name == "logits" and group == prompt:
@@ -120,7 +120,7 @@ class Spot(msgspec.Struct, frozen=True):
     def _part(self, key: Any) -> Spot:
         """Selects heads, neurons or experts."""
         if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
-            part, name = SITES[self.site.name].index, self.site.name
+            part, name = SPECS[self.site.name].index, self.site.name
             raise ProgramError(
                 f"{self.site}: a {part} is chosen by its number, or neighbours as a range, {name}[3] or {name}[2:5], "
                 "not by a list or a mask: write a line for each"

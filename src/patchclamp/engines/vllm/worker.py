@@ -23,8 +23,8 @@ from patchclamp.engines.vllm.bulk import LATER, Bulk, Job
 from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.architecture import share, site_map
-from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
-from patchclamp.engines.vllm.compat.runner import after as after_attention
+from patchclamp.engines.vllm.compat.keys import PagedKeys
+from patchclamp.engines.vllm.compat.runner import BatchModel, around, refusal_of
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
 from patchclamp.engines.vllm.server import loaded_saes
@@ -240,8 +240,9 @@ class Attached:
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         if self._config.lora_config is not None:
             lora.prepare(runner)
-        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, after_attention)
+        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, around)
         self.runtime.views |= hooked
+        self.runtime.keys = PagedKeys(runner, kind, self.runtime, sites)
         self.runtime.keeps = first
         self.runtime.has_tap[:] = False
         self.runtime.has_tap[list(hooked)] = True

@@ -84,7 +84,9 @@ def carried(sites: SiteMap) -> str:
 
 def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
     facts = configuration.model_facts(vllm_config)
-    return SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
+    sites = SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
+    sites.no_attention = configuration.unread_attention(vllm_config, facts["config"])
+    return sites
 
 
 def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:

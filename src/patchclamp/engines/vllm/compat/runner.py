@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -91,23 +91,28 @@ def rewind(runner: V1Runner) -> None:
     runner._prepare_inputs = prepare_inputs
 
 
-def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
-    """Call a tap on every output of an attention layer, [T, H, E] or [T, H · E], which it may change in place.
+def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]) -> None:
+    """Call a tap on the queries of every call of an attention layer, or on its output, [T, H, E] or [T, H · E], which
+    it may change in place.
 
     This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would be
     on a view of the op's output, and Inductor would copy it back and forth.
 
-    Raises `SeamMoved` if the layer's implementation has no `output` argument.
+    Raises `SeamMoved` if the layer's implementation has no argument of this name.
     """
     inner = layer.impl.forward
     signature = inspect.signature(inner)
-    if "output" not in signature.parameters:
-        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} an output to write to")
+    if name not in signature.parameters:
+        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} {name} as an argument")
 
     @forwards(inner)
     def forward(*args: Any, **named: Any) -> Any:
+        rows = named[name] if name in named else signature.bind(*args, **named).arguments[name]
+        if name == "query":
+            tap(rows)
         result = inner(*args, **named)
-        tap(named["output"] if "output" in named else signature.bind(*args, **named).arguments["output"])
+        if name == "output":
+            tap(rows)
         return result
 
     layer.impl.forward = forward

@@ -1,0 +1,149 @@
+"""Attention patterns of a run, as its captures at `pattern` and `attn_scores` kept them.
+
+T queries · H heads · K key positions, spans, or the largest keys of a head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from patchclamp.errors import MissingSource, ProgramError, TokensError
+from patchclamp.language.ops import Capture
+from patchclamp.language.site import Site, parse_site
+from patchclamp.language.tokens import every
+from patchclamp.plan.bound import AttentionReader, BoundOp, Keep
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchclamp.language import SiteOp, Tokens
+    from patchclamp.sites import SiteMap, SiteRef
+
+
+class AttentionResult(NamedTuple):
+    """The attention of some queries in one layer.
+
+    positions: of the queries, [T]
+    keys: the position of each key, [K]; of each head's largest, [T, H, K], −1 where a query sees fewer; None for spans
+    values: fp32, [T, H, K]; of one head, the axis H is missing here and in `keys`
+    """
+
+    site: str
+    positions: list[int]
+    keys: np.ndarray | None
+    values: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"<AttentionResult {self.site} {list(self.values.shape)}>"
+
+
+class ReadRun(Protocol):
+    """A run, as far as its attention needs it."""
+
+    @property
+    def site_map(self) -> SiteMap: ...
+    @property
+    def attention_ops(self) -> list[tuple[int, BoundOp]]: ...
+    def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]: ...
+    def op_at(self, path: str) -> SiteOp: ...
+    def select(self, tokens: Tokens | str) -> np.ndarray: ...
+
+
+class AttentionRead(Mapping[str, AttentionResult]):
+    """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture of one
+    layer, such as "capture[0]"; read when they are asked for."""
+
+    def __init__(self, run: ReadRun) -> None:
+        self._run = run
+        # by site and layer, the heads and the op that captured them, later ones first
+        self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
+        self.paths: set[str] = {op.path for _, op in run.attention_ops}
+        for number, op in reversed(run.attention_ops):
+            assert isinstance(op.action, Keep)
+            assert isinstance(op.action.reader, AttentionReader)
+            for point in op.points:
+                layer = run.site_map.points[point].layer
+                self._ops.setdefault((op.action.reader.site, layer), []).append((number, op.action.reader, op))
+
+    def __getitem__(self, name: Site | str) -> AttentionResult:
+        path = name if isinstance(name, str) and name in self.paths else ""
+        at = self._run.op_at(path).at if path else parse_site(name)
+        if not isinstance(at.layers, int):
+            raise ProgramError(f"expected one layer, such as {at.name}[0], got {at}")
+        [found] = self.of_layers(at, path)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        for site, layer in reversed(self._ops):
+            for _, reader, _ in self._ops[site, layer]:
+                heads = f"{reader.first}" if reader.heads == 1 else f"{reader.first}:{reader.first + reader.heads}"
+                yield f"{site}[{layer}" + ("]" if reader.heads == self._run.site_map.sizes.heads else f", {heads}]")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ops.values()))
+
+    def __repr__(self) -> str:
+        return f"<attention: {', '.join(self) or 'none'}>"
+
+    def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
+        """The results of a site's layers, of the capture at a path or of the last ones; of all layers, of those that
+        were captured."""
+        return [self._read(at, ref, path) for ref in self._refs(at)]
+
+    def layers(self, at: Site, path: str = "") -> list[int]:
+        """The layers of these results."""
+        return [ref.layer for ref in self._refs(at) if ref.layer is not None and self._kept(at, ref, path)]
+
+    def _refs(self, at: Site) -> list[SiteRef]:
+        refs = self._run.site_map.resolve(at)
+        return [ref for ref in refs if at.layers is not None or (at.name, ref.layer) in self._ops] or refs
+
+    def _kept(self, at: Site, ref: SiteRef, path: str) -> list[tuple[int, AttentionReader, BoundOp]]:
+        return [each for each in self._ops.get((at.name, ref.layer), []) if path in ("", each[2].path)]
+
+    def _read(self, at: Site, ref: SiteRef, path: str) -> AttentionResult:
+        run, sizes = self._run, self._run.site_map.sizes
+        width = sizes.d_head
+        first, end = (0, sizes.heads) if ref.columns is None else (ref.columns[0] // width, ref.columns[1] // width)
+        kept = self._kept(at, ref, path)
+        found = next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
+        if found is None:
+            raise MissingSource(f"{ref} was not captured; this run has: {', '.join(self) or 'no attention'}")
+        number, reader, bound = found
+        positions, rows = run.private_rows(ref.point, number, str(ref))
+        values_THK = np.asarray(rows).reshape(len(rows), reader.heads, -1)[:, first - reader.first : end - reader.first]
+        op, keys = run.op_at(bound.path), None
+        assert isinstance(op, Capture)
+        if op.top is not None:
+            values_THK, bits = values_THK[..., : op.top], values_THK[..., op.top :]
+            keys = np.ascontiguousarray(bits).view(np.int32)
+        elif op.spans is not None:
+            chosen = [run.select(span) for span in op.spans]
+            values_THK = np.stack([values_THK[..., span].sum(-1) for span in chosen], -1)
+        else:
+            keys = run.select(op.keys or every)
+            if not len(keys):
+                raise TokensError(f"{op.keys}: the selection has no token, so that there are no keys", "keys")
+            values_THK = values_THK[..., keys]
+        if isinstance(at.index, int):
+            values_THK = values_THK[:, 0]
+            keys = keys[:, 0] if op.top is not None and keys is not None else keys
+        return AttentionResult(str(ref), positions.tolist(), keys, values_THK)
+
+
+def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | np.ndarray:
+    """`run[site]` of an attention site: [T, H, K], or [L, T, H, K] for several layers."""
+    several = read.of_layers(at, path)
+    if any(each.keys is not None and each.keys.ndim > 1 for each in several):
+        raise ProgramError(f"{at} was captured with top=: read run.attention[{str(several[0].site)!r}], with its keys")
+    if any(each.positions != several[0].positions for each in several):
+        raise ProgramError(f"{at}: its layers have different positions: read one layer at a time")
+    values = several[0].values if isinstance(at.layers, int) else np.stack([each.values for each in several])
+    try:
+        import torch
+    except ImportError:
+        return values
+    return torch.from_numpy(np.ascontiguousarray(values))

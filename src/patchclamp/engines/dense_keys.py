@@ -1,0 +1,117 @@
+"""Queries and keys in Transformers, whose attention functions get both, for attention patterns.
+
+B requests of the batch · T tokens of a pass · S key columns, with padding · H query heads · K key/value heads
+E head size
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from patchclamp.engines.generation import Passes
+from patchclamp.kernels.attention import AttentionFacts
+from patchclamp.kernels.transfer import to_device
+from patchclamp.runtime import Runtime
+from patchclamp.runtime.taps import find
+from patchclamp.sites import SiteMap
+from patchclamp.sites.tables import ROTATED
+
+Watch = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]  # query, key and options of an attention function
+_watched: weakref.WeakKeyDictionary[torch.nn.Module, Watch] = weakref.WeakKeyDictionary()
+
+
+class DenseKeys:
+    """The keys of a pass (`runtime.attention.Keys`). They are held from a layer's attention to the end of the pass, of
+    layers that a program reads."""
+
+    def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
+        self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
+        self.passes: Passes | None = None
+        self._held: dict[int, tuple[torch.Tensor, AttentionFacts]] = {}  # by point: [B, K, S, E]
+        for point, tap in sites.taps("transformers"):
+            if point.kind == ROTATED:
+                self._points[find(net, tap.module)] = point.number
+        _wrap_attention_functions()
+
+    def around(
+        self, module: torch.nn.Module, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Call a tap on the queries of an attention module, [B, T, H · E]."""
+        number, acts = self._points[module], self._runtime.acts_at
+
+        def watch(query_BHTE: torch.Tensor, key_BKSE: torch.Tensor, options: dict[str, Any]) -> None:
+            if acts(number):
+                self._held[number] = key_BKSE, _facts(module, query_BHTE, options)
+                tap(query_BHTE.transpose(1, 2).flatten(2))
+
+        _watched[module] = watch
+
+    def begin(self, passes: Passes) -> None:
+        """Begin a pass."""
+        self.passes = passes
+        self._held.clear()
+
+    def facts(self, point: int) -> AttentionFacts:
+        return self._held[point][1]
+
+    def width(self, point: int) -> int:
+        key_BKSE, _ = self._held[point]
+        return key_BKSE.shape[1] * key_BKSE.shape[3]
+
+    def read(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        batch, (key_BKSE, _) = self._runtime.continuity.batch, self._held[point]
+        assert batch is not None
+        assert self.passes is not None
+        slot, mask_BS = batch.slot.tolist(), self.passes.mask_BT
+        index = to_device(np.array([slot.index(each) for each in slots]), key_BKSE.device)
+        # positions are the columns that are not padding; a cache of a window has the last columns alone
+        column_BS = (~mask_BS[index].bool()).to(torch.int8).argsort(dim=1, stable=True)[:, :count]
+        column_BS = (column_BS - (mask_BS.shape[1] - key_BKSE.shape[2])).clamp(min=0)
+        keys = key_BKSE[index].transpose(1, 2)
+        return keys.take_along_dim(column_BS[:, :, None, None], 1)
+
+
+def computes_attention_itself(net: Any, sites: SiteMap) -> str:
+    """The reason why attention is not read on this model; "" if it is."""
+    module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
+    if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
+        return f"{type(module).__name__} computes attention itself and not by an attention function of Transformers"
+    return ""
+
+
+def _facts(module: torch.nn.Module, query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
+    scale = options.get("scaling")
+    return AttentionFacts(
+        query_BHTE.shape[-1] ** -0.5 if scale is None else float(scale), float(options.get("softcap") or 0.0),
+        int(options.get("sliding_window") or 0), None, options.get("s_aux"),
+    )  # fmt: skip
+
+
+@functools.cache
+def _wrap_attention_functions() -> None:
+    """Have the attention functions of Transformers show watched modules their queries and keys first."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    choose = functions.get_interface
+
+    def get_interface(*args: Any, **named: Any) -> Any:
+        chosen = choose(*args, **named)
+
+        @functools.wraps(chosen)
+        def attention(module: Any, query: Any, key: Any, *args: Any, **named: Any) -> Any:
+            watch = _watched.get(module)
+            if watch is not None:
+                watch(query, key, named)
+            return chosen(module, query, key, *args, **named)
+
+        return attention
+
+    functions.get_interface = get_interface

@@ -1,0 +1,101 @@
+"""Keys in vLLM's paged cache, read for attention patterns.
+
+B requests · T key positions · K key/value heads · E head size · N positions of a block · R blocks of a table
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from patchclamp.errors import UnsupportedSite
+from patchclamp.kernels.attention import AttentionFacts
+from patchclamp.kernels.transfer import to_device
+from patchclamp.sites.tables import ROTATED
+
+if TYPE_CHECKING:
+    from patchclamp.runtime import Runtime
+    from patchclamp.sites import SiteMap
+
+LAYOUTS = ("vec", "vec16")  # of keys on a CPU: each block transposed
+
+
+class PagedKeys:
+    """The keys of the requests in a runner's batch (`runtime.attention.Keys`)."""
+
+    def __init__(self, runner: Any, kind: str, runtime: Runtime, sites: SiteMap) -> None:
+        self._runner, self._kind, self._runtime = runner, kind, runtime
+        self._modules = {point.number: tap.module for point, tap in sites.taps("vllm") if point.kind == ROTATED}
+        self._layers: dict[int, tuple[Any, int]] = {}  # by point: the attention layer, and its cache group
+
+    def facts(self, point: int) -> AttentionFacts:
+        layer, _ = self._layer(point)
+        impl = layer.impl
+        window = layer.sliding_window or 0
+        return AttentionFacts(
+            float(impl.scale), float(getattr(impl, "logits_soft_cap", None) or 0.0), window if window > 0 else 0,
+            getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None),
+        )  # fmt: skip
+
+    def width(self, point: int) -> int:
+        layer, _ = self._layer(point)
+        return int(layer.num_kv_heads * layer.head_size)
+
+    def read(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        layer, group = self._layer(point)
+        cache_RKNE = layer.kv_cache
+        size, batch = cache_RKNE.shape[2], self._runtime.continuity.batch
+        assert batch is not None
+        rows = {slot: n for n, slot in enumerate(batch.slot.tolist())}
+        table, of_manager = self._table(group, len(rows) if self._kind == "v1" else 0)
+        index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # waits for no kernel
+        ratio = of_manager // size  # blocks of the kernel in one of the table
+        tables_BR = table[index, : -(-count // of_manager)].long()
+        if ratio > 1:
+            tables_BR = (tables_BR[..., None] * ratio + torch.arange(ratio, device=table.device)).flatten(1)
+        blocks = tables_BR[:, : -(-count // size)]
+        if cache_RKNE.device.type == "cpu":
+            _, heads, _, _ = cache_RKNE.shape
+            keys = cache_RKNE.view(len(cache_RKNE), heads, 2 * size, -1)[:, :, :size][blocks]  # each block is [E, N]
+            keys = keys.reshape(*blocks.shape, heads, -1, size).permute(0, 1, 4, 2, 3)
+        else:
+            keys = cache_RKNE[..., : layer.head_size][blocks].transpose(2, 3)
+        return keys.reshape(len(slots), -1, *keys.shape[3:])[:, :count]
+
+    def _layer(self, point: int) -> tuple[Any, int]:
+        if point not in self._layers:
+            from patchclamp.runtime.taps import find
+
+            layer: Any = find(self._runner.get_model(), self._modules[point])
+            name = layer.layer_name
+            if why := _unread(layer):
+                raise UnsupportedSite(f"keys of {name} cannot be read: {why}")
+            name = layer.kv_sharing_target_layer_name or name
+            groups = self._runner.kv_cache_config.kv_cache_groups
+            group = next(i for i, each in enumerate(groups) if name in each.layer_names)
+            self._layers[point] = layer, group
+        return self._layers[point]
+
+    def _table(self, group: int, requests: int) -> tuple[torch.Tensor, int]:
+        """The block table of a cache group, and the positions of a block."""
+        spec = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        if self._kind == "v2":
+            return self._runner.block_tables.input_block_tables[group], spec.block_size
+        return self._runner.input_batch.block_table[group].get_device_tensor(requests), spec.block_size
+
+
+def _unread(layer: Any) -> str:
+    """The reason why an attention layer's keys or scores cannot be computed again; "" if they can."""
+    impl = layer.impl
+    if type(layer).__name__ != "Attention":
+        return f"it is a {type(layer).__name__}"
+    if str(layer.kv_cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
+        return f"they are kept in {layer.kv_cache_dtype}"
+    if layer.kv_cache.dim() != 4:
+        return f"its cache has {layer.kv_cache.dim()} axes, not 4"
+    if layer.kv_cache.device.type == "cpu" and layer.isa not in LAYOUTS:
+        return f"their layout on this CPU is {layer.isa}"
+    known = ("use_alibi_sqrt", "chunk_lookback", "use_mm_prefix")
+    return next((f"it has {name}" for name in known if getattr(impl, name, None) not in (None, False, 0, -1)), "")

@@ -1,0 +1,175 @@
+"""Attention patterns equal Transformers' eager attention, on either engine, however the prompt was computed."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import patchclamp as pc
+from patchclamp.language.program import from_dict
+
+from ..models import of_family
+from ..reference.attention import eager
+from .conftest import CHUNKED, PROMPTS
+
+BOTH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
+NEW = {"max_tokens": 4, "sampling": {"ignore_eos": True}}
+WITHIN = {"atol": 1e-5, "rtol": 0}
+IDS = {"dtype": "float32", "skip_tokenizer_init": True, "prove": False, "max_model_len": 128}
+# in the order of the docs: grouped heads, a soft cap and a window, windows alone, sinks, no rotary embedding, normed keys
+FAMILIES = ["llama", "gemma2", "gemma3", "gpt_oss", "gpt2", "qwen3"]
+
+
+def expected(net, run: pc.Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The pattern and the scores of each layer, [T, H, T]."""
+    return eager(net, [*run.prompt_token_ids, *run.token_ids[:-1]])
+
+
+@pytest.fixture(scope="module")
+def plain(narrow):
+    """The model of `narrow` with eager attention."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        narrow.folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize(
+    "name", [FAMILIES[0], "gemma2", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[2:])]
+)
+def test_whole_patterns_and_scores_of_families(name, engine, tmp_path, inspected_here):
+    folder = of_family(tmp_path, name)
+    options = {"enforce_eager": True, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 26}
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    draw = np.random.default_rng(0)
+    with pc.LM(folder, engine=engine, **IDS, **(options if engine == "vllm" else {})) as lm:
+        prompts = [draw.integers(3, lm.model.d_vocab, length).tolist() for length in (70, 20, 1)]
+        for run in lm.run(prompts, capture=[pc.pattern, pc.attn_scores], **NEW):
+            patterns, scores = expected(net, run)
+            assert run[pc.pattern].shape == (lm.model.layers, len(scores[0]), lm.sites.sizes.heads, len(scores[0]))
+            for layer, (pattern, score) in enumerate(zip(patterns, scores, strict=True)):
+                torch.testing.assert_close(run[pc.pattern[layer]], pattern, **WITHIN)
+                found = run[pc.attn_scores[layer]]
+                if name == "gpt_oss":  # which subtracts the largest, of the sink too, before its softmax
+                    found, score = (each - each.amax(-1, keepdim=True) for each in (found, score))
+                torch.testing.assert_close(found, score, atol=1e-4, rtol=1e-4)
+
+
+@BOTH
+def test_what_is_kept_of_a_row(narrow, plain, engine):
+    lm = narrow.get(engine, "float32")
+    whole, *_ = lm.run(PROMPTS, capture=[pc.pattern, pc.attn_scores[0, 1]], **NEW)
+    one = whole[pc.pattern[2, 3]]
+    assert torch.equal(one, whole[pc.pattern][2, :, 3])
+    assert torch.equal(one, whole["blocks.2.attn.hook_pattern"][:, 3])
+    assert torch.equal(whole[pc.pattern[2, 1:3]], whole[pc.pattern][2, :, 1:3])
+    assert whole.positions(pc.pattern) == list(range(len(one)))
+    torch.testing.assert_close(one.sum(-1), torch.ones(len(one)))
+    chosen = [
+        pc.Capture(pc.pattern[0], pc.prompt[-1], top=3),
+        pc.Capture(pc.pattern[2, 3], pc.generated, keys="prompt[1:3]"),
+        pc.Capture(pc.pattern[4], "prompt[-2:]", spans=["prompt[0]", pc.prompt[1:], pc.every]),
+    ]
+    kept, *_ = lm.run(PROMPTS, capture=chosen, **NEW)
+    assert list(kept.attention) == ["pattern[0]", "pattern[2, 3]", "pattern[4]"]
+    best, prompt = kept.attention["pattern[0]"], len(kept.prompt_token_ids)
+    row = whole[pc.pattern[0]][prompt - 1]
+    assert best.positions == [prompt - 1]
+    torch.testing.assert_close(torch.from_numpy(best.values[0]), row.topk(3).values)
+    torch.testing.assert_close(torch.from_numpy(best.values[0]), row.gather(1, torch.from_numpy(best.keys[0]).long()))
+    torch.testing.assert_close(kept[pc.pattern[2, 3]], one[prompt:, 1:3])
+    assert kept.attention["pattern[2, 3]"].keys.tolist() == [1, 2]
+    sums = whole[pc.pattern[4]][prompt - 2 : prompt]
+    spans = [sums[..., :1].sum(-1), sums[..., 1:prompt].sum(-1), torch.ones(2, lm.sites.sizes.heads)]
+    torch.testing.assert_close(kept[pc.pattern[4]], torch.stack(spans, -1))
+    with pytest.raises(pc.ProgramError, match=r"top=: read run.attention\['pattern\[0\]'\]"):
+        kept[pc.pattern[0]]
+    with pytest.raises(pc.MissingSource, match=r"pattern\[1\] was not captured; this run has: pattern\[0\]"):
+        kept[pc.pattern[1]]
+    with pytest.raises(pc.MissingSource, match="pattern\\[2\\] was not captured"):
+        kept[pc.pattern[2]]  # one head of it was
+
+
+@BOTH
+def test_a_query_that_sees_fewer_keys_than_asked_for_has_fewer(narrow, engine):
+    lm = narrow.get(engine, "float32")
+    [run] = lm.run([[5]], capture=pc.Capture(pc.attn_scores[1], top=4), max_tokens=2)
+    found = run.attention["attn_scores[1]"]
+    assert (found.keys[0, :, 1:] == -1).all()
+    assert (found.keys[0, :, 0] == 0).all()
+    assert np.isneginf(found.values[0, :, 1:]).all()
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKED, {"async_scheduling": False}], ids=str)
+def test_what_vllm_computed_before_is_read_from_its_cache(narrow, plain, options):
+    """Chunks of 16 tokens, prefixes from the cache, and batchmates at other positions."""
+    lm = narrow.get("vllm", "float32", **options)
+    lm.run([list(range(5, 150))] * 2, max_tokens=1)
+    prompts = [[*range(5, 150), *range(9, 9 + more)] for more in (3, 17, 30)]
+    at = pc.Capture(pc.pattern[::5], pc.prompt[-2:] | pc.generated)
+    runs = lm.run(prompts, capture=at, **NEW)
+    assert all(run.cached_tokens for run in runs) == (options != CHUNKED)
+    for run in runs:
+        patterns, _ = expected(plain, run)
+        where = run.positions(pc.pattern)
+        assert where[:2] == [len(run.prompt_token_ids) - 2, len(run.prompt_token_ids) - 1]
+        assert run.layers(pc.pattern) == [0, 5]
+        for layer in (0, 5):
+            torch.testing.assert_close(run[pc.pattern[layer]], patterns[layer][where], **WITHIN)
+
+
+@BOTH
+def test_reading_changes_nothing_and_other_captures_stay(narrow, engine):
+    lm = narrow.get(engine, "float32")
+    options = {"max_tokens": 4, "sampling": {"ignore_eos": True, "temperature": 1.0, "seed": 3, "n": 2}}
+    read = [pc.q[3], pc.pattern[3], pc.Capture(pc.pattern[3, 0], top=1)]
+    for prompt in PROMPTS:
+        without, with_it = (lm.run(prompt, capture=capture, **options) for capture in (pc.q[3], read))
+        assert len({tuple(run.token_ids) for run in with_it}) == 2
+        for run, other in zip(without, with_it, strict=True):
+            assert run.token_ids == other.token_ids
+            torch.testing.assert_close(run[pc.q[3]], other[pc.q[3]], atol=1e-5, rtol=1e-5)
+            assert other.sites == ["q[3]"]
+            keys = torch.from_numpy(other.attention["pattern[3, 0]"].keys).long()
+            assert torch.equal(keys[:, 0], other["capture[1]"][:, 0].argmax(-1))
+
+
+@BOTH
+def test_what_cannot_be_read_says_why(narrow, engine, monkeypatch):
+    lm = narrow.get(engine, "float32")
+    monkeypatch.setattr(sys.modules["patchclamp.plan.bind"], "MAX_ATTENTION_BYTES", 1 << 16)
+    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: pattern of 31 tokens in 8 layers has .* bytes"):
+        lm.run(PROMPTS[1] + " and to", capture=pc.pattern)
+    monkeypatch.undo()
+    [run] = lm.run([PROMPTS[0]], capture=pc.Capture(pc.pattern[0], keys="generated[5]"), **NEW)
+    with pytest.raises(pc.TokensError, match="generated\\[5\\]"):
+        run[pc.pattern[0]]
+    with pytest.raises(pc.UnsupportedSite, match="this model has 8 layers"):
+        lm.run(PROMPTS[0], capture=pc.pattern[40])
+
+
+@BOTH
+def test_what_reads_many_runs_refuses_attention(narrow, engine):
+    lm = narrow.get(engine, "float32")
+    runs = lm.run(list(PROMPTS), capture=[pc.pattern[1], pc.z[1]], max_tokens=1)
+    assert [list(each) for each in lm.fetch(runs)] == [["z[1]"]] * 3
+    for read in (lm.fetch, lm.rows):
+        with pytest.raises(pc.ProgramError, match=r"sites: attention is read run by run, as in run\[pc.pattern\[1\]\]"):
+            read(runs, pc.pattern[1])
+    with pytest.raises(pc.ProgramError, match=r"capture\[0\]: .* attention from the runs of lm.run"):
+        lm.grade(PROMPTS[0], programs=[pc.Zero(pc.z[1])], score=[" Paris"], capture=pc.pattern[1])
+    with pytest.raises(pc.MissingSource):
+        lm.run(PROMPTS[0], edits=pc.Replace(pc.From(runs[0].key, "pattern[1]"), at=pc.z[1]), max_tokens=1)
+
+
+def test_the_text_form_is_read_back(narrow):
+    lm = narrow.get("transformers", "float32")
+    captures = [{"type": "capture", "at": "pattern[1]", "tokens": "prompt[-1]", "spans": ["prompt[0]", "prompt[1:]"]}]
+    program = from_dict(json.loads(json.dumps({"edits": [], "capture": captures})))
+    [run] = lm.run([PROMPTS[0]], capture=program.capture, max_tokens=1)
+    torch.testing.assert_close(run[pc.pattern[1]].sum(-1), torch.ones(1, lm.sites.sizes.heads))

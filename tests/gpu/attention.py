@@ -1,0 +1,110 @@
+"""Attention patterns on a GPU: equal to Transformers' eager attention, and what they cost a decode step.
+
+python -m tests.gpu.attention [--v1] [--cost]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import patchclamp as pc
+from tests.models import of_family, shape_only
+
+FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "gpt2")
+NEW = {"max_tokens": 8, "sampling": {"ignore_eos": True}}
+
+
+def differences(name: str) -> dict[str, float]:
+    """The largest difference of whole patterns, in bf16, of prompts in chunks, behind cached prefixes, and generated."""
+    folder = of_family(Path(tempfile.mkdtemp()) / name, name)
+    draw, found = np.random.default_rng(0), dict[str, float]()
+    net: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    net = net.cuda().eval()
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 28, "prove": False}
+    with pc.LM(
+        folder, engine="vllm", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=256,
+        gpu_memory_utilization=0.3, **options,
+    ) as lm:  # fmt: skip
+        shared = draw.integers(3, lm.model.d_vocab, 100).tolist()
+        prompts = [shared + draw.integers(3, lm.model.d_vocab, more).tolist() for more in (1, 20, 60)] + [shared[:1]]
+        for way, capture in (("whole", pc.pattern), ("cached", pc.Capture(pc.pattern, pc.prompt[-1] | pc.generated))):
+            runs = lm.run(prompts, capture=capture, **NEW)
+            worst = 0.0
+            for run in runs:
+                ids = torch.tensor([[*run.prompt_token_ids, *run.token_ids[:-1]]]).cuda()
+                with torch.no_grad():
+                    given = net(ids, output_attentions=True).attentions
+                where = run.positions(pc.pattern)
+                for layer, each in enumerate(given):
+                    rows = each[0].transpose(0, 1)[where].float().cpu()
+                    worst = max(worst, float((rows - run[pc.pattern[layer]]).abs().max()))
+                if name != "gpt_oss":
+                    assert torch.allclose(run[pc.pattern].sum(-1), torch.ones(()), atol=1e-5)
+            assert way == "whole" or all(run.cached_tokens for run in runs[:3])
+            found[way] = worst
+            assert worst < 0.06, (name, found)  # rounding of the model in bf16
+        found |= {"graphs": lm.engine.status().get("active_graphs", 0)}
+    return found
+
+
+def cost(rounds: int) -> None:
+    """The last token's pattern for all heads of 4 layers, at batch 64 and 2,000 cached tokens, 8B shape."""
+    folder = shape_only(Path(tempfile.mkdtemp()), "8b", None)
+    draw = np.random.default_rng(0)
+    options = {
+        "kv_cache_memory_bytes": 1 << 35,
+        "max_num_seqs": 64,
+        "max_model_len": 2304,
+        "gpu_memory_utilization": 0.3,
+    }
+    with pc.LM(
+        folder, engine="vllm", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, prove=False, **options
+    ) as lm:
+        prompts = [draw.integers(10, 500, 2000).tolist() for _ in range(64)]
+        layers = [pc.pattern[i] for i in (4, 12, 20, 28)]
+        new = {"max_tokens": 33, "sampling": {"ignore_eos": True}}
+        cases: dict[str, Any] = {
+            "no program": None, "z of 4 layers": [pc.Capture(pc.z[i], pc.generated) for i in (4, 12, 20, 28)],
+            "whole": [pc.Capture(each, pc.generated) for each in layers],
+            "top 8": [pc.Capture(each, pc.generated, top=8) for each in layers],
+        }  # fmt: skip
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        for number in range(rounds + 1):
+            for name, capture in cases.items():
+                lm.run(prompts, max_tokens=1)
+                begin = time.perf_counter()
+                runs = lm.run(prompts, capture=capture, **new)
+                times[name] += [time.perf_counter() - begin] if number else []
+                del runs
+        base = times["no program"]
+        for name, taken in times.items():
+            ratio = statistics.median(a / b for a, b in zip(taken, base, strict=True))
+            told = {"s": round(statistics.median(taken), 4), "ratio": round(ratio, 3)}
+            print("cost", name, json.dumps(told), flush=True)
+
+
+def main() -> None:
+    if "--v1" in sys.argv:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if "--cost" in sys.argv:
+        cost(9)
+        return
+    for name in FAMILIES[:2] if "--v1" in sys.argv else FAMILIES:
+        print(name, json.dumps(differences(name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

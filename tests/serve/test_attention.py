@@ -1,0 +1,32 @@
+"""Attention patterns of a server's runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import KEYS
+from .test_openai import complete, program
+
+
+def test_a_client_of_ours_reads_them(server, local):
+    captures = [pc.pattern[2], pc.Capture(pc.attn_scores[1, 3], pc.prompt[-2:], top=4)]
+    prompts = [[5, 6, 7, 8, 9, 10], [11]]
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        for there, here in zip(
+            *(each.run(prompts, max_tokens=3, capture=captures) for each in (lm, local)), strict=True
+        ):
+            assert there.token_ids == here.token_ids
+            torch.testing.assert_close(torch.as_tensor(there[pc.pattern[2]]), here[pc.pattern[2]], atol=1e-5, rtol=0)
+            found, expected = (run.attention["capture[1]"] for run in (there, here))
+            assert found.positions == expected.positions
+            assert np.array_equal(found.keys, expected.keys)
+
+
+def test_a_program_of_another_client_is_told_where_to_read_them(server):
+    with pytest.raises(openai.UnprocessableEntityError, match=r"captured through pc.LM\(url\)"):
+        complete(server, program(capture=[pc.pattern[2]]), [5, 6, 7], max_tokens=1)
