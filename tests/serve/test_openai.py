@@ -208,7 +208,13 @@ def test_a_chats_messages_are_selected_by_role_and_by_text(server, local, stream
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     for given in (messages, parts):
         answer = server.openai().chat.completions.create(
-            model=server.model, messages=given, max_tokens=6, temperature=0, stream=stream, logprobs=True, extra_body=program(edits)
+            model=server.model,
+            messages=given,
+            max_tokens=6,
+            temperature=0,
+            stream=stream,
+            logprobs=True,
+            extra_body=program(edits),
         )
         choices = [choice for part in (answer if stream else [answer]) for choice in part.choices if choice.logprobs]
         logprobs = [token.logprob for choice in choices for token in choice.logprobs.content]
