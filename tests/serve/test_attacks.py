@@ -188,7 +188,7 @@ def test_a_run_that_may_capture_too_much_is_refused_before_it_runs(server):
         ]
     }
     with pytest.raises(openai.RateLimitError, match=r"may capture.*limit run_bytes"):
-        complete(server, {"patchclamp": capture}, ["a " * 250] * 4, max_tokens=200, n=2, temperature=1)
+        complete(server, {"patchclamp": capture}, ["a " * 250] * 4, max_tokens=200, n=4, temperature=1)
     with server.http() as http:
         assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
 
