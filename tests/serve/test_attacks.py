@@ -371,7 +371,8 @@ def test_hostile_requests_leave_no_memory_behind(server, http):
     grown = [after - before for before, after in itertools.pairwise(taken)]
     assert statistics.median(grown) < sum(len(each.body) for each in (*FILES, *NUMBERS)) / 2  # the first rounds warm up
     rows = base64.b64encode(VECTOR.tobytes()).decode()
-    ok = {"edits": [{"type": "add", "at": "resid_post[3]", "value": {"type": "vector", "shape": [144], "data": rows}}]}
+    value = {"type": "vector", "shape": [144], "data": rows}
+    ok = {"edits": [{"type": "add", "at": "resid_post[3]", "scale": 4.0, "value": value}]}
     assert complete(server, {"patchclamp": ok}).choices[0].text != complete(server).choices[0].text
 
 
