@@ -35,7 +35,6 @@ GROUPS = {
         "test_sweep",
         "test_steering",
         "test_readme",
-        "test_harvest",
         "test_train_sae",
         "test_notebooks",
         "test_cli_parity",
@@ -56,11 +55,29 @@ GROUPS = {
         "test_when",
     ),
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
-    "studies": ("test_grade", "test_lens", "test_fuzz"),
+    "studies": ("test_grade", "test_lens", "test_fuzz", "test_harvest"),
     "saes": ("test_sae", "test_sae_studies", "test_projected"),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
-    "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
+    "tiny": (
+        "test_storm",
+        "test_capacity",
+        "test_lora",
+        "test_poison",
+        "test_admission",
+        "test_speculative",
+        "test_recompute",
+        "test_quantised",
+        "test_wrong_on_transformers",
+        "test_circuit",
+        "test_studies",
+        "test_in_turn",
+        "test_monitors",
+        "test_steady",
+        "test_hooks",
+        "test_nnsight",
+        "test_lora_parallel",
+    ),
 }
 GROUP_OF = {f"serve/{path.name}": "serve" for path in sorted(Path(__file__).parent.glob("serve/test_*.py"))}
 GROUP_OF["serve/test_replicas.py"] = "replicas"
@@ -86,6 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep vLLM from freezing and thawing all objects where an engine starts or ends, which costs one to four seconds."""
     gc.freeze = gc.unfreeze = lambda: None
+    gc.set_threshold(20_000, 20, 20)  # a twentieth of the time goes to collections else; each file ends with one
     settle()
 
 

@@ -17,6 +17,7 @@ import patchclamp as pc
 
 from ..conftest import ends_of, group_of, settle, thaw
 from ..models import with_weights
+from ..reference.hooks import PlainModel
 from ..without_torchvision import stand_ins
 
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
@@ -78,6 +79,12 @@ def shallow(shortened):
 def narrow(narrowed):
     """`shallow` of a third of the width, for what does not depend on the model: a third of the time again."""
     yield from open_engines(narrowed)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2):
+    """The real model on Transformers, with hooks alone."""
+    return PlainModel(str(smollm2))
 
 
 def open_engines(folder: str) -> Iterator[Engines]:

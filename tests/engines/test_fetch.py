@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from patchclamp.store import host_memory
 from .conftest import PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
-ROUNDS = 6
+ROUNDS = 8
 KEPT = [pc.resid_post, pc.z[3, 1], pc.logits, pc.mlp_out[2] @ pc.prompt[-3:]]
 
 
@@ -150,5 +152,6 @@ def test_rounds_of_the_same_captures_take_the_memory_of_one(shallow, monkeypatch
         del runs, fetched, rows
         resident.append(resident_bytes())
     assert len({*mapped}) <= apart
-    assert min(resident[-3:]) - min(resident[:3]) < 3 * size  # what is allocated for a while is no leak; all rounds are
+    grown = [after - before for before, after in itertools.pairwise(resident)]
+    assert statistics.median(grown) < size / 2  # the first rounds warm up; a leak takes one round's size in each
     assert lm.engine.status()["captured_bytes"] <= size  # the last release goes with the next step

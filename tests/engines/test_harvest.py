@@ -1,4 +1,4 @@
-"""A harvest of the real model on every engine is what the engine captures, row by row."""
+"""A harvest on every engine is what the engine captures, row by row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import patchclamp as pc
 from patchclamp.studies import Filters, Project, harvest
 from tests.reference.harvest import rows_of
 
+from ..conftest import WIDTH
+
 TEXTS = ["The Eiffel Tower is in Paris.", "One day, in the end, it was not", "It", "I think that the weather is fine"]
-SITES = ["resid_post[10]", "z[5, 3]", "neurons[2]"]
+SITES = ["resid_post[6]", "z[5, 3]", "neurons[2]"]
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_harvest_is_what_the_engine_captures(engine, engines, tmp_path):
-    lm = engines.get(engine, "float32")
+def test_a_harvest_is_what_the_engine_captures(engine, narrow, tmp_path):
+    lm = narrow.get(engine, "float32")
     made = harvest(lm, TEXTS, tmp_path, sites=SITES, dtype="float32", batch_tokens=16, shard_rows=10,
                    filters=Filters(positions=((1, None),)))  # fmt: skip
     data = made.open()
@@ -35,10 +37,10 @@ def test_a_harvest_is_what_the_engine_captures(engine, engines, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_projection_on_the_device_is_that_on_the_host(engine, engines, tmp_path, monkeypatch):
+def test_a_projection_on_the_device_is_that_on_the_host(engine, narrow, tmp_path, monkeypatch):
     """The same rows at the same places, alike to within fp32's rounding; of each row k numbers come from the engine."""
-    lm, draw = engines.get(engine, "float32"), np.random.default_rng(0)
-    matrices = {"resid_post[10]": draw.standard_normal((4, 576)), "z[5, 3]": draw.standard_normal((3, 64))}
+    lm, draw = narrow.get(engine, "float32"), np.random.default_rng(0)
+    matrices = {"resid_post[6]": draw.standard_normal((4, WIDTH)), "z[5, 3]": draw.standard_normal((3, 64))}
     came, fetch_many = [], lm.engine.fetch_many
 
     def fetched(wanted):
@@ -51,7 +53,7 @@ def test_a_projection_on_the_device_is_that_on_the_host(engine, engines, tmp_pat
         harvest(lm, TEXTS, tmp_path, sites=list(matrices), dtype="float32", batch_tokens=16, shard_rows=10,
                 project=Project(matrices, on_device=where)).open() for where in (True, False)
     )  # fmt: skip
-    assert came == [{4, 3}] * (len(came) // 2) + [{576}] * (len(came) // 2) != []
+    assert came == [{4, 3}] * (len(came) // 2) + [{WIDTH, 576}] * (len(came) // 2) != []
     assert on_device.index() == on_host.index()
     for site in matrices:
         ours, theirs = (np.concatenate(list(data.blocks(site=site))) for data in (on_device, on_host))
@@ -59,8 +61,8 @@ def test_a_projection_on_the_device_is_that_on_the_host(engine, engines, tmp_pat
         assert len(np.unique(ours, axis=0)) == len(ours)
 
 
-def test_special_tokens_are_known_by_their_texts(engines, tmp_path):
-    lm = engines.get("transformers", "float32")
+def test_special_tokens_are_known_by_their_texts(narrow, tmp_path):
+    lm = narrow.get("transformers", "float32")
     special = lm.tokenizer.inner.all_special_ids[0]
     ids = [[special, *lm.tokens("The weather is"), special]]
     for filters, positions in [(Filters(no_bos=True), [1, 2, 3, 4]), (Filters(no_special=True), [1, 2, 3])]:

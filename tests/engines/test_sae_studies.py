@@ -15,17 +15,17 @@ from .conftest import PROMPTS
 from .test_sae import D, F, numbers, sae_of
 
 LAYER = 3
-SAES = {"standard": sae_of(), "topk": sae_of(k=5), "normed": sae_of(normalize="layer_norm", encoder=numbers(F, D) / 20)}
+SAES = {"standard": sae_of(), "topk": sae_of(k=5), "normed": sae_of(normalize="layer_norm", encoder=numbers(F, D) / 10)}
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
-def lm(shallow, request):
-    return shallow.get(request.param, "float32")
+def lm(narrow, request):
+    return narrow.get(request.param, "float32")
 
 
 @pytest.fixture(scope="module")
-def plain(shortened):
-    return PlainModel(shortened)
+def plain(narrowed):
+    return PlainModel(narrowed)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def test_an_evaluation_equals_hooks(lm, plain, name, ablation, first):
             with rows_changed(plain, only(change)):
                 expected[-1].append(loss(plain, each))
     assert np.abs(found.losses - expected).max() < 1e-3
-    assert np.abs(np.diff(expected)).min() > 0.05
+    assert np.abs(np.diff(expected)).max(0).min() > 0.05
     assert np.allclose(found.l0, [(each > 0).sum(1).mean() for each in features], atol=1e-6)
     assert np.allclose(found.density, (np.concatenate(features) > 0).mean(0), atol=1e-6)
     error = sum(np.square(each - sae.reconstruct(each)).sum() for each in rows)
@@ -125,14 +125,14 @@ def without(plain, sae, cells: list[tuple[int, list[int]]]):
 
 
 @pytest.mark.parametrize(("name", "by_token"), [("standard", False), ("topk", True), ("normed", True)])
-def test_attributions_equal_hooks(lm, plain, shallow, name, by_token):
+def test_attributions_equal_hooks(lm, plain, narrow, name, by_token):
     """Gradients, ablations and the curve; the estimates of the other engine are those of Transformers."""
     sae, ids, verify = SAES[name], lm.tokens(PROMPTS[0]), 8
     answer, foil = (lm.tokens(word)[0] for word in (" Paris", " Rome"))
     chosen = list(range(1, len(ids)))
     asked = {"sae": sae, "prompt": PROMPTS[0], "answer": " Paris", "foil": " Rome", "by_token": by_token,
              "tokens": "every[1:]"}  # fmt: skip
-    found = pc.studies.feature_attribution(shallow.get("transformers", "float32"), **asked, verify=verify, on=lm)
+    found = pc.studies.feature_attribution(narrow.get("transformers", "float32"), **asked, verify=verify, on=lm)
 
     rows = plain.read(ids, "resid_post", LAYER)
     active = sae.encode(rows.numpy())[1:]
@@ -170,13 +170,13 @@ def test_attributions_equal_hooks(lm, plain, shallow, name, by_token):
 
 
 @pytest.mark.parametrize("kind", ["transcoder", "head"])
-def test_small_effects_are_what_gradients_say(lm, shallow, kind):
+def test_small_effects_are_what_gradients_say(lm, narrow, kind):
     """Of a transcoder, whose features are read at one site and written at another, and of a part of a site."""
     width, site = (D, {"site": "mlp_in[4]", "site_out": "mlp_out[4]", "k": 7}) if kind == "transcoder" else (
         64, {"site": "z[4, 3]"})  # fmt: skip
     encoder, decoder = numbers(F, width), 1e-3 * numbers(F, width)
     sae = pc.SAE(encoder, np.zeros(F), decoder, np.zeros(width), **site)
-    gradients = shallow.get("transformers", "float32")
+    gradients = narrow.get("transformers", "float32")
     found = pc.studies.feature_attribution(gradients, on=lm, sae=sae, prompt=PROMPTS[0], answer=5, foil=6, verify=6)
     best = np.isfinite(found.exact)
     assert best.sum() == 6
@@ -246,7 +246,7 @@ def test_a_harvest_of_features_and_rows(lm, tmp_path):
     lm.attach(SAES["topk"], at=site, name="t")
     asked = {"dtype": "float32", "shard_rows": 9, "parts": 2, "batch_tokens": 16,
              "filters": pc.studies.Filters(positions=((1, None),), not_tokens=ids[1][3:5])}  # fmt: skip
-    both = [site, pc.Features("s", top=8), pc.Features("t", ids=[3, 40, 7])]
+    both = [site, pc.Features("s", top=8), pc.Features("t", ids=[53, 4, 68])]
     try:
         data = pc.studies.harvest(lm, ids, tmp_path, sites=both, **asked).open()
         alone = pc.studies.harvest(lm, ids, tmp_path, sites=pc.Features("s", top=8), **asked).open()
@@ -270,16 +270,16 @@ def test_a_harvest_of_features_and_rows(lm, tmp_path):
     for each in (data, capped):
         for shard in each.shards:
             index, rows = each.index(shard).to_pydict(), each.array(site, shard)
-            values = SAES["topk"].encode(rows)[:, [3, 40, 7]]
+            values = SAES["topk"].encode(rows)[:, [53, 4, 68]]
             row, which = np.nonzero(values)
-            here = {(index["document"][r], index["position"][r], index["token"][r], [3, 40, 7][i]): values[r, i]
+            here = {(index["document"][r], index["position"][r], index["token"][r], [53, 4, 68][i]): values[r, i]
                     for r, i in zip(row, which, strict=True)}  # fmt: skip
             table = each.features("t", shard=shard)
             assert sorted(features_in(table)) == sorted(here)
             assert np.allclose(table["value"], [here[key] for key in features_in(table)], atol=1e-4)
     assert 0 < len(capped) < sum(map(len, ids))
-    assert set(data.features("t", ids=[40])["feature"].to_pylist()) == {40}
-    assert len(data.features("t")) > len(data.features("t", ids=[40])) > 0
+    assert set(data.features("t", ids=[68])["feature"].to_pylist()) == {68}
+    assert len(data.features("t")) > len(data.features("t", ids=[68])) > 0
 
 
 def test_a_stopped_harvest_of_features_is_resumed(lm, tmp_path, monkeypatch):

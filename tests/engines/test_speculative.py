@@ -68,6 +68,7 @@ def both(method, folder, workers=1, **options):
         if module is not None:
             sys.modules["llvmlite.binding.ffi"] = module
         yield tuple(made)
+    sys.modules.pop("llvmlite.binding.ffi", None)  # engines of other files start after these
 
 
 @pytest.fixture(scope="module")

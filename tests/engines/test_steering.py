@@ -12,7 +12,6 @@ import patchclamp as pc
 from patchclamp.studies import steering_vectors, strength_curve
 from patchclamp.studies.steering import chosen_layer
 
-from ..reference.hooks import PlainModel
 from ..reference.studies import added, forced
 
 THINGS = ("film", "book", "meal", "trip")
@@ -20,11 +19,6 @@ POSITIVE, NEGATIVE = ([f"I {verb} the {thing}. It was" for thing in THINGS] for 
 LAYERS = [2, 20, 21]
 PROMPTS, ANSWER, FOIL = ("My day has been", "That idea is"), " really great", " awful"
 SCALES = (-1.0, 1.0)
-
-
-@pytest.fixture(scope="module")
-def plain(smollm2):
-    return PlainModel(str(smollm2))
 
 
 @pytest.fixture(scope="module")

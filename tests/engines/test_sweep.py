@@ -28,8 +28,8 @@ def plain_grid(plain: PlainModel, clean: list[int], corrupt: list[int], sites, l
 
 
 @pytest.fixture(scope="module")
-def expected(engines, smollm2):
-    plain, tokenizer = PlainModel(str(smollm2)), engines.get("transformers", "float32").tokenizer
+def expected(engines, plain):
+    tokenizer = engines.get("transformers", "float32").tokenizer
     clean, corrupt = tokenizer.encode(CLEAN), tokenizer.encode(CORRUPT)
     answer, foil = (tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
     return plain_grid(plain, clean, corrupt, SITES, LAYERS, [(p, p) for p in POSITIONS], answer, foil)
@@ -78,8 +78,8 @@ def test_at_the_best_place_alpha_leads_from_corrupt_to_clean(engines, sweeps, en
     assert none + 1 < half < whole - 1
 
 
-def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, smollm2):
-    lm, plain = engines.get("vllm", "float32"), PlainModel(str(smollm2))
+def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, plain):
+    lm = engines.get("vllm", "float32")
     clean, corrupt = "The Louvre is located in the city of", CORRUPT
     sweep = patch_sweep(
         lm, clean=clean, corrupt=corrupt, answer=" Paris", foil=" Rome", sites=["resid_pre"], layers=[20]
@@ -113,8 +113,8 @@ def test_subjects_of_unequal_length_are_matched(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_function_of_the_likeliest_tokens_is_a_metric(engines, smollm2, engine):
-    lm, plain = engines.get(engine, "float32"), PlainModel(str(smollm2))
+def test_a_function_of_the_likeliest_tokens_is_a_metric(engines, plain, engine):
+    lm = engines.get(engine, "float32")
     entropy = pc.studies.Metric(lambda p: -sum(np.exp(x) * x for x in p.top.values()) + p[" Rome"], (" Rome",), top=20)
     sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Paris", sites=["resid_pre"], layers=[24], positions=[-1, 1],
                         metric=entropy)  # fmt: skip

@@ -35,7 +35,7 @@ def test_a_vector_is_put_used_read_and_deleted(server, local, http):
     with pytest.raises(openai.NotFoundError, match="calm"):
         complete(server, named)
     card = http.put("/v1/patchclamp/vectors/calm", content=save({"anything": VECTOR})).json()
-    assert card == {"name": "calm", "shape": [576], "bytes": 4 * 576, "sites": None}
+    assert card == {"name": "calm", "shape": [144], "bytes": 4 * 144, "sites": None}
     response = complete(server, named, logprobs=1)
     assert response.choices[0].logprobs.token_logprobs == run.logprobs
     assert complete(server, logprobs=1).choices[0].logprobs.token_logprobs != run.logprobs
@@ -44,10 +44,10 @@ def test_a_vector_is_put_used_read_and_deleted(server, local, http):
     assert np.array_equal(tensors(kept["runs"][0]["captures"])["resid_post[3]"], here["resid_post[3]"])
     read = http.get("/v1/patchclamp/vectors/calm").content
     assert np.array_equal(safetensors.numpy.load(read)["calm"], VECTOR)
-    assert http.put("/v1/patchclamp/vectors/again", content=read).json()["shape"] == [576]
+    assert http.put("/v1/patchclamp/vectors/again", content=read).json()["shape"] == [144]
     listed = http.get("/v1/patchclamp/vectors").json()
     assert [card["name"] for card in listed["vectors"]] == ["calm", "again"]
-    assert listed["named_bytes"] == 2 * 4 * 576
+    assert listed["named_bytes"] == 2 * 4 * 144
     assert http.delete("/v1/patchclamp/vectors/calm").json() == {"deleted": "calm"}
     assert http.get("/v1/patchclamp/vectors/calm").status_code == 404
     with pytest.raises(openai.NotFoundError, match="calm"):

@@ -17,12 +17,12 @@ from .test_leaving import held
 from .test_openai import complete, program
 
 LONG = [5, 6, 7] * 150
-SITES = [pc.resid_post, pc.mlp_out, pc.attn_out, pc.neurons]
+SITES = [pc.resid_post, pc.mlp_out, pc.attn_out, pc.neurons, pc.z]
 
 
 @pytest.fixture
 def kept(server):
-    """A run with 46 MB of captures."""
+    """A run with 22 MB of captures."""
     complete(server, program(capture=SITES, run="large"), LONG, max_tokens=2)
     yield "/v1/patchclamp/runs/large"
     with server.http() as http:
@@ -36,7 +36,7 @@ def test_a_large_file_comes_whole(server, local, kept):
         data = response.read()
     assert size == len(data) > 8 * PART_BYTES
     tensors = safetensors.torch.load(data)
-    assert len(tensors) == 4 * 8
+    assert len(tensors) == 5 * 8
     assert all(torch.equal(rows, run[site]) for site, rows in tensors.items())
 
 

@@ -27,9 +27,9 @@ from ..reference import parity
 from .conftest import KEYS, becomes
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
-VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
+VECTOR = np.random.default_rng(5).standard_normal(144).astype(np.float32)
 
-MATRIX = np.eye(576, dtype=np.float32) + np.random.default_rng(6).standard_normal((576, 576)).astype(np.float32) / 60
+MATRIX = np.eye(144, dtype=np.float32) + np.random.default_rng(6).standard_normal((144, 144)).astype(np.float32) / 60
 
 
 def counts(lm: pc.LM) -> dict[str, int]:
@@ -43,7 +43,7 @@ def settled(lm: pc.LM, within_s: float = 300) -> dict[str, int]:
     return counts(lm)
 
 
-SHARED = parity.programs(576, 8, SPAN, BEGIN)
+SHARED = parity.programs(144, 8, SPAN, BEGIN)
 CASES = {
     "plain": dict(logprobs=True),
     "steered": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.generated, scale=4.0)], logprobs=3),
@@ -203,7 +203,7 @@ def graded_programs(each: pc.LM) -> list[Any]:
         *([pc.Replace(pc.From(source, at, pc.every[p]), at=at, tokens=pc.every[p])] for at, p in places),
         [pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.prompt[-1], scale=4.0), pc.Zero(pc.mlp_out[1])],
         [pc.Noise(0.5, at=pc.resid_post[1], seed=3)], pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198)),
-        [pc.Add([3e38] * 576, at=pc.resid_post[3], scale=1e30)], [],
+        [pc.Add([3e38] * 144, at=pc.resid_post[3], scale=1e30)], [],
     ]  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_prompts_read_one_run_at_different_sites(lm, local):
 
 @pytest.mark.parametrize("most", ["programs", "bytes"])
 def test_programs_that_do_not_fit_into_one_request(lm, monkeypatch, most):
-    programs = [[pc.Scale(1 + i / 8, at=pc.resid_post, tokens=pc.every[i % 3])] for i in range(12)] + [[pc.Add(np.full(576, i), pc.embed)]
+    programs = [[pc.Scale(1 + i / 8, at=pc.resid_post, tokens=pc.every[i % 3])] for i in range(12)] + [[pc.Add(np.full(144, i), pc.embed)]
                 for i in range(4)]  # fmt: skip
     whole = lm.grade([1, 2, 3], programs, score=[5])
     posts = []
@@ -262,8 +262,8 @@ def test_programs_that_do_not_fit_into_one_request(lm, monkeypatch, most):
     if most == "programs":
         monkeypatch.setattr(wire, "MAX_PROGRAMS", 5)
     else:
-        monkeypatch.setattr(http, "MAX_BATCH_BYTES", 4000)
-        monkeypatch.setattr(wire, "MAX_BODY_BYTES", 8000)
+        monkeypatch.setattr(http, "MAX_BATCH_BYTES", 1000)
+        monkeypatch.setattr(wire, "MAX_BODY_BYTES", 2000)
     again = lm.grade([1, 2, 3], programs, score=[5])
     assert again.route == "bulk"
     assert len(posts) >= 4
@@ -294,7 +294,7 @@ def test_jobs_of_one_name_are_graded_apart(lm):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(source=MeanOf(["A cat is here", "The Kremlin is in"]), alpha=0.5, mask=np.arange(576) % 2, window=2),
+        dict(source=MeanOf(["A cat is here", "The Kremlin is in"]), alpha=0.5, mask=np.arange(144) % 2, window=2),
         dict(source=Resampled([[9, 8, 7, 6, 5, 4]] * 2), sites=["z"], group=3, layers="2:4"),
         dict(zoom=1, clean="The Eiffel Tower is in", corrupt="The Colosseum is in", positions=None),
         dict(direction="noising", answer=[[30, 31], [32]], sites=["neurons[3, 0:64]"]),
@@ -323,7 +323,7 @@ def test_all_of_a_sweep_is_there_over_http(lm, local, tmp_path, monkeypatch, cha
 
 
 def test_ten_thousand_bytes_of_vectors_each(lm, local):
-    vectors = np.random.default_rng(1).standard_normal((40, 576)).astype(np.float32)
+    vectors = np.random.default_rng(1).standard_normal((40, 144)).astype(np.float32)
     prompts = [[100 + i, 7, 9] for i in range(40)]
     edits = [[pc.Add(vector, at=pc.resid_post[2], scale=3.0)] for vector in vectors]
     there, here = (each.run(prompts, edits=edits, max_tokens=2, logprobs=True) for each in (lm, local))
@@ -354,7 +354,7 @@ def test_another_key_reads_and_frees_nothing(lm, server):
         other.engine.release([run.key])
         with pytest.raises(pc.MissingSource):
             other.engine._wait(other.engine._ask("POST", "free", {"session": "s", "release": [run.key]}))
-    assert run["embed"].shape == (1, 576)
+    assert run["embed"].shape == (1, 144)
     with pytest.raises(pc.EngineError, match="rejected the API key"):
         pc.LM(server.url, api_key="no-key")
 
@@ -392,13 +392,13 @@ def test_a_client_that_is_killed_leaves_nothing(lm, server, work):
         import patchclamp as pc
         with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
             on = {{"ignore_eos": True}}
-            kept = lm.run([5, 6, 7], capture=[pc.resid_post])
+            kept = lm.run([5, 6, 7], max_tokens=1, capture=[pc.resid_post])
             while True:
                 {WORK[work]}
     """
     client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     try:
-        assert becomes(lambda: counts(lm)["programs"] > 0 and counts(lm)["captured_bytes"] > 0)
+        assert becomes(lambda: counts(lm)["captured_bytes"] > 0 and counts(lm)["programs"] > 0)
         assert client.poll() is None
         os.kill(client.pid, signal.SIGKILL)
         client.wait()
@@ -419,7 +419,7 @@ def test_a_client_needs_neither_vllm_nor_torch_until_it_reads_a_tensor(server):
         sys.meta_path.insert(0, Blocked())
         import patchclamp as pc
         with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
-            run = lm.run("The capital of France is", edits=[pc.Add([0.5] * 576, at=pc.embed)], capture=[pc.embed])
+            run = lm.run("The capital of France is", edits=[pc.Add([0.5] * 144, at=pc.embed)], capture=[pc.embed])
             assert run.text and "".join(part.text for part in lm.stream("x", max_tokens=2))
             sweep = pc.studies.patch_sweep(lm, clean="The Eiffel Tower", corrupt="The Colosseum", answer=" Paris", foil=" Rome")
             assert sweep.best(1)
@@ -460,7 +460,7 @@ def test_a_server_checks_the_translator_of_a_lens(lm):
 
 def test_the_text_of_a_run_that_ended_at_a_probe_is_made_with_its_sampling_parameters(lm, local):
     """Special tokens are part of the text here and there, streamed and not."""
-    probe = pc.Probe(np.ones((1, 576), np.float32), at=pc.resid_post[3], name="p")
+    probe = pc.Probe(np.ones((1, 144), np.float32), at=pc.resid_post[3], name="p")
     special = {"ignore_eos": True, "skip_special_tokens": False, "allowed_token_ids": [0, 1, 2]}
     call = {"max_tokens": 8, "stop_when": probe > -1e9, "sampling": special}
     here, run, stream = local.run("Hello", **call), lm.run("Hello", **call), lm.stream("Hello", **call)
@@ -471,7 +471,7 @@ def test_the_text_of_a_run_that_ended_at_a_probe_is_made_with_its_sampling_param
 @pytest.mark.parametrize("by_rank", [0, -1])
 def test_runs_end_where_a_probe_fires(lm, local, by_rank):
     """And the server stops computing: captures, scores and text are those of the engine here."""
-    weight = np.random.default_rng(3).standard_normal((2, 576)).astype(np.float32)
+    weight = np.random.default_rng(3).standard_normal((2, 144)).astype(np.float32)
     p, site = pc.Probe(weight, at=pc.resid_post[3], name="p"), pc.resid_post[5]
     long = {"max_tokens": 200, "sampling": {"ignore_eos": True}, "capture": site}
     whole = local.run("The capital of France is", max_tokens=16, sampling={"ignore_eos": True}, capture=p)

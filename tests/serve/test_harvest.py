@@ -21,7 +21,7 @@ def test_a_harvest_over_http_is_the_same_as_here(server: Server, local: pc.LM, t
     one, other = there.open(), here.open()
     assert one.index() == other.index()
     with pc.LM(server.url, api_key=KEYS[0]) as remote:
-        matrix = np.random.default_rng(0).standard_normal((3, 576)).astype(np.float32)
+        matrix = np.random.default_rng(0).standard_normal((3, 144)).astype(np.float32)
         few = harvest(remote, TEXTS, tmp_path / "few", sites=SITES[0], dtype="float32", project=matrix, shard_rows=9)
     assert few.open().manifest.recipe.sites[0].captured == 3
     projected, whole = (np.concatenate(list(data.blocks(site="resid_post[3]"))) for data in (few.open(), other))

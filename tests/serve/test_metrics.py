@@ -65,14 +65,14 @@ def test_programs_ops_rows_and_bytes_are_counted(server):
     assert told == {
         "patchclamp:programs_total": 1, "patchclamp:ops_total linear": 2, "patchclamp:ops_total capture": 2,
         "patchclamp:rows_edited_total": positions + 4, "patchclamp:admission_seconds_count": 1,
-        "patchclamp:captured_bytes_total": 4 * 576 * (positions + 2 * prompt),
+        "patchclamp:captured_bytes_total": 4 * (144 * positions + 576 * 2 * prompt),
     }  # fmt: skip
     [line] = lines(server, start)
     assert line.pop("took_s") > 0
     assert line == {
         "event": "program", "owner": line["owner"], "ops": 4, "runs": 1, "prompt_tokens": prompt, "generated_tokens": 6,
         "fingerprint": response.model_extra["patchclamp"]["fingerprint"],
-        "captured_bytes": 4 * 576 * (positions + 2 * prompt),
+        "captured_bytes": 4 * (144 * positions + 576 * 2 * prompt),
     }  # fmt: skip
 
 

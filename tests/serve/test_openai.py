@@ -18,7 +18,7 @@ from patchclamp.language.program import condition_to_dict, to_dict
 from .conftest import KEYS, becomes
 
 PROMPT = "The capital of France is"
-VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
+VECTOR = np.random.default_rng(5).standard_normal(144).astype(np.float32)
 STEERED = pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)
 PROJECTED = pc.Capture("z[4, 1:3]", pc.prompt[-2:], project=[VECTOR[:128], VECTOR[-128:]])
 CAPTURED = [pc.resid_post[2], pc.z[5, 3] @ pc.prompt[-1], PROJECTED]
@@ -81,7 +81,7 @@ PROBES = [
 ]
 
 
-MATRIX = np.eye(576, dtype=np.float32) + np.outer(VECTOR, VECTOR[::-1]) / 60
+MATRIX = np.eye(144, dtype=np.float32) + np.outer(VECTOR, VECTOR[::-1]) / 60
 LENSES = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.attn_out[4], pc.prompt[-1], top=1),
           pc.Lens(pc.resid_post, translators={5: (MATRIX, VECTOR)})]  # fmt: skip
 
@@ -202,20 +202,23 @@ def test_a_chats_messages_are_selected_by_role_and_by_text(server, local, stream
                 {"role": "user", "content": "Another one."}]  # fmt: skip
     edits = [pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.role("user")[-1], scale=9.0),
              pc.Scale(0.5, at=pc.embed, tokens=pc.role("assistant") | pc.span("colour"))]  # fmt: skip
-    run, plain = (local.run(messages=messages, max_tokens=6, edits=each) for each in (edits, []))
+    run, plain = (local.run(messages=messages, max_tokens=6, edits=each, logprobs=True) for each in (edits, []))
     positions = run.select(pc.role("user")[-1]).tolist()
     assert local.tokenizer.token_strings([run.prompt_token_ids[i] for i in positions]) == ["."]
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     for given in (messages, parts):
         answer = server.openai().chat.completions.create(
-            model=server.model, messages=given, max_tokens=6, temperature=0, stream=stream, extra_body=program(edits)
+            model=server.model,
+            messages=given,
+            max_tokens=6,
+            temperature=0,
+            stream=stream,
+            logprobs=True,
+            extra_body=program(edits),
         )
-        text = (
-            "".join(part.choices[0].delta.content or "" for part in answer if part.choices)
-            if stream
-            else answer.choices[0].message.content
-        )
-        assert text == run.text != plain.text
+        choices = [choice for part in (answer if stream else [answer]) for choice in part.choices if choice.logprobs]
+        logprobs = [token.logprob for choice in choices for token in choice.logprobs.content]
+        assert logprobs == run.logprobs != plain.logprobs
 
 
 def test_a_role_that_the_chat_lacks_and_a_prompt_that_is_no_chat(server):
@@ -240,7 +243,7 @@ def test_several_prompts_and_n_as_streams(server, local):
     assert texts == [run.text for group in runs for run in group]
     told = chunks[-1].model_extra["patchclamp"]["runs"]
     assert [each["index"] for each in told] == [0, 1, 2, 3]
-    assert all(tensors(each["captures"])["embed"].shape == (1, 576) for each in told)
+    assert all(tensors(each["captures"])["embed"].shape == (1, 144) for each in told)
 
 
 def test_several_prompts_and_n(server, local):
@@ -310,7 +313,7 @@ def test_another_key_sees_nothing_of_it(server):
         ({"edits": [{"type": "scale", "factor": 0, "at": "attn_oot[1]"}]}, 400, "edits[0].at: no site 'attn_oot'"),
         ({"edits": [{"type": "scale", "factor": 0, "at": "attn_out[99]"}]}, 422, "this model has 8 layers"),
         ({"edits": [{"type": "scale", "factor": 0, "at": "embed", "tokens": 'span("Oslo")'}]}, 400, "Oslo"),
-        ({"edits": [{"type": "add", "value": [1.0], "at": "embed"}]}, 400, "576 wide"),
+        ({"edits": [{"type": "add", "value": [1.0], "at": "embed"}]}, 400, "144 wide"),
         ({"edit": []}, 400, "no field 'edit'"),
         ({"run": "../../etc"}, 400, "a name has"),
         ([], 400, "an object"),

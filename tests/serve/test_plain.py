@@ -74,14 +74,14 @@ def test_one_prompt_with_a_program(plain, local):
 
 def test_a_chat_with_fuzzing(plain, local):
     messages = [{"role": "user", "content": "Name a colour."}]
-    run = local.run(
-        messages=messages, max_tokens=6, edits=[pc.Noise(0.5, at=pc.embed, relative=True, seed=3)], capture=[]
-    )
+    asked = {"messages": messages, "max_tokens": 6}
+    run = local.run(**asked, logprobs=True, edits=[pc.Noise(0.5, at=pc.embed, relative=True, seed=3)])
     response = plain.openai().chat.completions.create(
-        model=plain.model, messages=messages, max_tokens=6, temperature=0,
+        model=plain.model, **asked, temperature=0, logprobs=True,
         extra_body={"vllm_xargs": {"fuzz_strength": 0.5, "fuzz_seed": 3}},
     )  # fmt: skip
-    assert response.choices[0].message.content == run.text != local.run(messages=messages, max_tokens=6).text
+    logprobs = [token.logprob for token in response.choices[0].logprobs.content]
+    assert logprobs == run.logprobs != local.run(**asked, logprobs=True).logprobs
     ours = response.model_extra["kv_transfer_params"]["patchclamp"]
     assert ours["fingerprint"] == run.program.fingerprint
 

@@ -96,7 +96,7 @@ def test_several_clients_share_the_replicas(server, local):
 
 def test_what_is_kept_is_known_to_every_process(server):
     """Each request comes on a connection of its own, which either process may take."""
-    vector = [1.0] * 576
+    vector = [1.0] * 144
     steered = {"edits": [{"type": "add", "value": {"type": "named", "name": "ones"}, "at": "resid_post[3]"}]}
     captured = {"capture": [{"type": "capture", "at": "resid_post[4]"}], "run": "italy"}
     patched = {"edits": [{"type": "replace", "at": "resid_post[4]", "tokens": "prompt[-1]",
@@ -117,7 +117,7 @@ def test_what_is_kept_is_known_to_every_process(server):
         assert complete(steered).status_code == 200
         assert complete(patched).status_code == 200
         assert complete({}, model=f"{server.model}:calm").status_code == 200
-        assert len(ask("GET", "/v1/patchclamp/runs/italy/captures").content) > 576 * 4
+        assert len(ask("GET", "/v1/patchclamp/runs/italy/captures").content) > 144 * 4
     assert ask("DELETE", "/v1/patchclamp/runs/italy").status_code == 200
     assert ask("DELETE", "/v1/patchclamp/vectors/ones").status_code == 200
     for _ in range(8):

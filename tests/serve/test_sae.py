@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -37,7 +38,7 @@ def here(local, saes) -> Iterator[pc.LM]:
 
 def test_a_plain_client_reads_and_sets_features(server: Server, here: pc.LM, saes):
     capture = [pc.Features("plain", top=5), pc.Features("topk", pc.prompt[-1], ids=[3, 8])]
-    edits = [pc.SetFeature("plain", [3, 8], [6.0, 0.0]), pc.SetFeature("topk", 5, 2.0, pc.generated)]
+    edits = [pc.SetFeature("plain", [3, 8], [9.0, 0.0]), pc.SetFeature("topk", 5, 2.0, pc.generated)]
     response = server.openai().completions.create(
         model=server.model, prompt=PROMPTS[1], max_tokens=4, temperature=0,
         extra_body=program(edits, capture),
@@ -209,7 +210,7 @@ def test_features_are_ablated_on_the_server_and_from_a_client(
 
 def test_features_are_harvested_from_a_client(server: Server, here: pc.LM, tmp_path):
     """By the name of the server's SAE, as here; top contexts are read from the harvest. Adapters are not served."""
-    sites = [pc.Features("plain", top=6), SITE, pc.Features("topk", ids=[3, 8])]
+    sites = [pc.Features("plain", top=6), SITE, pc.Features("topk", ids=[*range(24)])]
     asked = {"dtype": "float32", "shard_rows": 9, "batch_tokens": 12}
     with pc.LM(server.url, api_key=KEYS[0]) as lm:
         there = pc.studies.harvest(lm, PROMPTS, tmp_path / "there", sites=sites, **asked).open()
@@ -233,7 +234,7 @@ def test_features_are_harvested_from_a_client(server: Server, here: pc.LM, tmp_p
     (tmp_path / "texts.txt").write_text("\n".join(PROMPTS))
     words = ["harvest", server.url, str(tmp_path / "texts.txt"), str(tmp_path / "there"), "--shard-rows", "9",
              "--store", "float32", "--site", str(SITE), "--site", '{"type": "features", "name": "plain", "top": 6}',
-             "--site", '{"type": "features", "name": "topk", "ids": [3, 8]}']  # fmt: skip
+             "--site", json.dumps({"type": "features", "name": "topk", "ids": [*range(24)]})]  # fmt: skip
     done = CliRunner().invoke(app, words, env={"VLLM_API_KEY": KEYS[0], "COLUMNS": "200"})
     assert done.output.splitlines()[0] == str(there.folder), done.output
     assert f"{len(there)} rows of resid_post[3], features of plain, features of topk" in done.output

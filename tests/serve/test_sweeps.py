@@ -77,7 +77,7 @@ def test_a_sweep_is_the_same_as_here(server, local):
         ({"source": "zero"}, 400, "source: a source is 'zeros'"),
         ({"source": "bank:nobody"}, 404, "source: nothing in the bank is named 'nobody'"),
         ({"mask": "nobody"}, 404, "mask: nothing in the bank is named 'nobody'"),
-        ({"mask": [1.0, 0.5]}, 400, "mask: resid_pre[0] is 576 wide; the mask is [2]"),
+        ({"mask": [1.0, 0.5]}, 400, "mask: resid_pre[0] is 144 wide; the mask is [2]"),
         ({"resume": "../a"}, 400, "resume: a name has up to 64 letters"),
         ({"zoom": 0}, 400, "zoom"),
         ({"weights": "/etc"}, 400, "weights"),
@@ -162,8 +162,8 @@ def test_several_pairs_have_their_spread(server, local):
 
 
 def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
-    mask = (np.arange(576) % 3 == 0).astype(float).tolist()
-    vector = np.linspace(-1, 1, 576).tolist()
+    mask = (np.arange(144) % 3 == 0).astype(float).tolist()
+    vector = np.linspace(-1, 1, 144).tolist()
     plain = grid_of(run(server, ASKED), (2, 8, 99))
     with server.http() as http:
         assert http.put("/v1/patchclamp/vectors/swept", json=vector).status_code == 200

@@ -34,9 +34,15 @@ SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the",
 PROVING = sys.modules[ensure_proved.__module__]  # `prove` names a function, too
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATCHCLAMP_CACHE", str(tmp_path / "cache"))
+def _own_cache(cache, monkeypatch):
+    """One for the file: the fake engine is proved once."""
+    monkeypatch.setenv("PATCHCLAMP_CACHE", str(cache))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TQDM_DISABLE", "1")
 

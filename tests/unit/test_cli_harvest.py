@@ -16,8 +16,7 @@ TEXTS = ["The cat sat on the world", "Rome is in Italy", "the dog is not in Rome
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("PATCHCLAMP_CACHE", str(tmp_path / "cache"))
+def source(tmp_path) -> Path:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     return tmp_path / "texts.txt"
 

@@ -68,6 +68,7 @@ def imports(code: ast.AST) -> Iterator[str]:
                 yield str(node.module)
 
 
+@functools.cache
 def rooms(name: str) -> set[str]:
     """The rooms that a file enters. A name of the face that is not a room counts as `face`, but for the version."""
     nodes = list(ast.walk(tree(name)))
