@@ -58,7 +58,8 @@ What differs:
   nnterp's `model.logits` has those of all prompts, also inside an invoke; here an invoke's are its own.
 - **Padding.** A prompt's tensors have its own tokens, and none that pad a batch.
 - **Steps.** `tracer.iter[3]` is `t.generated[2]`: the first step is the prompt. `tracer.all()` is `t.all()`.
-- **Attention weights** do not exist in a fused kernel: `t.attention_probabilities` is an error that says so.
+- **Attention weights** are captured, not traced: `lm.run(prompt, capture=pc.pattern[5])`
+  ([attention patterns](guide.md#attention-patterns)). `t.attention_probabilities` is an error that says so.
 - A write may read an earlier layer; some such writes take [two runs](tracing.md#within-one-run).
 """
 COMING_TAIL = """## TransformerLens
@@ -86,7 +87,8 @@ with lm.trace(prompt) as t:
 - The weights are not folded or centred: values are the model's own, as of TransformerLens'
   `from_pretrained_no_processing`.
 - `cache["resid_post", 5]` is [T, D], not [1, T, D]. Logits are those of sampled tokens.
-- `hook_pattern`, `hook_attn_scores` and `hook_result` do not exist in a fused kernel.
+- `hook_pattern` and `hook_attn_scores` are [`pattern` and `attn_scores`](guide.md#attention-patterns), which are read and
+  not edited. `hook_result` does not exist.
 
 ## vllm-lens
 
