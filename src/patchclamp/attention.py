@@ -45,8 +45,6 @@ class ReadRun(Protocol):
 
     @property
     def site_map(self) -> SiteMap: ...
-    @property
-    def attention_ops(self) -> list[tuple[int, BoundOp]]: ...
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]: ...
     def op_at(self, path: str) -> SiteOp: ...
     def select(self, tokens: Tokens | str) -> np.ndarray: ...
@@ -56,12 +54,13 @@ class AttentionRead(Mapping[str, AttentionResult]):
     """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture of one
     layer, such as "capture[0]"; read when they are asked for."""
 
-    def __init__(self, run: ReadRun) -> None:
+    def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
+        """`ops`: its captures of attention, each with the number under which its rows are stored."""
         self._run = run
         # by site and layer, the heads and the op that captured them, later ones first
         self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
-        self.paths: set[str] = {op.path for _, op in run.attention_ops}
-        for number, op in reversed(run.attention_ops):
+        self.paths: set[str] = {op.path for _, op in ops}
+        for number, op in reversed(ops):
             assert isinstance(op.action, Keep)
             assert isinstance(op.action.reader, AttentionReader)
             for point in op.points:

@@ -534,16 +534,16 @@ class Run:
         together."""
         return _FeaturesRead(self)
 
-    @functools.cached_property
+    @property
     def attention(self) -> AttentionRead:
         """The attention that its program captured, by site and layer, such as `run.attention["pattern[3]"]`: an
         `AttentionResult` with the positions of the keys, which captures with `top` need."""
-        return AttentionRead(self)
+        self.answer  # noqa: B018  raises the run's own error
+        return AttentionRead(self, self.attention_ops)
 
-    @property
+    @functools.cached_property
     def attention_ops(self) -> list[tuple[int, BoundOp]]:
         """The captures of attention, each with the number under which its rows are stored."""
-        self.answer  # noqa: B018  raises the run's own error
         return [(stored_op(op, i), op) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader)]  # fmt: skip
 
@@ -790,7 +790,7 @@ class Run:
 
     def _of_attention(self, site: Site | str) -> tuple[Site, str] | None:
         """The attention site of a name, and the path of its capture, or ""; None for another site."""
-        if isinstance(site, str) and site in self.attention.paths:
+        if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops):
             return self.op_at(site).at, site
         at = self._site(site)
         return (at, "") if at.name in DERIVED else None

@@ -462,7 +462,7 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
         sameness = runtime.begin_step(["request"], 0 * one, at * one, one, 1)
         assert sameness == ("advanced" if at else "changed")
         for point in runtime.sites.points:
-            row = torch.full((1, point.width), 10.0 * point.number + at)
+            row = torch.full((1, point.width), 4.0 * point.number + at)
             if at and point.rows != "sampled":
                 cuda_on_cpu.graph(step, point.number, row)
             else:
@@ -471,7 +471,7 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     for point in runtime.sites.points[-2:]:
         where, rows = runtime.fetch("run", point.number)
         assert where.tolist() == [0, 1, 2, 3]
-        assert rows.float().tolist() == [[10.0 * point.number + at] * point.width for at in range(4)]
+        assert rows.float().tolist() == [[4.0 * point.number + at] * point.width for at in range(4)]
     step.close()
 
 

@@ -152,7 +152,7 @@ class HostStep:
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan, self._steps = plan.advanced(steps) if steps else plan, steps
-        self._captures = torch.empty(plan.size + plan.scratch, device=self._bank.data.device)
+        self._captures = torch.empty(plan.size + plan.scratch, dtype=torch.float32, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
         self._bits = np.zeros(batch.rows, np.int64)
         self._late.clear()
