@@ -581,6 +581,7 @@ class TransformersEngine(Engine):
             logits_BV = passes.run(self._net)
             self.runtime.apply(self._logits, logits_BV, None)
         self.runtime.end()
+        self._keys.end()
         return logits_BV
 
     def _eos(self) -> set[int]:
