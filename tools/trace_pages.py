@@ -87,8 +87,8 @@ with lm.trace(prompt) as t:
 - The weights are not folded or centred: values are the model's own, as of TransformerLens'
   `from_pretrained_no_processing`.
 - `cache["resid_post", 5]` is [T, D], not [1, T, D]. Logits are those of sampled tokens.
-- `hook_pattern` and `hook_attn_scores` are [`pattern` and `attn_scores`](guide.md#attention-patterns), which are read and
-  not edited. `hook_result` does not exist.
+- `hook_pattern` and `hook_attn_scores` are [`pattern` and `attn_scores`](guide.md#attention-patterns), which are read
+  and not edited. `hook_result` does not exist.
 
 ## vllm-lens
 
