@@ -1072,6 +1072,8 @@ class _OpBinder:
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
         """The bank keys of rows that this run stores for the op, and the row for each written position."""
+        if value.site.name in DERIVED:
+            raise UnsupportedSite(f"{value.site} has a number for each key, and is computed when a step ends")
         read, written = self._sites.resolve(value.site), self._case.positions
         self._check_alike(value, read)
         for i, ref in enumerate(self._refs):
