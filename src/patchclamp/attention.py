@@ -6,11 +6,11 @@ T queries · H heads · K key positions, spans, or the largest keys of a head
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from patchclamp.errors import MissingSource, ProgramError, TokensError
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language.ops import Capture
 from patchclamp.language.site import Site, parse_site
 from patchclamp.language.tokens import every
@@ -27,7 +27,8 @@ class AttentionResult(NamedTuple):
     """The attention of some queries in one layer.
 
     positions: of the queries, [T]
-    keys: the position of each key, [K]; of each head's largest, [T, H, K], −1 where a query sees fewer; None for spans
+    keys: the position of each key, [K]; None for spans. With `top`, those of each head's largest numbers, [T, H, K], −1
+        where a query sees fewer
     values: fp32, [T, H, K]; of one head, the axis H is missing here and in `keys`
     """
 
@@ -75,6 +76,15 @@ class AttentionRead(Mapping[str, AttentionResult]):
         [found] = self.of_layers(at, path)
         return found
 
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, (str, Site)) and bool(self[name])
+        except PatchclampError:  # it was not captured, or is no site of this model
+            return False
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  it would call itself
+
     def __iter__(self) -> Iterator[str]:
         for site, layer in reversed(self._ops):
             for _, reader, _ in self._ops[site, layer]:
@@ -113,7 +123,8 @@ class AttentionRead(Mapping[str, AttentionResult]):
             raise MissingSource(f"{ref} was not captured; this run has: {', '.join(self) or 'no attention'}")
         number, reader, bound = found
         positions, rows = run.private_rows(ref.point, number, str(ref))
-        values_THK = np.asarray(rows).reshape(len(rows), reader.heads, -1)[:, first - reader.first : end - reader.first]
+        values_THK = np.asarray(rows).reshape(len(rows), reader.heads, rows.shape[1] // reader.heads)
+        values_THK = values_THK[:, first - reader.first : end - reader.first]
         op, keys = run.op_at(bound.path), None
         assert isinstance(op, Capture)
         if op.top is not None:

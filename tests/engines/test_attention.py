@@ -1,7 +1,9 @@
 """Attention patterns equal Transformers' eager attention, on either engine, however the prompt was computed."""
 
+import gc
 import json
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -103,6 +105,17 @@ def test_a_query_that_sees_fewer_keys_than_asked_for_has_fewer(narrow, engine):
     assert (found.keys[0, :, 1:] == -1).all()
     assert (found.keys[0, :, 0] == 0).all()
     assert np.isneginf(found.values[0, :, 1:]).all()
+    for prompts in ([[5]], [[5], list(range(5, 25))]):  # alone, and beside a longer one
+        run, *_ = lm.run(prompts, capture=pc.Capture(pc.pattern[1], pc.prompt, top=3), max_tokens=1)
+        values = run.attention["pattern[1]"].values
+        assert np.array_equal(values[0], np.eye(3)[np.zeros(values.shape[1], int)])
+    [run] = lm.run(
+        [[5]], capture=[pc.Capture(pc.pattern[0], pc.generated), pc.Capture(pc.pattern[1], top=1)], max_tokens=1
+    )
+    assert run[pc.pattern[0]].shape == (0, lm.sites.sizes.heads, 1)
+    assert "pattern[1]" in run.attention
+    assert "pattern[2]" not in run.attention
+    assert run.attention.get(pc.z[0]) is None
 
 
 @pytest.mark.parametrize("options", [{}, CHUNKED, {"async_scheduling": False}], ids=str)
@@ -142,9 +155,15 @@ def test_reading_changes_nothing_and_other_captures_stay(narrow, engine):
 @BOTH
 def test_what_cannot_be_read_says_why(narrow, engine, monkeypatch):
     lm = narrow.get(engine, "float32")
-    monkeypatch.setattr(sys.modules["patchclamp.plan.bind"], "MAX_ATTENTION_BYTES", 1 << 16)
-    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: pattern of 31 tokens in 8 layers has .* bytes"):
+    monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 1 << 16)
+    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: with pattern of 31 tokens in 8 layers, .* bytes"):
         lm.run(PROMPTS[1] + " and to", capture=pc.pattern)
+    monkeypatch.undo()
+    with pytest.raises(pc.UnsupportedSite, match=r"edits\[0\].value: pattern\[0\] has a number for each key"):
+        lm.run(PROMPTS[0], edits=pc.Replace(pc.SameRun("pattern[0]"), at=pc.z[1]), max_tokens=1)
+    monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 20_000)
+    with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: with pattern of 1 tokens in 8 layers"):
+        lm.run(PROMPTS[0], capture=[pc.Capture(pc.pattern, pc.prompt[-1]), pc.Capture(pc.pattern, pc.prompt[-1])])
     monkeypatch.undo()
     [run] = lm.run([PROMPTS[0]], capture=pc.Capture(pc.pattern[0], keys="generated[5]"), **NEW)
     with pytest.raises(pc.TokensError, match="generated\\[5\\]"):
@@ -173,3 +192,24 @@ def test_the_text_form_is_read_back(narrow):
     program = from_dict(json.loads(json.dumps({"edits": [], "capture": captures})))
     [run] = lm.run([PROMPTS[0]], capture=program.capture, max_tokens=1)
     torch.testing.assert_close(run[pc.pattern[1]].sum(-1), torch.ones(1, lm.sites.sizes.heads))
+
+
+def test_an_engine_on_transformers_is_freed(narrowed):
+    """Other models have their attention shown to nobody, and what showed it ends with its engine."""
+    with pc.LM(narrowed, engine="transformers") as lm:
+        lm.run([[5, 6, 7]], capture=pc.pattern[1], max_tokens=2)
+        keys, layers = lm.engine._keys, lm.engine._net.model.layers
+        assert (keys.passes, keys._held) == (None, {})
+        held = [weakref.ref(each) for each in (lm.engine.runtime, *(layer.self_attn for layer in layers))]
+    del lm, keys, layers
+    gc.collect()
+    assert not any(each() for each in held)
+
+
+def test_attention_within_chunks_is_refused(tmp_path):
+    folder = of_family(tmp_path, "llama4", attention_chunk_size=8)
+    with (
+        pc.LM(folder, engine="transformers", **IDS) as lm,
+        pytest.raises(pc.UnsupportedSite, match="attend within chunks"),
+    ):
+        lm.run([[5, 6, 7]], capture=pc.pattern[1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.errors import ProgramError
+from patchclamp.errors import CapacityError, ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
 from patchclamp.plan.bound import (
@@ -158,6 +158,38 @@ WRONG = {
     "a first column": (NOISE, {"action": Noisy(0.5, 0, False, (1,), 9)}),
     "ids that are nowhere": (ADD, {"condition": Condition("v:" + "0" * 64, False)}),
 }
+
+
+PATTERN = pc.Capture("pattern[1]", "prompt")
+WRONG_ATTENTION = {
+    "longer rows": {"reader": {"keys": 128}}, "rows of no length": {"reader": {"keys": 0}},
+    "endless rows of no token": {"reader": {"keys": 1 << 60}, "ranges": ()},
+    "the largest of whole rows": {"top": 3}, "too many of the largest": {"reader": {"keys": 0}, "top": 1 << 20},
+    "heads beyond": {"reader": {"heads": 2}}, "no heads": {"reader": {"heads": 0}}, "heads below": {"reader": {"first": -1}},
+    "another site": {"reader": {"site": "z"}}, "another point": {"points": (point("z[1]"),)}, "columns": {"columns": 1 << 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", WRONG_ATTENTION.values(), ids=WRONG_ATTENTION)
+def test_attention_of_another_form_is_refused(changes):
+    program, sizes = bound([], [PATTERN, pc.Capture("attn_scores[0:2]", "generated", top=2)])
+    check(program, sizes)
+    op, rest = (
+        program.ops[0],
+        {name: value for name, value in changes.items() if name in ("points", "ranges", "columns")},
+    )
+    reader = msgspec.structs.replace(op.action.reader, **changes.get("reader", {}))
+    action = msgspec.structs.replace(op.action, reader=reader, top=changes.get("top", 0))
+    with pytest.raises(ProgramError, match="no binder makes this"):
+        check(msgspec.structs.replace(program, ops=(msgspec.structs.replace(op, action=action, **rest),)), sizes)
+
+
+def test_the_attention_of_a_program_fits(monkeypatch):
+    program, sizes = bound([], [PATTERN] * 3)
+    monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 2 * 4 * 64 * PROMPT)
+    check(msgspec.structs.replace(program, ops=program.ops[:2]), sizes)
+    with pytest.raises(CapacityError, match=r"capture\[2\].tokens: with pattern of 5 tokens in 1 layers"):
+        check(program, sizes)
 
 
 SPANNED = {

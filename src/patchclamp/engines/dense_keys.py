@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,8 +22,7 @@ from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 from patchclamp.sites.tables import ROTATED
 
-Watch = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]  # query, key and options of an attention function
-_watched: weakref.WeakKeyDictionary[torch.nn.Module, Watch] = weakref.WeakKeyDictionary()
+WATCH = "_patchclamp_watch"  # of a module: called with query, key and options of its attention function
 
 
 class DenseKeys:
@@ -48,14 +46,19 @@ class DenseKeys:
 
         def watch(query_BHTE: torch.Tensor, key_BKSE: torch.Tensor, options: dict[str, Any]) -> None:
             if acts(number):
-                self._held[number] = key_BKSE, _facts(module, query_BHTE, options)
+                self._held[number] = key_BKSE, _facts(query_BHTE, options)
                 tap(query_BHTE.transpose(1, 2).flatten(2))
 
-        _watched[module] = watch
+        vars(module)[WATCH] = watch  # with the module, which it holds by way of `self`
 
     def begin(self, passes: Passes) -> None:
         """Begin a pass."""
         self.passes = passes
+        self._held.clear()
+
+    def end(self) -> None:
+        """End the pass, whose keys and cache are not held any longer."""
+        self.passes = None
         self._held.clear()
 
     def facts(self, point: int) -> AttentionFacts:
@@ -78,15 +81,17 @@ class DenseKeys:
         return keys.take_along_dim(column_BS[:, :, None, None], 1)
 
 
-def computes_attention_itself(net: Any, sites: SiteMap) -> str:
+def unread_attention(net: Any, sites: SiteMap) -> str:
     """The reason why attention is not read on this model; "" if it is."""
+    if getattr(net.config.get_text_config(), "attention_chunk_size", None):
+        return "its layers attend within chunks"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
     if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
         return f"{type(module).__name__} computes attention itself and not by an attention function of Transformers"
     return ""
 
 
-def _facts(module: torch.nn.Module, query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
+def _facts(query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
     scale = options.get("scaling")
     return AttentionFacts(
         query_BHTE.shape[-1] ** -0.5 if scale is None else float(scale), float(options.get("softcap") or 0.0),
@@ -96,7 +101,7 @@ def _facts(module: torch.nn.Module, query_BHTE: torch.Tensor, options: dict[str,
 
 @functools.cache
 def _wrap_attention_functions() -> None:
-    """Have the attention functions of Transformers show watched modules their queries and keys first."""
+    """Wrap Transformers' attention functions so that watched modules see queries and keys first."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS
@@ -107,7 +112,7 @@ def _wrap_attention_functions() -> None:
 
         @functools.wraps(chosen)
         def attention(module: Any, query: Any, key: Any, *args: Any, **named: Any) -> Any:
-            watch = _watched.get(module)
+            watch = vars(module).get(WATCH)
             if watch is not None:
                 watch(query, key, named)
             return chosen(module, query, key, *args, **named)

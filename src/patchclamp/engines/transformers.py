@@ -36,7 +36,7 @@ from patchclamp.engines.base import (
     settle,
     settle_if_failed,
 )
-from patchclamp.engines.dense_keys import DenseKeys, computes_attention_itself
+from patchclamp.engines.dense_keys import DenseKeys, unread_attention
 from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
 from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.preflight import default_dtype
@@ -286,7 +286,7 @@ class TransformersEngine(Engine):
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
-        self.sites.no_attention = computes_attention_itself(self._net, self.sites)
+        self.sites.no_attention = unread_attention(self._net, self.sites)
         self._keys = self.runtime.keys = DenseKeys(self._net, self.sites, self.runtime)
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view, self._keys.around)
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
@@ -581,6 +581,7 @@ class TransformersEngine(Engine):
             logits_BV = passes.run(self._net)
             self.runtime.apply(self._logits, logits_BV, None)
         self.runtime.end()
+        self._keys.end()
         return logits_BV
 
     def _eos(self) -> set[int]:

@@ -210,9 +210,8 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     `pool` reduces the selected tokens to one row: their "mean", their "max" in each column, or the "last" of them.
 
     At `pattern` and `attn_scores` the selected tokens are queries, and a row has a number for each key position; it is
-    computed in fp32 where the model runs, from cached keys too. `keys` keeps only those of a selection, `spans` the
-    sum over each of several selections, and `top` the n largest of each head, which `run.attention[site]` returns with
-    their positions.
+    computed in fp32 where the model runs, from cached keys too. `keys` keeps the keys of a selection, `spans` one sum per
+    selection, and `top` the n largest of each head, which `run.attention[site]` returns with their positions.
     """
 
     at: Site = field(converter=as_site)
@@ -237,7 +236,7 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
             raise ProgramError(f"expected one of keys, spans and top, got {' and '.join(of_keys)}", of_keys[1])
         for name, default in {"dtype": "float32", "project": None, "pool": None}.items():
             if getattr(self, name) != default:
-                raise ProgramError(f"expected none at {self.at}, whose rows are of keys", name)
+                raise ProgramError(f"{self.at} takes no {name}: its rows are of keys", name)
         if self.spans is not None and self.at.name != "pattern":
             raise ProgramError(f"expected pattern, since scores are not summed, got {self.at}", "spans")
 

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import (
-    CapacityError,
     MissingSource,
     PatchclampError,
     ProgramError,
@@ -55,7 +54,6 @@ from patchclamp.plan.bound import (
     BITS,
     KEYS,
     LATCHES,
-    MAX_ATTENTION_BYTES,
     MAX_RANK,
     Action,
     All,
@@ -79,6 +77,7 @@ from patchclamp.plan.bound import (
     RunCode,
     Span,
     Store,
+    check_attention,
     check_one_way,
     noise_stream,
     own_key,
@@ -407,7 +406,8 @@ def bind(
     vector by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs that
     are bound together.
 
-    Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite` or `MissingSource`, with the op's path.
+    Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite`, `MissingSource` or `CapacityError`, with the
+    op's path.
     """
     binder = _Binder(
         prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
@@ -415,6 +415,7 @@ def bind(
     )  # fmt: skip
     ops = binder.program(program)
     check_one_way(ops, sites.label)
+    check_attention(ops)
     return BoundProgram(run, len(prompt.ids), ops)
 
 
@@ -905,14 +906,6 @@ class _OpBinder:
         else:
             ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         action = self._pooled_in_step(lowered.action)
-        if isinstance(action, Keep) and isinstance(action.reader, AttentionReader):
-            size = 4 * action.numbers * len(self._case.positions) * len(self._refs)
-            if size > MAX_ATTENTION_BYTES:
-                raise CapacityError(
-                    f"{self._refs[0].name} of {len(self._case.positions)} tokens in {len(self._refs)} layers has "
-                    f"{size:,} bytes; at most {MAX_ATTENTION_BYTES:,} fit: select tokens, heads or layers, or top=",
-                    "tokens",
-                )
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
@@ -1079,6 +1072,8 @@ class _OpBinder:
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
         """The bank keys of rows that this run stores for the op, and the row for each written position."""
+        if value.site.name in DERIVED:
+            raise UnsupportedSite(f"{value.site} has a number for each key, and is computed when a step ends")
         read, written = self._sites.resolve(value.site), self._case.positions
         self._check_alike(value, read)
         for i, ref in enumerate(self._refs):

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import CapacityError, ProgramError
 from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.sites import SiteMap
 from patchclamp.store.tensors import PROBE
@@ -53,7 +53,7 @@ class PositionRange(NamedTuple):
 
 
 KEYS = 64  # attention rows are a multiple of this long, so that few lengths occur
-MAX_ATTENTION_BYTES = 1 << 30  # of the attention rows of one op of a request
+MAX_ATTENTION_BYTES = 1 << 30  # of the attention rows of one program
 
 
 class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
@@ -440,6 +440,21 @@ def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
                     f"{label(point)} is captured by {first.path[:200]} too, and otherwise: in a run a site is captured "
                     "whole, pooled, or by one matrix; put the rows of both into one, use pc.Probe, or make two runs",
                     op.path[:200]
+                )  # fmt: skip
+
+
+def check_attention(ops: Iterable[BoundOp]) -> None:
+    """Raise `CapacityError` if a program captures more attention than fits."""
+    size = 0
+    for op in ops:
+        if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader):
+            tokens = sum(stop - start for start, stop, *_ in op.ranges)
+            size += 4 * op.action.numbers * tokens * len(op.points)
+            if size > MAX_ATTENTION_BYTES:
+                raise CapacityError(
+                    f"with {op.action.reader.site} of {tokens} tokens in {len(op.points)} layers, the program captures "
+                    f"{size:,} bytes of attention; at most {MAX_ATTENTION_BYTES:,} fit: select tokens, heads or "
+                    "layers, or top=", f"{op.path[:200]}.tokens"
                 )  # fmt: skip
 
 

@@ -29,11 +29,11 @@ from patchclamp.plan.bound import (
     BITS,
     BLEND,
     DECIDE,
+    KEYS,
     LATCHES,
     LINEAR,
     LOW_RANK,
     MATCH,
-    MAX_ATTENTION_BYTES,
     MAX_RANK,
     NOISE,
     PROJECT,
@@ -58,6 +58,7 @@ from patchclamp.plan.bound import (
     Rotation,
     Span,
     Store,
+    check_attention,
     check_one_way,
     is_vector,
     own_point,
@@ -122,6 +123,7 @@ def verify(
             raise error.under(op.path[:MAX_PATH]) from None
     _need(not frame.decided.spans, "a span whose latch is not kept")
     check_one_way(bound.ops, sites.label)
+    check_attention(bound.ops)
 
 
 def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
@@ -335,16 +337,14 @@ def _check_reader(action: Keep, op: BoundOp, frame: Frame) -> None:
         _need(reader.site in DERIVED, f"no attention site {reader.site[:64]!r}")
         _need(not frame.sites.no_attention, f"{reader.site} of an engine that does not read it")
         _need(
-            {frame.sites.points[point].kind for point in op.points} <= {ROTATED}, "attention of rows that ask nothing"
+            {frame.sites.points[point].kind for point in op.points} <= {ROTATED},
+            "attention of a point that has no queries",
         )
         _need(0 <= reader.first < reader.first + reader.heads <= sizes.heads, "heads that the model does not have")
         _need(
             (reader.keys == 0) != (action.top == 0) and 0 <= action.top <= MAX_TOP, "neither whole rows nor the largest"
         )
-        limit = max((stop for _, stop, *_ in op.ranges), default=0)
-        rows = sum(stop - start for start, stop, *_ in op.ranges) * len(op.points)
-        _need(reader.keys == 0 or limit <= reader.keys, f"rows of {reader.keys} keys")
-        _need(4 * rows * action.numbers <= MAX_ATTENTION_BYTES, f"{rows} rows of {reader.keys} keys")
+        _need(reader.keys in (0, -(-frame.limit // KEYS) * KEYS), f"rows of {reader.keys} keys")
         return
     found = frame.sites.dictionaries.get(reader.name)
     _need(found is not None and found.card.content == reader.content, f"no SAE {reader.name[:64]!r} of this content")

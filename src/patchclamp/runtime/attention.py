@@ -91,15 +91,13 @@ class AttentionReading:
 
     def _kept(self, found_BNHT: torch.Tensor) -> torch.Tensor:
         """Return the numbers that are kept of each row, [B, N, numbers]."""
-        shape = found_BNHT.shape[:2]
+        shape, unseen = found_BNHT.shape[:2], 0.0 if self._reader.site == "pattern" else -torch.inf
         if not self.top:
-            fill = 0.0 if self._reader.site == "pattern" else -torch.inf
-            padded = torch.nn.functional.pad(found_BNHT, (0, self._reader.keys - found_BNHT.shape[-1]), value=fill)
+            padded = torch.nn.functional.pad(found_BNHT, (0, self._reader.keys - found_BNHT.shape[-1]), value=unseen)
             return padded.reshape(*shape, -1)
         best = found_BNHT.topk(min(self.top, found_BNHT.shape[-1]))
         missing = (0, self.top - best.values.shape[-1])
-        values = torch.nn.functional.pad(best.values, missing, value=-torch.inf)
+        values = torch.nn.functional.pad(best.values, missing, value=unseen)
         ids = torch.nn.functional.pad(best.indices.int(), missing, value=-1)
-        is_seen = values > (0.0 if self._reader.site == "pattern" else -torch.inf)
-        ids = torch.where(is_seen, ids, -1)
+        ids = torch.where(values > unseen, ids, -1)
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)

@@ -473,7 +473,7 @@ class SiteMap:
         having = kind.layers if kind else "all"
         why = self.family.lacks.get(name) or NONE_HAS[having if isinstance(having, str) else "all"]
         if name in DERIVED and kind is None:
-            why = "its attention is not a layer of vLLM's with queries and keys of its own"
+            why = "the table of this model names no attention layer with queries and keys of its own"
         if kind is not None and kind.layout == "partial sum":
             why = "each tensor-parallel worker has a part of the sum, and none has the whole"
         raise UnsupportedSite(

@@ -93,7 +93,7 @@ def rewind(runner: V1Runner) -> None:
 
 def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]) -> None:
     """Call a tap on the queries of every call of an attention layer, or on its output, [T, H, E] or [T, H · E], which
-    it may change in place.
+    it may change in place, after the call: by then the step's keys are in the cache.
 
     This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would be
     on a view of the op's output, and Inductor would copy it back and forth.
@@ -107,12 +107,8 @@ def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Te
 
     @forwards(inner)
     def forward(*args: Any, **named: Any) -> Any:
-        rows = named[name] if name in named else signature.bind(*args, **named).arguments[name]
-        if name == "query":
-            tap(rows)
         result = inner(*args, **named)
-        if name == "output":
-            tap(rows)
+        tap(named[name] if name in named else signature.bind(*args, **named).arguments[name])
         return result
 
     layer.impl.forward = forward
