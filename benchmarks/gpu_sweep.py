@@ -9,7 +9,7 @@ the difference of two tokens' log-probabilities. The sides are processes of thei
 - `loop`: a plain loop of batched forward hooks on Transformers, a batch for each layer and some positions;
 - `changed`: `patch_sweep` on Transformers, where only what patches can change is computed; `changed 128` has batches of
   that size;
-- `vllm`: `patch_sweep` on vLLM's request path; with `beside`, the engine core is in a process of its own;
+- `vllm`: `patch_sweep` on vLLM, in batches; with `beside`, the engine core is in a process of its own;
 - `stock`: as many graded requests of stock vLLM that compute as many tokens: other prompts from a cell's position on.
 
 With `--pairs 100` also every head of every layer (`z`, all tokens at once) for as many pairs of prompts, in one call:
@@ -43,7 +43,7 @@ SITES = {1: TWELVE[:1], 4: ("resid_pre", "z", "attn_out", "mlp_out"), 12: TWELVE
 ANSWER, FOIL = 7, 9
 LOOP_TOKENS = 1 << 15  # of a batch of the plain loop
 BARS = {
-    "vllm": 1.15,
+    "vllm": 0.35,
     "changed": 3.0,
 }  # at 204 tokens: seconds of stock's, at most; cells a second of the loop's, at least
 FLOAT = {"tiny": "float32", "0.6b": "bfloat16", "8b": "bfloat16"}

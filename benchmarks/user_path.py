@@ -36,13 +36,13 @@ SWEEP_SITES = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "m
                "neurons")  # fmt: skip
 UNIFORM = ", uniform"  # ends the name of a side with uniform numerics, and of its bar
 BARS = {
-    "tiny": {"no program": 1.1, "one vector": 1.3, "captured and read": 1.6, "sweep": 1.3},
+    "tiny": {"no program": 1.1, "one vector": 1.3, "captured and read": 1.6, "sweep": 0.6},
     "0.6b": {"no program": 1.03, "no program, uniform": 1.06, "no program, logprobs": 1.03, "one vector": 1.08,
              "distinct programs": 1.15, "one in eight": 1.05, "captured": 1 / 0.7, "captured and summed": 2.0,
-             "sweep": 1.15},
+             "sweep": 0.25},
     "8b": {"no program": 1.01, "no program, uniform": 1.02, "no program, logprobs": 1.01, "one vector": 1.03,
            "distinct programs": 1.05, "one in eight": 1.02, "captured": 1 / 0.7, "captured and summed": 2.0,
-           "sweep": 1.15},
+           "sweep": 0.4},
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import patchclamp as pc
 from patchclamp.engines.vllm import frontend
 from patchclamp.engines.vllm.bulk import LATER, BatchResult
 from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.runner import BatchModel
+from patchclamp.engines.vllm.compat.runner import BatchModel, refusal_of
 from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
@@ -72,7 +73,7 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
         tokens = pc.every[begin : max(end, begin + 1) if begin < length else length]
         tokens = pc.every[int(draw.integers(length))] if begin >= length else tokens
         stream = pc.resid_post[layer]
-        return [
+        edits = [
             lambda: pc.Replace(pc.From(run, at, tokens), at=at, tokens=tokens, alpha=float(draw.choice([1.0, 0.5]))),
             lambda: pc.Zero(at=at, tokens=tokens),
             lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.normal())),
@@ -85,7 +86,8 @@ def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator,
             lambda: pc.Scale(float(draw.random()), at=pc.logits, tokens=pc.every[length - 1]),
             lambda: pc.Add(vector, at=stream, tokens=tokens, scale=float(draw.random()), norm="match"),
             lambda: pc.Rotate([vector, vector[::-1]], float(draw.normal()) * 90, at=stream, tokens=tokens),
-        ][int(draw.integers(10))]()  # fmt: skip
+        ]  # fmt: skip
+        return edits[int(draw.integers(len(edits)))]()
 
     return [[edit() for _ in range(int(draw.integers(4)))] for _ in range(count)]
 
@@ -288,13 +290,13 @@ def test_batches_leave_time_to_requests(lm, monkeypatch, share):
 
 
 def test_cancelled_gradings_return_their_leases(lm):
-    """Eight, at random points: in the first batches, or when all programs have been graded."""
+    """Twenty, at random points: in the first batches, or when all programs have been graded."""
     draw = np.random.default_rng(4)
 
     class Stop(Exception):
         pass
 
-    for number in range(8):
+    for number in range(20):
         programs = [[pc.Zero(at=pc.mlp_out[i % 8], tokens=pc.every[i % 8])] for i in range(40)]
         job, left = lm.grade_job(lm.tokens(PROMPT), programs, [[((), 5)]]), int(draw.integers(0, 4))
         lm.engine._batch_rows = 64  # of 40 programs, five or fewer in a batch
@@ -320,6 +322,42 @@ def test_a_run_that_is_gone(lm):
         lm.graded([job])
     assert not lm.engine.status()["leases"]
     assert lm.grade(PROMPT, [[]], score=[5]).route == "bulk"
+
+
+UNBATCHED = {  # what a configuration has, where cells run as requests
+    "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
+    "data parallelism": {"parallel_config.data_parallel_size": 2},
+    "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
+    "adapters": {"lora_config": object()},
+    "drafts": {"speculative_config": object()},
+    "images": {"model_config.is_multimodal_model": True},
+    "state-space layers": {"model_config.is_hybrid": True},
+    "no chunked prefill": {
+        "scheduler_config.enable_chunked_prefill": False,
+        "cache_config.enable_prefix_caching": False,
+    },
+}
+
+
+@pytest.mark.parametrize("reason", UNBATCHED)
+def test_configurations_that_grade_by_requests(reason):
+    of: Any = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
+        ),
+        model_config=types.SimpleNamespace(
+            is_multimodal_model=False, uses_mrope=False, is_hybrid=False, is_attention_free=False
+        ),
+        scheduler_config=types.SimpleNamespace(enable_chunked_prefill=True),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=True),
+        lora_config=None,
+        speculative_config=None,
+    )
+    assert refusal_of(of) == ""
+    for path, value in UNBATCHED[reason].items():
+        part, _, field = path.rpartition(".")
+        setattr(getattr(of, part) if part else of, field, value)
+    assert refusal_of(of) == reason
 
 
 def half(rows):

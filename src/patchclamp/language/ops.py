@@ -210,8 +210,8 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     `pool` reduces the selected tokens to one row: their "mean", their "max" in each column, or the "last" of them.
 
     At `pattern` and `attn_scores` the selected tokens are queries, and a row has a number for each key position; it is
-    computed in fp32 where the model runs, from cached keys too. `keys` keeps the keys of a selection, `spans` one sum per
-    selection, and `top` the n largest of each head, which `run.attention[site]` returns with their positions.
+    computed in fp32 where the model runs, from cached keys too. `keys` keeps the keys of a selection, `spans` one sum
+    per selection, and `top` the n largest of each head, which `run.attention[site]` returns with their positions.
     """
 
     at: Site = field(converter=as_site)
