@@ -102,8 +102,8 @@ def test_each_layer_by_itself_gives_the_same_bits(said):
 def test_without_a_program_every_bit_is_stocks(said, which):
     assert said[which]["plain"] == said["stock"]["plain"]
     assert said[which]["again"] == said["stock"]["plain"]
-    # none from compiled code: z's alone, from the attention op's own Python, once a layer and step
-    assert said[which]["taps, idle"] == said[which]["taps, idle again"] == LAYERS * TOKENS
+    # none from compiled code: those of queries and of z alone, from the attention op's own Python, once a layer and step
+    assert said[which]["taps, idle"] == said[which]["taps, idle again"] == 2 * LAYERS * TOKENS
     assert said[which]["taps, in the active variant"] > 4 * LAYERS * TOKENS
 
 
@@ -165,7 +165,7 @@ def test_the_decoder_within_a_model_that_reads_images_is_compiled_in_both_varian
     asked = json.dumps({"model": str(tmp_path), "options": options, "prompts": PROMPTS, "tokens": TOKENS, "sites": []})
     found = finish(start("ours", asked, str(tmp_path / "cache")))
     assert found["num_graphs_seen"] == 2
-    assert found["taps, idle"] == found["taps, idle again"] < 4 * TOKENS < found["taps, in the active variant"]
+    assert found["taps, idle"] == found["taps, idle again"] < 8 * TOKENS < found["taps, in the active variant"]
     assert found["plain"] == found["again"]
     for steered, plain in zip(found["steered"], found["plain"], strict=True):
         assert steered[1] != plain[1]

@@ -101,14 +101,16 @@ def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Te
     Raises `SeamMoved` if the layer's implementation has no argument of this name.
     """
     inner = layer.impl.forward
-    signature = inspect.signature(inner)
-    if name not in signature.parameters:
+    parameters = list(inspect.signature(inner).parameters)
+    if name not in parameters:
         raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} {name} as an argument")
+
+    place = parameters.index(name)
 
     @forwards(inner)
     def forward(*args: Any, **named: Any) -> Any:
         result = inner(*args, **named)
-        tap(named[name] if name in named else signature.bind(*args, **named).arguments[name])
+        tap(named[name] if name in named else args[place])
         return result
 
     layer.impl.forward = forward
