@@ -623,9 +623,9 @@ class LM:
         refs = [ref for at in asked for ref in runs[0].captured_layers(at)]
         if sites is None:  # each point once: resid_post[3] is resid_pre[4]
             refs = list({ref.point: ref for ref in runs[0].captured_of(self.sites.refs())}.values())
-        found, alike = dict[str, Rows](), kinds_of(runs)
+        found, kinds = dict[str, Rows](), kinds_of(runs)
         for ref in refs:
-            rows, pool = self._gathered(runs, alike, ref)
+            rows, pool = self._gathered(runs, kinds, ref)
             values = np.asarray(runs[0].shaped(parse_site(str(ref)), ref, rows.values))
             rows = msgspec.structs.replace(rows, values=values)
             found[str(ref)] = pooled_by_run(rows, pool, len(runs), str(ref)) if pool else rows
@@ -635,12 +635,12 @@ class LM:
         """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
         engine call a probe. Raises as `rows` does."""
         runs = _distinct(runs)
-        found, alike = self._monitored(runs), kinds_of(runs)
+        found, kinds = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
             if others:
                 raise ProgramError(f"the probe {name!r} reads several layers: read run.probes[{name!r}]", name)
-            rows, pool = self._gathered(runs, alike, ref, name)
+            rows, pool = self._gathered(runs, kinds, ref, name)
             values = rows.values if probe.bias is None else rows.values + probe.bias.array()
             rows = msgspec.structs.replace(rows, values=values)
             rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
@@ -659,10 +659,11 @@ class LM:
                 for each in self.engine.monitors if not is_stacked(each.probe.at)}  # fmt: skip
 
     def _gathered(
-        self, runs: Sequence[Run], alike: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
+        self, runs: Sequence[Run], kinds: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
     ) -> tuple[Rows, str]:
-        """The rows of a site, or of a probe, in many runs, and how they are pooled. `alike`: of `kinds_of`."""
-        name, point, (firsts, kind) = probe or str(ref), ref.point, alike
+        """The rows of a site, or of a probe, in many runs, and how they are pooled. `kinds`: the result of
+        `kinds_of`."""
+        name, point, (firsts, kind) = probe or str(ref), ref.point, kinds
         way = runs[0].capture_way(ref, probe)
         other = next((i for i in firsts if runs[i].capture_way(ref, probe) != way), None)
         if other is not None:

@@ -197,3 +197,19 @@ def test_many_runs_are_read_as_one_array(narrow, mode):
             assert rows.position.tolist() == positions
             assert (np.diff(rows.run) >= 0).all()
     assert len(lm.rows(runs)) == 4
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_runs_that_are_pooled_in_steps_and_by_the_caller_are_read_together(narrow, engine, pool):
+    """A run that generates nothing is pooled where it runs; one that selects generated tokens too is not."""
+    lm, capture = narrow.get(engine, "float32"), pc.Capture(pc.resid_post[1], pool=pool)
+    runs = [
+        lm.run(list(range(5, 5 + length)), max_tokens=new, capture=capture, sampling={"ignore_eos": True})
+        for length, new in ((9, 1), (12, 4), (3, 1), (7, 3))
+    ]
+    for several in (runs, runs[::-1]):
+        rows = lm.rows(several)["resid_post[1]"]
+        assert rows.run.tolist() == [0, 1, 2, 3]
+        for found, run in zip(rows.values, several, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), run[pc.resid_post[1]])

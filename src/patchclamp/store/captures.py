@@ -358,7 +358,7 @@ class CaptureStore:
             held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
-            how = int(table["pool"][0]) if len(table) else how
+            how = max(how, int(table["pool"].max(initial=0)))
             kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
             is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # usual, and needs no sorting
             for key in kinds[:, :1].T if is_uniform else np.unique(kinds, axis=1).T:
@@ -378,8 +378,20 @@ class CaptureStore:
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
-        if how:
-            return _pooled(run, position, pooled, turn, rows.numpy(), POOLS[how - 1])
+        if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
+            some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
+            reduced = _pooled(
+                *(each[some] for each in (run, position, pooled, turn)), rows.numpy()[some], POOLS[how - 1]
+            )
+            if not len(rest):
+                return reduced
+            run, position, ops = (
+                np.concatenate([new, each[rest]])
+                for new, each in zip(
+                    (*reduced[:2], ops[some[:1]].repeat(len(reduced[0]))), (run, position, ops), strict=True
+                )
+            )
+            rows = torch.cat([reduced[2], rows.float()[torch.from_numpy(rest)]])
         key = run * (1 << 31) + position
         if bool((np.diff(key) > 0).all()):
             return run, position, rows
