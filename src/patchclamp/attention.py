@@ -77,9 +77,12 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return found
 
     def __contains__(self, name: object) -> bool:
+        if not isinstance(name, (str, Site)):
+            return False
         try:
-            return isinstance(name, (str, Site)) and bool(self[name])
-        except PatchclampError:  # it was not captured, or is no site of this model
+            at = parse_site(name) if name not in self.paths else self._run.op_at(str(name)).at
+            return isinstance(at.layers, int) and self._found(at, self._refs(at)[0], "") is not None
+        except PatchclampError:  # it is no site of this model
             return False
 
     def get(self, name: Any, default: Any = None) -> Any:
@@ -113,12 +116,23 @@ class AttentionRead(Mapping[str, AttentionResult]):
     def _kept(self, at: Site, ref: SiteRef, path: str) -> list[tuple[int, AttentionReader, BoundOp]]:
         return [each for each in self._ops.get((at.name, ref.layer), []) if path in ("", each[2].path)]
 
-    def _read(self, at: Site, ref: SiteRef, path: str) -> AttentionResult:
-        run, sizes = self._run, self._run.site_map.sizes
-        width = sizes.d_head
-        first, end = (0, sizes.heads) if ref.columns is None else (ref.columns[0] // width, ref.columns[1] // width)
+    def _heads(self, ref: SiteRef) -> tuple[int, int]:
+        """The first head of a site, and the one after its last."""
+        sizes = self._run.site_map.sizes
+        return (
+            (0, sizes.heads)
+            if ref.columns is None
+            else (ref.columns[0] // sizes.d_head, ref.columns[1] // sizes.d_head)
+        )
+
+    def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
+        """The last capture of all heads of a site, with the number of its rows; None if there is none."""
+        first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
-        found = next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
+        return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
+
+    def _read(self, at: Site, ref: SiteRef, path: str) -> AttentionResult:
+        run, (first, end), found = self._run, self._heads(ref), self._found(at, ref, path)
         if found is None:
             raise MissingSource(f"{ref} was not captured; this run has: {', '.join(self) or 'no attention'}")
         number, reader, bound = found
