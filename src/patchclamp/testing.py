@@ -165,6 +165,7 @@ class FakeEngine(Engine):
         _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
         self.model = Model("fake", "fake", __version__, FAMILY.name, layers, d_model, d_vocab, "float32", max_model_len)
         self.sites = SiteMap(FAMILY, Sizes(layers, d_model, d_vocab, heads, heads, d_model // heads, 2 * d_model))
+        self.sites.no_attention = "the fake engine computes no attention"
         self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len

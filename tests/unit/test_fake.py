@@ -624,3 +624,11 @@ def test_the_first_and_the_last_position_may_be_counted_from_the_end():
         for outside in (-len(ids) - 1, len(ids)):
             with pytest.raises(pc.TokensError):
                 run.select(pc.prompt[outside])
+
+
+def test_attention_is_refused():
+    with (
+        pc.LM("fake", prove=False) as lm,
+        pytest.raises(pc.UnsupportedSite, match="the fake engine computes no attention"),
+    ):
+        lm.run("a b", capture=pc.pattern[1], max_tokens=1)

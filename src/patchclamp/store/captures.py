@@ -380,9 +380,8 @@ class CaptureStore:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
         if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
-            reduced = _pooled(
-                *(each[some] for each in (run, position, pooled, turn)), rows.numpy()[some], POOLS[how - 1]
-            )
+            labels = run[some], position[some], pooled[some], turn[some]
+            reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
             if not len(rest):
                 return reduced
             run, position, ops = (
