@@ -1,6 +1,6 @@
 """Attention patterns on a GPU: equal to Transformers' eager attention, and what they cost a decode step.
 
-python -m tests.gpu.attention [--v1] [--cost]
+python -m tests.gpu.attention [--v1] [--cost] [FAMILY ...]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import transformers
 
 import patchclamp as pc
 from tests.models import of_family, shape_only
+from tests.reference.attention import edited
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "gpt2")
 NEW = {"max_tokens": 8, "sampling": {"ignore_eos": True}}
@@ -56,8 +57,30 @@ def differences(name: str) -> dict[str, float]:
             assert way == "whole" or all(run.cached_tokens for run in runs[:3])
             found[way] = worst
             assert worst < 0.06, (name, found)  # rounding of the model in bf16
-        found |= {"graphs": lm.engine.status().get("active_graphs", 0)}
+        found |= {"graphs": lm.engine.status().get("active_graphs", 0), "knockout": _knocked(lm, net, prompts[1])}
     return found
+
+
+def _knocked(lm: pc.LM, net: Any, prompt: list[int]) -> float:
+    """The error of `final_norm` with knocked out edges, in prompt and decode, relative to what they change."""
+    edit = pc.Knockout(pc.prompt[3:60], pc.pattern, pc.prompt[70:] | pc.generated)
+    plain, run = lm.run([prompt] * 2, edits=[[], [edit]], capture=pc.final_norm, **NEW)
+    rows = run[pc.final_norm]
+    ids, late = [*run.prompt_token_ids, *run.token_ids[:-1]], range(70, len(rows))
+    heads = range(lm.sites.sizes.heads)
+    removed = {layer: [(head, late, range(3, 60)) for head in heads] for layer in range(lm.model.layers)}
+    norms = list[torch.Tensor]()
+    hook = net.get_output_embeddings().register_forward_pre_hook(lambda _, args: norms.append(args[0][0].float().cpu()))
+    for edges in (removed, None):
+        edited(net, ids, edges)
+    hook.remove()
+    changed = float((norms[0] - norms[1])[70:].norm())
+    error = float((norms[0] - rows)[70:].norm()) / changed
+    assert error < 0.1, (error, changed)
+    lm.run([prompt], edits=edit, **NEW)
+    again = lm.run([prompt], **NEW)[0]
+    assert again.token_ids == plain.token_ids
+    return error
 
 
 def cost(rounds: int) -> None:
@@ -102,7 +125,8 @@ def main() -> None:
     if "--cost" in sys.argv:
         cost(9)
         return
-    for name in FAMILIES[:2] if "--v1" in sys.argv else FAMILIES:
+    given = [name for name in sys.argv[1:] if not name.startswith("--")]
+    for name in given or (FAMILIES[:2] if "--v1" in sys.argv else FAMILIES):
         print(name, json.dumps(differences(name)), flush=True)
 
 
