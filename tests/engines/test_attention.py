@@ -73,7 +73,7 @@ def test_families_that_only_vllm_reads(name, tmp_path, inspected_here):
     with pc.LM(folder, engine="vllm", **IDS, enforce_eager=True, kv_cache_memory_bytes=1 << 26) as lm:
         run = lm.run(ids, capture=pc.pattern, max_tokens=1)
         for layer, expected_THT in enumerate(eager(net, ids)[0]):
-            # vLLM's approximate GELU moves the stream of BLOOM by 1e-4 in each layer
+            # the GELU of vLLM and of Transformers differ in BLOOM, by 5e-4, and so all later layers
             within = WITHIN if layer == 0 or name != "bloom" else {"atol": 1e-3, "rtol": 0}
             torch.testing.assert_close(run[pc.pattern[layer]], expected_THT, **within)
 
