@@ -60,7 +60,10 @@ def differences(name: str) -> dict[str, float]:
             assert way == "whole" or all(run.cached_tokens for run in runs[:3])
             found[way] = worst
             assert worst < 0.06, (name, found)  # rounding of the model in bf16
-        found |= {"graphs": lm.engine.status().get("active_graphs", 0), "knockout": name not in NOISY and _knocked(lm, net, prompts[1])}
+        found |= {
+            "graphs": lm.engine.status().get("active_graphs", 0),
+            "knockout": name not in NOISY and _knocked(lm, net, prompts[1]),
+        }
     return found
 
 

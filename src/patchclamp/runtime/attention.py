@@ -131,9 +131,7 @@ class EditedAttention:
     """The edits of one request's attention in one layer, as code at two points: the queries are held at their own, and
     the result of attention is changed at its."""
 
-    def __init__(
-        self, point: int, slot: int, heads: int, edits: Sequence[PatternEdit], keys: Keys
-    ) -> None:
+    def __init__(self, point: int, slot: int, heads: int, edits: Sequence[PatternEdit], keys: Keys) -> None:
         self._point, self._slot, self._heads, self._edits, self._keys = point, slot, heads, edits, keys
         self._first, self._end = min(edit.first for edit in edits), max(edit.end for edit in edits)
         self._held: dict[int, torch.Tensor] = {}  # queries, by the first position of a range

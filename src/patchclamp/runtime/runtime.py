@@ -34,6 +34,7 @@ from patchclamp.plan.bind import Code, code_numbers
 from patchclamp.plan.bound import (
     Action,
     Attended,
+    AttentionReader,
     Blend,
     Factored,
     Keep,
@@ -101,11 +102,20 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
     Vector keys get the worker's columns appended, and noise gets the number of its first column. Raises
     `UnsupportedSite` for noise on a shard that starts within a group of four columns, which are drawn together.
     """
-    keeps_row = isinstance(op.action, Keep) and not op.action.matrix
+    reader = op.action.reader if isinstance(op.action, Keep) else None
+    keeps_row = isinstance(op.action, Keep) and not op.action.matrix and reader is None
     if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
         return op
-    assert op.kind != APPLY, "code runs where there is one worker"
+    assert op.kind != APPLY or isinstance(op.action, Attended), "code runs where there is one worker"
     shard = shards[op.points[0]]
+    if isinstance(reader, AttentionReader):
+        size = sites.sizes.d_head
+        begin, stop = shard.first // size, shard.end // size
+        heads = range(max(reader.first, begin) - begin, min(reader.first + reader.heads, stop) - begin)
+        if not heads:
+            return op.at(np.zeros(len(shards), bool))
+        own = msgspec.structs.replace(reader, first=heads.start, heads=len(heads))
+        return msgspec.structs.replace(op, action=msgspec.structs.replace(op.action, reader=own))
     first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (shard.first, shard.end)
     first, end = max(first, shard.first) - shard.first, min(end, shard.end) - shard.first
     if first >= end:
@@ -473,12 +483,16 @@ class Runtime:
                 edits = {
                     (own.slot, point): each for own in self._admitted.values() for point, each in own.attention.items()
                 }
-                return reading.read(rows_NW, queries, self.keys, self.sites.sizes.heads, edits)
+                return reading.read(rows_NW, queries, self.keys, self._heads(queries.point), edits)
             return reading.read(rows_NW)
         except Exception as error:
             readers = [each.slot for each in self._admitted.values() if number in (one.number for one in each.readings)]
             self.fail(readers, error)
             return torch.full((len(rows_NW), self.dictionaries.numbers_of(number)), torch.nan, device=rows_NW.device)
+
+    def _heads(self, point: int) -> int:
+        """The number of heads that this worker has at a point of queries."""
+        return int(self.widths[point]) // self.sites.sizes.d_head
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
         """The positions and rows of a run, as in `CaptureStore.fetch`."""
@@ -647,9 +661,9 @@ class Runtime:
                 begin, width = addresses[action.rows]
                 count = max(row + (stop - start - 1) * step for start, stop, row, step in op.ranges) + 1
                 rows = self.bank.data[begin : begin + count * width].view(count, width)
-            first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, self.sites.sizes["Q"])
-            edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
             for point in op.points:
+                first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
+                edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
                 edits[point].append(edit)
         return edits
 
@@ -662,7 +676,7 @@ class Runtime:
             assert self.keys is not None
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
             ranges = position_ranges(position_array(tuple(each for op in mine for each in op.ranges)), None)
-            edited = EditedAttention(point, arrival.placement.slot, self.sites.sizes.heads, edits, self.keys)
+            edited = EditedAttention(point, arrival.placement.slot, self._heads(point), edits, self.keys)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             for at, function in ((point, edited.hold), (z.point, edited.change)):
                 number = next(code_numbers)
