@@ -55,7 +55,7 @@ class Engine:
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
-        self.count = self.went_on = self.planned = self.replayed = self.moved = self.pooled = 0
+        self.count = self.went_on = self.planned = self.replayed = self.moved = self.pooled = self.kept_bytes = 0
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
@@ -142,6 +142,7 @@ class Engine:
         if runtime.plan is None:
             return
         self.replayed += fits and decode
+        self.kept_bytes += runtime.plan.size
         for point in sorted(self.sites.points, key=lambda point: point.rows == "sampled"):
             mine = [(request, request.position + n - 1) for request, n in batch] if point.rows == "sampled" else rows
             hidden = torch.tensor([[self.value(r, at, point.number)] * point.width for r, at in mine])
@@ -211,6 +212,8 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes
         for request in [request for request in engine.running if request.program is not None]:
             engine.runtime.release([request.run])
         assert engine.runtime.store.bytes == 0
+        engine.step.flush()
+        assert engine.step.drain.bytes == engine.kept_bytes  # nothing but what is kept leaves the device
         counts += [engine.went_on, engine.planned, engine.replayed, engine.pooled, engine.moved]
         engine.step.close()
     assert rows > 1000
@@ -300,30 +303,41 @@ def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, k
     step.close()
 
 
-def test_rows_that_were_encoded_are_dropped_while_a_request_goes_on(monkeypatch):
-    """Its steps share a plan, but not for ever a chunk: nobody asks what is held."""
-    monkeypatch.setattr("patchclamp.runtime.runtime.MAX_REDUCED_BYTES", 1 << 8)
+@pytest.mark.parametrize("other", [[], [pc.resid_post[0], pc.mlp_out]])
+@pytest.mark.parametrize(  # all at once; all but the logits; tap by tap; and beside a ring that is too small
+    ("kept", "ring"), [(1 << 13, 1 << 14), (3 << 10, 1 << 14), (0, 1 << 14), (0, 1 << 9)]
+)
+def test_results_are_all_that_leaves_the_device(monkeypatch, kept, ring, other):
+    """Of the rows that are encoded or pooled not a byte is copied to the host, beside whole rows of the same point too."""
     cuda_on_cpu.stub(monkeypatch)
-    sites, draw, width = SiteMap(LLAMA, Sizes(LAYERS, 64, 61)), np.random.default_rng(3), 64
+    width, vocabulary = 64, 256
+    sites, draw = SiteMap(LLAMA, Sizes(LAYERS, width, vocabulary)), np.random.default_rng(3)
     runtime = Runtime(sites, Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
-    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
-    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, width), 8, (8, width), width)))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, kept, ring, 1 << 15)
+    sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((16, width), 16, (16, width), width)))
     sites.dictionaries["a"] = placed(sae, sites, "a", "resid_post[0]", None, "float32")
     runtime.dictionaries.attach("a", sae, torch.float32)
-    bound = bind(Program.of((), [pc.Features("a", ids=[5])]), "run", Prompt([1], lambda: ("", [])), 301, sites, None)
+    reads = [pc.Features("a", ids=[5, 1]), pc.Capture(pc.attn_out, pc.prompt, pool="max"), pc.logits, *other]
+    bound = bind(Program.of((), reads), "run", Prompt([1, 2, 3], lambda: ("", [])), 98, sites, None)
     Admitter(runtime).admit("request", bound)
-    [point], one = bound.ops[0].points, np.ones(1, np.int64)
-    values = draw.standard_normal((300, width)).astype(np.float32)
-    for at in range(300):
-        positions[0] = at
-        assert runtime.begin_step(["request"], 0 * one, at * one, one, 1) == ("advanced" if at else "changed")
-        runtime.apply(point, torch.from_numpy(values[at : at + 1].copy()), None)
+    one, values = np.ones(1, np.int64), draw.standard_normal((100, vocabulary)).astype(np.float32)
+    for first, count in [(0, 3), *((at, 1) for at in range(3, 100))]:
+        positions[:count] = range(first, first + count)
+        sameness = runtime.begin_step(["request"], 0 * one, first * one, count * one, count)
+        assert sameness == ("advanced" if first > 3 else "changed")
+        for point in sites.points:
+            rows = values[first : first + count, : point.width]
+            runtime.apply(point.number, torch.from_numpy(rows[-1:] if point.rows == "sampled" else rows), None)
         runtime.end()
-    held = sum(chunk.stride * chunk.steps for chunk in runtime.store._chunks.values())
-    assert 300 * 8 < held < 300 * 4 * width / 4
-    where, found = runtime.fetch("run", point, PROBE)
-    assert where.tolist() == list(range(300))
-    assert found[:, 0].numpy() == pytest.approx(sae.encode(values)[:, 5], rel=1e-5, abs=1e-5)
+    points = [op.points[0] for op in bound.ops]
+    found = runtime.fetch("run", points[0], PROBE)[1][:, :2].numpy()
+    assert found == pytest.approx(sae.encode(values[:, :width])[:, [5, 1]], rel=1e-5, abs=1e-5)
+    assert runtime.fetch("run", points[1])[1].tolist() == values[None, :3, :width].max(1).tolist()
+    assert runtime.fetch("run", points[2])[1].tolist() == values[2:].tolist()
+    for point in points[3:]:
+        assert runtime.fetch("run", point)[1].tolist() == values[:, :width].tolist()
+    features, pooled, logits, whole = 100 * 16, LAYERS * 4 * width, 98 * 4 * vocabulary, 100 * 4 * width
+    assert step.drain.bytes == features + pooled + logits + (1 + LAYERS) * whole * bool(other)
     step.close()
 
 

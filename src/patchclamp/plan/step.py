@@ -91,7 +91,8 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
-    scratch: the size of what follows the buffer, if rows that are reduced are there and end with the step
+    scratch: the size of the rows that are reduced, which follow the buffer and end with the step
+    sampled_size: the size of the sampled rows, which come first if rows have their own dtype
     """
 
     tokens: RowLabels
@@ -110,6 +111,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     unit_bytes: int = 4
     steady_steps: int = 0
     scratch: int = 0
+    sampled_size: int = 0
 
     @property
     def captures_nothing_ever(self) -> bool:
@@ -132,15 +134,20 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
-    def bounds_of_point(self) -> dict[int, tuple[int, int]]:
-        """The (begin, end) of the captured rows in the buffer, by point, for points with captures."""
-        rows = self.rows[self.layout.region_group]
-        live = np.flatnonzero(rows)
-        points, starts = np.unique(self.layout.point[live], return_index=True)
-        end = (self.base + rows * self.row)[live]
-        last = np.append(starts[1:], len(live)) - 1
-        bounds = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
-        return dict(zip(points.tolist(), bounds, strict=True))
+    def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
+        """The layout if every tap allocates memory for its point, of rows in their own dtype: the offset of each
+        region, [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 are those of the buffer;
+        up to `end` follow the rows that are reduced."""
+        layout, rows = self.layout, self.rows[self.layout.region_group]
+        kept = np.flatnonzero(rows * (layout.pool[layout.region_group] == 0))
+        points, first, count = np.unique(layout.point[kept], return_index=True, return_counts=True)
+        end = ((self.base + rows * self.row + 15) & -16)[kept][first + count - 1].tolist()
+        parts = zip(self.base[kept][first].tolist(), end, end, strict=True)
+        base, bounds = self.base.copy(), dict(zip(points.tolist(), parts, strict=True))
+        for region, _, _ in self.reduced:
+            begin, middle, base[region] = bounds.get(point := int(layout.point[region]), (0, 0, 0))
+            bounds[point] = begin, middle, (int(base[region] + rows[region] * self.row[region]) + 15) & -16
+        return base, bounds
 
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray]]:
@@ -251,16 +258,14 @@ def make_plan(
             result_row[region] = results_of(how) * unit[0]
         of_group = np.count_nonzero((layout.group == group) & (count > 0)) if is_pooled else rows[group]
         result_sizes[region] = of_group * result_row[region]
+    is_reduced, sampled_size = layout.pool[layout.region_group] > 0, 0
     if unit is BYTES:
-        sampled = table.sampled[layout.point]
-        base, size = _side_by_side(sizes, sampled)
-        if len(layout.reduced):  # behind the rows of tokens, and before those of sampled ones
-            behind = int(base[sampled].min()) if sampled.any() else size
-            padded = (result_sizes + 15) & -16
-            result = behind + np.cumsum(padded) - padded
-            base, size = np.where(sampled, base + padded.sum(), base), size + int(padded.sum())
+        sampled, sizes, result_sizes = table.sampled[layout.point], (sizes + 15) & -16, (result_sizes + 15) & -16
+        base = _in_turn(sizes, is_reduced.astype(np.int8) - sampled)
+        size, sampled_size = int(sizes[~is_reduced].sum()), int(sizes[sampled].sum())
+        result, scratch = size + np.cumsum(result_sizes) - result_sizes, int(sizes[is_reduced].sum())
+        base, size = base + is_reduced * result_sizes.sum(), size + int(result_sizes.sum())
     else:
-        is_reduced = layout.pool[layout.region_group] > 0
         base, size = _by_width(sizes * ~is_reduced, row)
         if len(layout.reduced):
             result, size = size + np.cumsum(result_sizes) - result_sizes, size + int(result_sizes.sum())
@@ -269,7 +274,7 @@ def make_plan(
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
     return StepPlan(
         tokens, last, active, layout, begin, count, offset, rows, base, row, result, result_row, size,
-        unit_bytes, steady_steps, scratch,
+        unit_bytes, steady_steps, scratch, sampled_size,
     )  # fmt: skip
 
 
@@ -291,12 +296,12 @@ def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
-def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` bytes, aligned to 16, those of sampled rows last; returns offsets and total size."""
-    sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
-    order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
+def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """The offsets of regions side by side, in ascending order of `turn`."""
+    end = np.zeros_like(sizes)
+    order = turn.argsort(kind="stable") if turn.any() else slice(None)
     end[order] = sizes[order].cumsum()
-    return end - sizes, int(end.max())
+    return end - sizes
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.ndarray, int]:

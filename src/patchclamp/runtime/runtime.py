@@ -232,7 +232,6 @@ class ResidentRows:
             self._places.pop(name, None)
 
 
-MAX_REDUCED_BYTES = 1 << 26  # of a chunk whose steps reduce rows, which are dropped once later chunks were added
 Sameness = Literal["quiet", "advanced", "changed"]
 
 
@@ -311,8 +310,6 @@ class Continuity:
         assert self.plan is not None
         chunk = self._chunk
         fits = chunk is not None and self._chunk_end == self.steps and chunk.source is self._source
-        if fits and chunk is not None and self._source is not None and len(self.plan.layout.reduced):
-            fits = (self.steps - self._source.steps) * chunk.stride < MAX_REDUCED_BYTES
         self._chunk_end = self.steps + 1
         if chunk is not None and fits:  # a shrunk chunk has another source
             chunk.append(place)

@@ -315,8 +315,6 @@ class CaptureStore:
             chunk.live_bytes = sum(size for run, size in chunk.bytes_of_runs.items() if run in self._numbers)
             if chunk.live_bytes == 0:
                 del self._chunks[turn]
-            elif 2 * sum(chunk.bytes_of_runs.values()) < chunk.stride:  # most rows were pooled or encoded
-                self._sparse.setdefault(turn, self._turn)
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
         """A run's chunks with their turns, oldest first."""
