@@ -72,7 +72,9 @@ class Engine:
         self.count += 1
         captures, names = [], [name for name in self.sites.names if name != "logits"]
         for _ in range(self.rng.randint(0, 3)):
-            tokens = self.rng.choice([pc.generated, pc.every, pc.prompt, pc.every[2:6], pc.generated[1:3]])
+            tokens = self.rng.choice(
+                [pc.generated, pc.every, pc.prompt, pc.prompt[::2], pc.every[2:6], pc.generated[1:3]]
+            )
             dtype = self.rng.choice(["float32", "bfloat16", "float16"])
             if self.rng.random() < 0.2:
                 captures.append(pc.Capture(pc.logits, dtype=dtype))
@@ -219,20 +221,15 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes
     assert rows > 1000
     # steps that went on with a plan, that were planned, that replayed a graph; pooled captures; and how often the ring was
     # at its end
-    assert (counts[:3] > 50).all(), counts
+    assert (counts[:3] > 30).all(), counts
     assert counts[3] > 5, counts
     assert counts[4] > 0, counts
 
 
-def least_bytes(runtime: Runtime) -> int:
-    """The bytes of captures once all have arrived, and rows that only steps needed were dropped."""
-    runtime.step.flush()
-    return [runtime.store.bytes for _ in range(64)][-1]
-
-
 @pytest.mark.parametrize("kept", [1 << 12, 0])  # 0: every step captures too much to allocate it when it begins
 @pytest.mark.parametrize("pool", ["mean", "max"])
-def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
+@pytest.mark.parametrize(("every", "steps"), [(1, 8), (3, 6)])  # neighbours, and positions 1, 4 and 7
+def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept, every, steps):
     """Of a request that begins again after a preemption, what was pooled before counts if it was whole."""
     cuda_on_cpu.stub(monkeypatch)
     runtime = Runtime(
@@ -240,7 +237,7 @@ def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, kept, 1 << 13, 1 << 15)
     tokens = list(range(9))
-    program = Program.of((), [pc.Capture(pc.resid_post, pc.prompt[1:], dtype="float16", pool=pool)])
+    program = Program.of((), [pc.Capture(pc.resid_post, pc.prompt[1::every], dtype="float16", pool=pool)])
     Admitter(runtime).admit("request", bind(program, "run", Prompt(tokens, lambda: ("", [])), 5, runtime.sites, None))
     values, one = np.random.default_rng(3).standard_normal((12, WIDTH)).astype(np.float32), np.ones(1, np.int64)
     for first, count in [(0, 3), (3, 2), (0, 1), (1, 4), (5, 2), (7, 1), (8, 1), (9, 1), (10, 1), (0, 3), (3, 2)]:
@@ -249,13 +246,50 @@ def test_of_pooled_rows_one_is_kept_in_each_step(monkeypatch, pool, kept):
         for point in runtime.sites.points if runtime.plan is not None else ():
             runtime.apply(point.number, torch.from_numpy(values[first : first + count]), None)
         runtime.end()
-    pooled = values[1:9].mean(0, dtype=np.float64) if pool == "mean" else values[1:9].max(0)
+    rows = values[1:9:every]
+    pooled = rows.mean(0, dtype=np.float64) if pool == "mean" else rows.max(0)
     for place in runtime.sites.resolve(pc.resid_post):
         for where, rows in (runtime.fetch("run", place.point), runtime.store.gather(["run"], place.point)[1:]):
-            assert where.tolist() == [8]
+            assert where.tolist() == [range(1, 9, every)[-1]]
             assert rows.numpy() == pytest.approx(pooled.astype(np.float32)[None], rel=1e-6, abs=1e-6)
-    least = LAYERS * 8 * 4 * WIDTH  # twice that where a row is pooled alone
-    assert least <= least_bytes(runtime) < 2 * least
+    step.flush()
+    assert step.drain.bytes == LAYERS * 4 * WIDTH * steps
+    step.close()
+
+
+def test_the_ranges_of_an_op_are_pooled_together_whatever_their_numbers_are(monkeypatch):
+    """Those of a new program fill the gaps between those of others; probes of one shape at one point share a group."""
+    cuda_on_cpu.stub(monkeypatch)
+    sites = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61))
+    runtime = Runtime(sites, Limits(max_programs=4, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    admitter, at = Admitter(runtime), pc.resid_post[0]
+
+    def admit(name: str, *tokens: pc.Tokens) -> None:
+        captures = [
+            pc.Capture(at, tokens[0], pool="mean"),
+            *(pc.Capture(pc.mlp_out[0], each, pool="max") for each in tokens[1:]),
+        ]
+        bound = bind(Program.of((), captures), name, Prompt(list(range(9)), lambda: ("", [])), 2, sites, None)
+        admitter.admit(name, bound)
+
+    for name, tokens in (("a", pc.prompt[:2]), ("b", pc.prompt[1:3]), ("c", pc.prompt[::4])):
+        admit(name, tokens)
+    admitter.free(["a", "b"])
+    admit("d", pc.prompt[::2], pc.prompt[1::3])
+    values = np.random.default_rng(3).standard_normal((18, WIDTH)).astype(np.float32)
+    positions[:18] = [*range(9)] * 2
+    runtime.begin_step(["d", "c"], np.array([0, 9]), np.zeros(2, np.int64), np.full(2, 9), 18)
+    for point in sites.points:
+        runtime.apply(point.number, torch.from_numpy(values[[8, 17]] if point.rows == "sampled" else values), None)
+    runtime.end()
+    [point], [other] = (sites.resolve(site) for site in (at, pc.mlp_out[0]))
+    runs, where, rows = runtime.store.gather(["c", "d"], point.point)
+    assert (runs.tolist(), where.tolist()) == ([0, 1], [8, 8])
+    assert rows.numpy() == pytest.approx(np.stack([values[9::4].mean(0), values[:9:2].mean(0)]), rel=1e-6, abs=1e-6)
+    where, rows = runtime.fetch("d", other.point)
+    assert (where.tolist(), rows.tolist()) == ([7], [values[1:9:3].max(0).tolist()])
+    assert step.drain.bytes == 3 * 4 * WIDTH
     step.close()
 
 
@@ -298,8 +332,8 @@ def test_of_rows_that_an_sae_reads_their_features_are_kept(monkeypatch, dtype, k
         else:
             assert (ids == [5, 1]).all()
     assert runtime.fetch("run", bound.ops[1].points[0])[1].tolist() == values.tolist()
-    least = 10 * (4 * WIDTH + 8 * (3 + 2))
-    assert least <= least_bytes(runtime) < 2 * least
+    step.flush()
+    assert step.drain.bytes == 10 * (4 * WIDTH + 8 * 2) + sum(-(-8 * 3 * n // 16) * 16 for n in (3, 2, 1, 1, 1, 1, 1))
     step.close()
 
 

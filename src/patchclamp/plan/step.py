@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -144,19 +145,25 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         end = ((self.base + rows * self.row + 15) & -16)[kept][first + count - 1].tolist()
         parts = zip(self.base[kept][first].tolist(), end, end, strict=True)
         base, bounds = self.base.copy(), dict(zip(points.tolist(), parts, strict=True))
-        for region, _, _ in self.reduced:
+        for region, *_ in self.reduced:
             begin, middle, base[region] = bounds.get(point := int(layout.point[region]), (0, 0, 0))
             bounds[point] = begin, middle, (int(base[region] + rows[region] * self.row[region]) + 15) & -16
         return base, bounds
 
     @functools.cached_property
-    def reduced(self) -> list[tuple[int, int, np.ndarray]]:
-        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), and with the
-        capture ranges whose rows it holds, in order."""
-        layout, live = self.layout, np.flatnonzero(self.count)
+    def kept(self) -> KeptRows:
+        """The rows that are kept."""
+        return _kept_rows(self.layout, self.begin, self.count)
+
+    @functools.cached_property
+    def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), with the capture
+        ranges of its results, in order, and with the number of rows of each."""
+        layout, kept = self.layout, self.kept
+        of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
-            (region, int(layout.pool[group]), live[layout.group[live] == group])
-            for region in layout.reduced.tolist() if self.rows[group := layout.region_group[region]]
+            (region, int(layout.pool[group]), kept.ranges[of_group[group]], kept.rows[of_group[group]])
+            for region in layout.reduced.tolist() if self.rows[group := int(layout.region_group[region])]
         ]  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -178,41 +185,63 @@ class PlannedCaptures(msgspec.Struct):
 
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes that the step captures for each run, in order of run numbers."""
-        plan, layout = self.plan, self.plan.layout
-        live, how = np.flatnonzero(plan.count), layout.pool[layout.region_group]
+        plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
+        how = layout.pool[layout.region_group]
         row = np.where(how > 0, plan.result_row, plan.row) * plan.unit_bytes
-        group_bytes = np.bincount(layout.region_group, row, layout.groups)[layout.group[live]]
-        run, run_of_range = np.unique(self.run[live], return_inverse=True)
-        sizes = np.bincount(run_of_range, self._kept_rows(live) * group_bytes, len(run))
+        group_bytes = np.bincount(layout.region_group, row, layout.groups)[kept.group]
+        run, run_of_range = np.unique(self.run[kept.ranges], return_inverse=True)
+        sizes = np.bincount(run_of_range, kept.results * group_bytes, len(run))
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
         """Every captured range at every point as `CAPTURED`, in order of run numbers."""
-        plan, layout = self.plan, self.plan.layout
-        live = np.flatnonzero(plan.count)
-        ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
+        plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
+        ranges, regions = layout.pairs(kept.ranges[np.argsort(self.run[kept.ranges], kind="stable")])
+        nth = np.searchsorted(kept.ranges, ranges)
         table: np.ndarray = np.zeros(len(ranges), CAPTURED)
         table["run"], table["op"], table["point"] = self.run[ranges], layout.op[ranges], layout.point[regions]
-        table["position"], table["count"] = plan.begin[ranges] + self.steps, self._kept_rows(ranges)
+        table["position"], table["count"] = plan.begin[ranges] + self.steps, kept.results[nth]
         how = layout.pool[layout.group[ranges]]
         is_reduced, is_pooled = how > 0, (how > 0) & (how <= len(POOLS))
         base, row = (np.where(is_reduced, a[regions], b[regions]) for a, b in
                      ((plan.result, plan.base), (plan.result_row, plan.row)))  # fmt: skip
-        first = plan.offset[ranges]
-        if is_pooled.any():  # one row for each range of a group
-            nth = np.zeros(len(layout), np.int64)
-            nth[live] = np.arange(len(live)) - np.searchsorted(layout.group[live], layout.group[live])
-            first = np.where(is_pooled, nth[ranges], first)
-            table["pool"], table["pooled"] = how * is_pooled, plan.count[ranges] * is_pooled
+        first = np.where(is_pooled, nth - np.searchsorted(kept.group, kept.group[nth]), plan.offset[ranges])
+        table["pool"], table["pooled"] = how * is_pooled, kept.rows[nth] * is_pooled
+        table["span"] = kept.span[nth] * is_pooled
         table["offset"], table["row_bytes"] = (base + first * row) * plan.unit_bytes, row * plan.unit_bytes
         # on the CPU all rows are kept in fp32, and results are everywhere
         table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions] * ~is_reduced
         return table
 
-    def _kept_rows(self, ranges: np.ndarray) -> np.ndarray:
-        """The number of rows that are kept of some capture ranges: of a pooled one a single row."""
-        how = self.plan.layout.pool[self.plan.layout.group[ranges]]
-        return np.where((how > 0) & (how <= len(POOLS)), 1, self.plan.count[ranges])
+
+class KeptRows(NamedTuple):
+    """The capture ranges with rows in a step, [K] in order of the layout; of an op of a request that is pooled only the
+    first, which stands for all of them.
+
+    ranges, group: the range, and its group
+    rows: the number of captured rows
+    results: the number of rows that are kept: 1 if they are pooled
+    span: the positions from the first captured row to the last
+    """
+
+    ranges: np.ndarray
+    group: np.ndarray
+    rows: np.ndarray
+    results: np.ndarray
+    span: np.ndarray
+
+
+def _kept_rows(layout: CaptureLayout, begin: np.ndarray, count: np.ndarray) -> KeptRows:
+    live = np.flatnonzero(count)
+    group, rows = layout.group[live], count[live]
+    is_pooled = (layout.pool[group] > 0) & (layout.pool[group] <= len(POOLS))
+    if not is_pooled.any():
+        return KeptRows(live, group, rows, rows, rows)
+    labels = np.stack([group, layout.slot[live], layout.op[live]])
+    first = np.flatnonzero(np.append(True, ~is_pooled[1:] | (labels[:, 1:] != labels[:, :-1]).any(0)))
+    end = (begin[live] + rows)[np.append(first[1:], len(live)) - 1]
+    rows, live, is_pooled = np.add.reduceat(rows, first), live[first], is_pooled[first]
+    return KeptRows(live, group[first], rows, np.where(is_pooled, 1, rows), end - begin[live])
 
 
 NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
@@ -249,15 +278,17 @@ def make_plan(
     row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
     sizes, scratch = rows[layout.region_group] * row, 0
     result, result_row, result_sizes = np.zeros_like(row), np.zeros_like(row), np.zeros_like(row)
-    for region in layout.reduced.tolist():
-        group = layout.region_group[region]
-        if is_pooled := (how := int(layout.pool[group])) <= len(POOLS):
-            result_row[region] = row[region]  # in fp32, as all rows that are pooled
-        else:
-            assert results_of is not None
-            result_row[region] = results_of(how) * unit[0]
-        of_group = np.count_nonzero((layout.group == group) & (count > 0)) if is_pooled else rows[group]
-        result_sizes[region] = of_group * result_row[region]
+    if len(layout.reduced):
+        kept = _kept_rows(layout, begin, count)
+        results = np.bincount(kept.group, kept.results, layout.groups).astype(np.int64)
+        for region in layout.reduced.tolist():
+            how = int(layout.pool[layout.region_group[region]])
+            if how <= len(POOLS):
+                result_row[region] = row[region]  # in fp32, as all rows that are pooled
+            else:
+                assert results_of is not None
+                result_row[region] = results_of(how) * unit[0]
+            result_sizes[region] = results[layout.region_group[region]] * result_row[region]
     is_reduced, sampled_size = layout.pool[layout.region_group] > 0, 0
     if unit is BYTES:
         sampled, sizes, result_sizes = table.sampled[layout.point], (sizes + 15) & -16, (result_sizes + 15) & -16

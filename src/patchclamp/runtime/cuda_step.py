@@ -605,7 +605,7 @@ class CudaStep:
 
     def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
         """Reduce the rows of a point's own part, take their memory back, and keep the results."""
-        numbers = [i for i, (region, _, _) in enumerate(plan.reduced) if plan.layout.point[region] == point]
+        numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
         base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
         results = self._results(plan, numbers, base, memory, first_byte - zero)
         self.drain.take_back(memory, end - middle)
