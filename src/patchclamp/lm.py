@@ -607,7 +607,7 @@ class LM:
         for run, of_run in zip(runs, wanted, strict=True):
             chosen = {same[ref]: ref for ref in of_run}
             rows = {key: run.rows_of(*places[ref], ref, copy=copy) for key, ref in chosen.items()}
-            found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites))
+            found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites, run.pools))
         return found
 
     def rows(self, runs: Iterable[Run], sites: Any = None) -> dict[str, Rows]:
