@@ -714,7 +714,8 @@ class LM:
         del self.sites.dictionaries[name]
 
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
-        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each."""
+        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each. Reading one
+        whose numbers are not finite raises `NotFinite`."""
         runs = runs_of(runs)
         read_lenses(self.engine, runs)
         return [run.lens for run in runs]

@@ -300,7 +300,7 @@ class Run:
         return positions[-1:] if self.pools.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
-        """The positions of a site. Raises `ProgramError` if its layers have different ones, or are pooled differently."""
+        """The positions of a site. Raises `ProgramError` if its layers have others, or are pooled in another way."""
         check_pools(refs, self.pools)
         first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
@@ -579,7 +579,7 @@ class Run:
 
     def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
         """The results of one lens, or of one `Features`, at positions first … end−1."""
-        positions, ids, values = self._lenses[key]
+        positions, ids, values = self.read_lens(key)
         rows = slice(*np.searchsorted(positions, [first, end]))
         return positions[rows], ids[rows], values[rows]
 
@@ -612,16 +612,25 @@ class Run:
                 raise PatchclampError(f"{len(expected)} positions were asked for and {count} were captured")
             _, selected = self._selected(number, expected)
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
-            if np.isnan(logprobs[kept]).any():
-                if (point, number) in self._feature_ops.values():
-                    raise NotFinite(
-                        f"the features at {self.site_map.label(point)} are not finite, since the row is not"
-                    )
-                raise NotFinite(
-                    f"the lens of {self.site_map.label(point)} has logits that are not finite: rows, perhaps enlarged "
-                    "by its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
-                )  # fmt: skip
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
+
+    def read_lens(self, key: tuple[int, int]) -> TopTokens:
+        """The results of one lens, or of one `Features`, which have been read, by point and op. Raises `NotFinite`."""
+        read = self._lenses[key]
+        if np.isnan(read[2]).any():
+            at = self.site_map.label(key[0])
+            if key in self._feature_ops.values():
+                raise NotFinite(f"the features at {at} are not finite, since the row is not")
+            raise NotFinite(
+                f"the lens of {at} has logits that are not finite: rows, perhaps enlarged by its translator, exceed "
+                "the model's dtype; use bfloat16 or float32", "capture"
+            )  # fmt: skip
+        return read
+
+    def check_lenses(self) -> None:
+        """Raises the error of the first lens that `read_lens` does not return."""
+        for key in self._lenses:
+            self.read_lens(key)
 
     def close(self) -> None:
         """Frees the captures now."""
@@ -1086,7 +1095,7 @@ class _FeaturesRead(_Readings):
         key, op = run._feature_ops[path], run.op_at(path)
         assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
-        positions, ids, values = run._lenses[key]
+        positions, ids, values = run.read_lens(key)
         return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
@@ -1131,7 +1140,7 @@ class _Lenses(_Readings):
         if not refs:
             raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self) or 'none'}")
         read_lenses(run._owner.engine, [run], keys)
-        return _of_layers(at, refs, [run._lens_result(str(at), *run._lenses[key]) for key in keys])
+        return _of_layers(at, refs, [run._lens_result(str(at), *run.read_lens(key)) for key in keys])
 
     def __contains__(self, site: object) -> bool:
         try:

@@ -84,7 +84,8 @@ class RunWatch:
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the readouts of `run`, which were fetched."""
+        """Take the readouts of `run`, which were fetched. Raises `NotFinite`."""
+        run.check_lenses()
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
