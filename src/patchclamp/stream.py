@@ -84,8 +84,7 @@ class RunWatch:
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the readouts of `run`, which were fetched. Raises `NotFinite`."""
-        run.check_lenses()
+        """Take the readouts of `run`, which were fetched."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
@@ -123,6 +122,8 @@ def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> l
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
         read_lenses(engine, [run for run, (watch, _) in zip(runs, watches, strict=True) if watch.has_lenses])
+        for run in runs:  # before any is taken
+            run.check_lenses()
         for run, (watch, _) in zip(runs, watches, strict=True):
             watch.take(run)
     except Exception as error:
