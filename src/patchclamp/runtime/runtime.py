@@ -257,7 +257,6 @@ class ResidentRows:
             self._places.pop(name, None)
 
 
-MAX_REDUCED_BYTES = 1 << 26  # of a chunk whose steps reduce rows, which are dropped once later chunks were added
 Sameness = Literal["quiet", "advanced", "changed"]
 
 
@@ -336,8 +335,6 @@ class Continuity:
         assert self.plan is not None
         chunk = self._chunk
         fits = chunk is not None and self._chunk_end == self.steps and chunk.source is self._source
-        if fits and chunk is not None and self._source is not None and len(self.plan.layout.reduced):
-            fits = (self.steps - self._source.steps) * chunk.stride < MAX_REDUCED_BYTES
         self._chunk_end = self.steps + 1
         if chunk is not None and fits:  # a shrunk chunk has another source
             chunk.append(place)
@@ -596,9 +593,10 @@ class Runtime:
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
         with contextlib.suppress(MissingSource):  # raised below, for each program that reads missing rows
             self.resident.find(self._sources(arrivals))
+        has_all = self._has_all
         for arrival in arrivals:
             try:
-                local = self._localise(arrival, vectors)
+                local = self._localise(arrival, vectors, has_all)
                 by_shape[local.added, shape_of(local.ops)].append(local)
             except Exception as error:
                 errors[arrival.request] = error
@@ -620,8 +618,8 @@ class Runtime:
         sources = [source for name in names if (source := source_of(name)) is not None]
         return [source for source in sources if self.captured_here(*source)]
 
-    def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
-        """Restrict a program to this worker, and assign places to the rows that it reads."""
+    def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
+        """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
         if self.store.keeps_last and any(op.kind == LATCH for op in arrival.bound.ops):
             raise UnsupportedSite(
                 "with speculative decoding a condition has scope 'token', and pc.between selects tokens of the prompt "
@@ -630,11 +628,11 @@ class Runtime:
         # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
-        ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
+        ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # count captures regardless of the worker that keeps them: all workers of a stage must choose the same graphs
         kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
         token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
-        if not self._has_all:
+        if not has_all:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]

@@ -25,7 +25,7 @@ import safetensors.numpy
 from patchclamp.engines.base import ABORTED, decode
 from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
 from patchclamp.plan import CAPTURE
-from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_edit, source_of
+from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_capture, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
@@ -116,7 +116,7 @@ class RequestProgram:
 
     __slots__ = (
         "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
-        "unedited", "waited_s",
+        "uncaptured", "unedited", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
@@ -126,6 +126,7 @@ class RequestProgram:
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
         self.unedited: int = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
+        self.uncaptured: int | None = lowest_capture(self.bound, self.seen_whole)  # tokens before the first capture
         self.forget_proof()
         self.placement: Placement | None = None
         self.is_released: bool = False  # its run was released before its request ended
