@@ -122,6 +122,32 @@ def test_random_programs_equal_requests(lm, monkeypatch, warm):
     assert not lm.engine.status()["vectors"]
 
 
+def test_in_bf16_cells_are_as_far_from_requests_as_unedited_ones(narrow, monkeypatch):
+    """The noise floor: how far unedited cells, which begin where edited ones do, differ over batches of several sizes,
+    and from the same prompt as requests."""
+    lm, draw = narrow.get("vllm", "bfloat16"), np.random.default_rng(7)
+    ids, other, scores = (draw.integers(100, 40_000, size).tolist() for size in (75, 75, 4))
+    run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
+    edited = [program for program in random_programs(lm, run, 75, draw, 32) if program]
+    programs = [each for program in edited for each in (program, [])]
+    floor, cells = [np.zeros((0, 4))], list[np.ndarray]()
+    for rows in (64, 1000):
+        monkeypatch.setattr(lm.engine, "_batch_rows", rows)
+        grades = lm.grade(ids, programs, score=scores)
+        assert (grades.route, grades.errors) == ("bulk", {})
+        floor += [grades.logprobs[1::2], grades.baseline[None]]
+        cells.append(grades.logprobs[::2])
+    for count in (1, 7, 20):
+        runs = lm.run([ids] * count, max_tokens=1, score=scores)
+        floor.append(np.array([[run.scores[token] for token in scores] for run in runs], np.float32))
+    noise = float(np.ptp(np.concatenate(floor), axis=0).max())
+    assert noise < 0.1
+    requests = as_requests(lm, monkeypatch, ids, edited, score=scores).logprobs
+    for found in cells:
+        assert np.abs(found - requests).max() <= noise
+    assert np.count_nonzero(np.abs(requests - grades.baseline).max(1) > max(noise, 1e-2)) > 16
+
+
 def test_kl_is_that_of_whole_distributions(lm):
     vector = np.random.default_rng(0).standard_normal(lm.model.d_model).astype(np.float32)
     edits = [pc.Add(vector, at=pc.resid_post[2], scale=4.0)]
