@@ -23,8 +23,8 @@ from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 from ..models import of_family
-from .conftest import CHUNKED
-from .test_families import EAGER, IDS
+from .conftest import CHUNKED, VLLM
+from .test_families import EAGER, IDS, OPTIONS
 
 PROMPT = "When John and Mary went to the store, John gave a drink to"
 OTHER = "When Mary and John went to the park, Mary took a picture of"
@@ -104,13 +104,13 @@ def check_equal(one: pc.Grades, other: pc.Grades, most: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_random_programs_equal_requests(lm, monkeypatch, warm):
-    ids, length = lm.tokens(PROMPT), len(lm.tokens(PROMPT))
-    run = lm.run(lm.tokens(OTHER)[:length], max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
-    length = min(length, len(lm.tokens(OTHER)))
-    if not warm:
-        lm.engine._engine.reset_prefix_cache()
-    programs = random_programs(lm, run, length, np.random.default_rng(3), 32)
+    draw, length = np.random.default_rng(3), 40
+    ids, other = (draw.integers(100, 40_000, length).tolist() for _ in range(2))
+    run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
+    programs = random_programs(lm, run, length, draw, 32)
     asked: Any = {"score": SCORES, "kl": True, "top": 4}
+    cached = lm.run([ids] * 2, max_tokens=1)[1].cached_tokens if warm else lm.engine._engine.reset_prefix_cache()
+    assert cached == (VLLM["block_size"] if warm else True)
     grades = lm.grade(ids, programs, **asked)
     check_equal(grades, as_requests(lm, monkeypatch, ids, programs, **asked))
     moved = np.abs(grades.logprobs - grades.baseline).max(1)
@@ -630,19 +630,39 @@ REFUSED = {"mamba2": "state-space", "deepseek_v2": "chunked prefill"}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("inspected_here")
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "gpt2", "falcon", "qwen3_moe", "deepseek_v2", "gpt_oss", "mamba2"]
-)
-def test_families(family, tmp_path, monkeypatch):
-    with pc.LM(of_family(tmp_path, family), engine="vllm", prove=False, **IDS, **EAGER) as lm:
-        draw = np.random.default_rng(1)
-        ids, other = (draw.integers(5, 100, 41).tolist() for _ in range(2))
-        sites = [pc.Site(name) for name in sorted({ref.name for ref in lm.sites.refs()}.intersection(CAPTURED))]
-        run = lm.run(other, max_tokens=1, capture=sites)
-        programs = random_programs(lm, run, 41, draw, 40)
-        grades = lm.grade(ids, programs, score=[5, [7, 9]], kl=True)
-        if family in REFUSED:
-            assert grades.route == "requests"
-            assert REFUSED[family] in grades.route_reason
-        else:
-            check_equal(grades, as_requests(lm, monkeypatch, ids, programs, score=[5, [7, 9]], kl=True))
+    ("family", "eager"),
+    [*((family, True) for family in ("gemma2", "gemma3", "gpt2", "falcon", "qwen3_moe", "deepseek_v2", "gpt_oss", "mamba2")),
+     ("gemma2", False), ("gpt_neox", False), ("qwen3_moe", False)],
+)  # fmt: skip
+def test_families(family, eager, tmp_path, monkeypatch):
+    """Random programs equal the same programs as requests, with a cold and a warm prefix cache, and on Transformers."""
+    folder, length, asked = of_family(tmp_path, family), 41, {"score": [5, [7, 9]], "kl": True}
+    draw = np.random.default_rng(1)
+    ids, other = (draw.integers(5, 100, length).tolist() for _ in range(2))
+    seed = int(draw.integers(1000))
+
+    def programs_of(lm: LM) -> list[Any]:
+        sites = {ref.name for ref in lm.sites.refs()}.intersection(CAPTURED)
+        run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in sorted(sites)])
+        return random_programs(lm, run, length, np.random.default_rng(seed), 40)
+
+    options: dict[str, Any] = EAGER | OPTIONS.get(family, {}) | {"enforce_eager": eager}
+    with pc.LM(folder, engine="vllm", prove=False, **IDS, **options) as lm:
+        programs = programs_of(lm)
+        for warm in (False, True):
+            grades = lm.grade(ids, programs, **asked)
+            if family in REFUSED:
+                assert (grades.route, REFUSED[family] in grades.route_reason) == ("requests", True)
+                break
+            cached = lm.run(ids, max_tokens=1).cached_tokens if warm else lm.engine._engine.reset_prefix_cache()
+            assert cached == (EAGER["block_size"] if warm else True)
+            check_equal(grades, as_requests(lm, monkeypatch, ids, programs, **asked))
+    with pc.LM(folder, engine="transformers", prove=False, max_model_len=128, **IDS) as hub:
+        programs = programs_of(hub)
+        there = hub.grade(ids, programs, **asked)
+        runs = hub.run([ids] * len(programs), edits=programs, score=[5], max_tokens=1)
+    np.testing.assert_allclose(there.logprobs[:, 0], [run.scores[5] for run in runs], atol=1e-4)
+    np.testing.assert_allclose(there.logprobs, grades.logprobs, atol=1e-3)
+    assert np.count_nonzero(np.abs(there.logprobs - there.baseline).max(1) > 1e-3) > 16
