@@ -23,7 +23,7 @@ from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 from ..models import of_family
-from .conftest import CHUNKED, VLLM
+from .conftest import CHUNKED, VLLM, room_of
 from .test_families import EAGER, IDS, OPTIONS
 
 PROMPT = "When John and Mary went to the store, John gave a drink to"
@@ -51,14 +51,6 @@ def as_requests(lm: LM, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: A
     with monkeypatch.context() as patched:
         patched.setattr(LM, "batch_refusal", property(lambda lm: "asked for"))
         return lm.grade(*args, **kwargs)
-
-
-def room_of(lm: LM) -> tuple[Any, ...]:
-    """What an engine has to lease: free blocks, slots, and records; and its counts, of leases and others."""
-    admission = lm.engine._engine.engine_core.engine_core.patchclamp.admission
-    room, status = admission._room, lm.engine.status()
-    names = ("programs", "records", "pinned", "leases", "waiting")
-    return admission.pool.free, len(room._cell_slots), room._records.free, *(status[name] for name in names)
 
 
 def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator, count: int) -> list[Any]:
