@@ -172,7 +172,7 @@ class HttpEngine(Engine):
     def end(self, requests: list[Request]) -> None:
         if runs := [request.run for request in requests]:
             with contextlib.suppress(PatchclampError):  # if the server is gone, so are the runs
-                self._wait(self._ask("POST", "free", wire.Free(self._session, end=runs), again=True))
+                self._wait(self._ask("POST", "free", wire.Free(end=runs), again=True))
 
     def text_of(self, *args: Any) -> str:
         return self.ask_tokenizer("text_of", *args)
@@ -267,7 +267,7 @@ class HttpEngine(Engine):
             with contextlib.suppress(Exception):
                 release, abort = self._freed
                 if release or abort:
-                    await self._ask("POST", "free", wire.Free(self._session, release, abort))
+                    await self._ask("POST", "free", wire.Free(release, abort))
             await self._client.aclose()
 
     async def _ask(
@@ -375,7 +375,7 @@ class HttpEngine(Engine):
         await asyncio.sleep(0.01)
         (release, abort), self._freed, self._freeing = self._freed, ([], []), None
         with contextlib.suppress(PatchclampError):  # if the server is gone, so are its captures
-            await self._ask("POST", "free", wire.Free(self._session, release, abort), again=True)
+            await self._ask("POST", "free", wire.Free(release, abort), again=True)
 
     async def _live(self) -> None:
         """Hold the connection that marks this client as alive; reopen it when it closes."""

@@ -211,9 +211,11 @@ class Admission:
                 self._room.forget(keys)
                 self._blocked = None
 
-    def renew(self, session: str, ago_s: float = 0.0) -> None:
-        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago."""
-        self._sessions[session] = time.monotonic() - ago_s
+    def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
+        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago. `extend`: do not
+        shorten it."""
+        heard_s = time.monotonic() - ago_s
+        self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
     def free_dead(self, lease_s: float) -> None:
         """Free the captures of clients whose last heartbeat is older than `lease_s`."""
