@@ -137,18 +137,15 @@ class HttpEngine(Engine):
         return reason
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        for post in _posts(jobs):
-            body = _encoded_jobs(post)
-            yield from self._grade_parts(body, tables, post)
+        for parts in _posts(jobs):
+            yield from self._grade_parts(parts, tables)
 
-    def _grade_parts(
-        self, body: bytes, tables: Sequence[GradeTable], parts: Sequence[JobPart]
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def _grade_parts(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         """Grade programs of jobs in one HTTP request."""
         self._check_open()
         found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
         left = sum(part.cells.count + 1 for part in parts)
-        task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
+        task = asyncio.run_coroutine_threadsafe(self._grade(_encoded_jobs(parts), found), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
             while (event := arrived(found)) is not None:
