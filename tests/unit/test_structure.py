@@ -180,7 +180,7 @@ def test_every_public_name_is_there():
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (4_005, 12), "sites": (2_019, 4), "plan": (4_597, 10), "kernels": (1_864, 12), "store": (1_803, 7),
-    "runtime": (2_923, 9), "engines": (4_266, 13), "engines/vllm": (8_317, 24), "trace": (2_441, 5),
+    "runtime": (2_923, 9), "engines": (4_266, 13), "engines/vllm": (8_318, 24), "trace": (2_441, 5),
     "studies": (12_111, 34), "plots": (1_374, 5), "serve": (4_241, 14), "cli": (1_302, 4), "": (4_945, 13),
 }  # fmt: skip
 

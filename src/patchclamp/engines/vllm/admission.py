@@ -398,7 +398,8 @@ class Admission:
 
     def _loading(self, placement: Placement) -> Placement:
         """Have all rows loaded that some worker may lack, and note the runs that they are from."""
-        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
+        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
+        if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:
             if (source := source_of(name)) is not None:
