@@ -151,6 +151,10 @@ def test_n_samples_and_batchmates_have_their_own(narrow, plain, engine):
     check(plain, runs[1], {1: [(0, range(1, 12), [0])]})
     check(plain, runs[2])
     check(plain, runs[3], change=lambda layer, pattern: pattern[2].zero_() if layer == 0 else None)
+    alone = lm.run(prompts[1], edits=edits[1], max_tokens=1, score=[5])
+    beside = lm.run([prompts[1]] * 4, edits=[[], [], [], edits[1]], max_tokens=1, score=[5])  # most have no program
+    assert beside[3].scores[5] == pytest.approx(alone.scores[5], abs=1e-4)
+    assert abs(beside[0].scores[5] - alone.scores[5]) > 1e-3
     several = lm.run(
         IDS_OF_PROMPT, edits=pc.Knockout("prompt[0]", pc.pattern[1, 0], "every[1:]"), capture=SEEN, max_tokens=3,
         sampling={"temperature": 1.0, "seed": 1, "n": 2, "ignore_eos": True},

@@ -41,6 +41,10 @@ class BufferSlice(msgspec.Struct):
     def blocks(self) -> list[HostBlock]:
         return [self.block]
 
+    def is_contiguous(self, begin: int, end: int) -> bool:
+        """True if `cut` can return these bytes of each step."""
+        return True
+
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
         """The bytes begin … end−1 of each step of `stride`, [S, end − begin], as a view."""
         assert self.block.data is not None
@@ -58,6 +62,9 @@ class ScatteredSlices(msgspec.Struct):
     @property
     def blocks(self) -> list[HostBlock]:
         return [block for _, _, block, _ in self.parts]
+
+    def is_contiguous(self, begin: int, end: int) -> bool:
+        return any(first <= begin and end <= last for first, last, _, _ in self.parts)
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
         first, _, block, offset = next(part for part in self.parts if part[0] <= begin and end <= part[1])
@@ -99,7 +106,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
         is_view = np.array_equal(table["offset"][:-1] + count[:-1] * size, table["offset"][1:])
         for place in self.places:
-            if is_view:
+            if is_view and place.is_contiguous(begin, begin + rows * size):
                 pieces.append(place.cut(begin, begin + rows * size, self.stride))
             else:
                 pieces.append(np.empty((place.steps, rows * size), np.uint8))

@@ -212,9 +212,11 @@ class Admission:
                 self._room.forget(keys)
                 self._blocked = None
 
-    def renew(self, session: str, ago_s: float = 0.0) -> None:
-        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago."""
-        self._sessions[session] = time.monotonic() - ago_s
+    def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
+        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago. `extend`: do not
+        shorten it."""
+        heard_s = time.monotonic() - ago_s
+        self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
     def free_dead(self, lease_s: float) -> None:
         """Free the captures of clients whose last heartbeat is older than `lease_s`."""
@@ -397,7 +399,8 @@ class Admission:
 
     def _loading(self, placement: Placement) -> Placement:
         """Have all rows loaded that some worker may lack, and note the runs that they are from."""
-        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
+        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
+        if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:
             if (source := source_of(name)) is not None:
