@@ -121,8 +121,9 @@ class Patchclamp(Side):
         import patchclamp as pc
 
         runs = self.lm.run(prompts, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype=self.dtype)])
-        fetched = self.lm.fetch(runs, pc.resid_post)
-        return {"rows": np.stack([each[pc.resid_post][:, ::SAMPLE].float().numpy() for each in fetched])}
+        sites = [pc.resid_post[layer] for layer in range(self.layers)]
+        fetched = self.lm.fetch(runs, sites, copy=False)  # a tensor of each layer, as hooks have it
+        return {"rows": np.stack([[each[at][::SAMPLE].float().numpy() for at in sites] for each in fetched])}
 
     def sweep(self, clean: list[int], corrupt: list[int]) -> Arrays:
         import patchclamp as pc
