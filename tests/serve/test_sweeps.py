@@ -299,6 +299,7 @@ OTHER_STUDIES = {
     "path_patch": {"clean": [111, 112, 113, 114], "corrupt": [111, 212, 113, 114], "answer": " Paris", "foil": " Rome",
                    "senders": ["z[1]", "z[2]"], "receivers": ["logits", ["q[4, 0]", "k[4, 0]"]]},
     "direct_attribution": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome"},
+    "head_scores": {"length": 6, "sequences": 2, "layers": "2:4"},
     "logit_lens": {"prompt": "The Eiffel Tower is in", "layers": "2:4", "tokens": [" Paris"]},
     "patchscope": {"source": "The Eiffel Tower is in Paris", "layers": "2:4", "max_tokens": 3},
     "fuzz_sweep": {"prompts": ["The Eiffel Tower is"], "strengths": [0, 0.3], "max_tokens": 3},

@@ -22,6 +22,7 @@ STUDIES = {
     "fit_probe": {"prompts": [IDS, [8, 9]], "labels": [0, 1]},
     "fuzz_sweep": {"prompts": [IDS], "strengths": [0.5]},
     "harvest": {"documents": [IDS], "folder": "unused", "sites": "embed"},
+    "head_scores": {"length": 4},
     "logit_lens": {"prompt": IDS},
     "patch_sweep": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
     "patchscope": {"source": IDS, "target": IDS},

@@ -23,6 +23,7 @@ from patchclamp.studies.fit_lens import FitLens, FitLensResult, fit_lens, read_l
 from patchclamp.studies.fit_probe import FitProbe, FitProbeResult, fit_probe
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, HarvestResult, Project, harvest
+from patchclamp.studies.head_scores import HeadScore, HeadScores, HeadScoresResult, head_scores
 from patchclamp.studies.inputs import Column, Match
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.metric import Logprobs, Metric
@@ -55,14 +56,14 @@ __all__ = [
     "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EvaluateSAE", "EvaluateSAEResult",
     "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe",
     "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested",
-    "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult",
-    "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering",
-    "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts",
-    "TopContextsResult", "Zeros",
+    "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf",
+    "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch",
+    "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult",
+    "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
     "ablation_sweep", "adapter_features", "attribution_patching", "causal_trace", "direct_attribution",
-    "edge_attribution", "evaluate_sae", "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "load",
-    "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch", "read_lens", "steering_vectors",
-    "strength_curve", "top_contexts",
+    "edge_attribution", "evaluate_sae", "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest",
+    "head_scores", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch", "read_lens",
+    "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name
