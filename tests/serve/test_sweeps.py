@@ -299,6 +299,8 @@ OTHER_STUDIES = {
     "path_patch": {"clean": [111, 112, 113, 114], "corrupt": [111, 212, 113, 114], "answer": " Paris", "foil": " Rome",
                    "senders": ["z[1]", "z[2]"], "receivers": ["logits", ["q[4, 0]", "k[4, 0]"]]},
     "direct_attribution": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome"},
+    "attention_rollout": {"prompt": "The Eiffel Tower is in"},
+    "attention_edges": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome", "tokens": "prompt[1:]"},
     "head_scores": {"length": 6, "sequences": 2, "layers": "2:4"},
     "logit_lens": {"prompt": "The Eiffel Tower is in", "layers": "2:4", "tokens": [" Paris"]},
     "patchscope": {"source": "The Eiffel Tower is in Paris", "layers": "2:4", "max_tokens": 3},

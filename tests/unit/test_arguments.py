@@ -12,6 +12,8 @@ IDS = [5, 6, 7]
 STUDIES = {
     "ablation_sweep": {"prompt": IDS, "answer": 5, "metric": "logprob"},
     "adapter_features": {"sae": "name", "prompts": [IDS], "lora": "unused"},
+    "attention_edges": {"prompt": IDS},
+    "attention_rollout": {"prompt": IDS},
     "attribution_patching": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
     "causal_trace": {"prompt": IDS, "subject": 1, "answer": 5},
     "direct_attribution": {"prompt": IDS, "answer": 5},

@@ -181,7 +181,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (3_964, 12), "sites": (2_019, 4), "plan": (4_500, 10), "kernels": (1_704, 11), "store": (1_796, 7),
     "runtime": (2_778, 9), "engines": (4_252, 13), "engines/vllm": (8_307, 24), "trace": (2_441, 5),
-    "studies": (12_302, 36), "plots": (1_374, 5), "serve": (4_246, 14), "cli": (1_302, 4), "": (4_947, 13),
+    "studies": (12_561, 36), "plots": (1_547, 6), "serve": (4_246, 14), "cli": (1_302, 4), "": (4_947, 13),
 }  # fmt: skip
 
 

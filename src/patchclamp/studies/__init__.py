@@ -9,6 +9,15 @@ import pkgutil
 
 from patchclamp.studies.ablation_sweep import AblationSweep, ablation_sweep
 from patchclamp.studies.adapter_features import AdapterFeatures, AdapterFeaturesResult, adapter_features
+from patchclamp.studies.attention_flow import (
+    AttentionEdge,
+    AttentionEdges,
+    AttentionEdgesResult,
+    AttentionRollout,
+    AttentionRolloutResult,
+    attention_edges,
+    attention_rollout,
+)
 from patchclamp.studies.attribution_patching import AttributionPatching, AttributionPatchingResult, attribution_patching
 from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
@@ -51,7 +60,8 @@ from patchclamp.studies.sweep_result import (
 from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
-    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttributionPatching",
+    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttentionEdge",
+    "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",
     "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EvaluateSAE", "EvaluateSAEResult",
     "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe",
@@ -60,10 +70,10 @@ __all__ = [
     "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch",
     "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult",
     "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
-    "ablation_sweep", "adapter_features", "attribution_patching", "causal_trace", "direct_attribution",
-    "edge_attribution", "evaluate_sae", "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest",
-    "head_scores", "load", "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch", "read_lens",
-    "steering_vectors", "strength_curve", "top_contexts",
+    "ablation_sweep", "adapter_features", "attention_edges", "attention_rollout", "attribution_patching",
+    "causal_trace", "direct_attribution", "edge_attribution", "evaluate_sae", "feature_attribution", "fit_lens",
+    "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep", "patchscope",
+    "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

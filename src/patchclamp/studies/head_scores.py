@@ -133,7 +133,8 @@ class HeadScores(Study):
                 advance(len(runs))
         return HeadScoresResult(
             provenance=provenance(lm, (self.seed,)), layers=tuple(layers), uniform=float(np.mean(1 / (queries + 1))),
-            length=n, prompts=tuple(map(tuple, prompts)), **{kind: np.stack(of) for kind, of in scores.items()},
+            length=n, prompts=tuple(map(tuple, prompts)), induction=np.stack(scores["induction"]),
+            previous_token=np.stack(scores["previous_token"]), duplicate_token=np.stack(scores["duplicate_token"]),
         )  # fmt: skip
 
     def _prefix(self, lm: LM) -> list[int]:
