@@ -72,7 +72,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             if n >= count:
                 axes.set_axis_off()
                 continue
-            first, last = n % across == 0, n + across >= count
+            first, last = n % across == 0, n // across == down - 1
             style.bare(axes, self.names[n], "key" * last, "query" * first)
             axes.imshow(self.maps[n], aspect="auto", interpolation="nearest", **scale)
             queries = [keys[query] if count == 1 else str(query) for query in self.queries]

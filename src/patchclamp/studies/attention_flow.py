@@ -1,4 +1,4 @@
-"""Where attention moves information: rollout, from any token through all layers, and edges, by what a head writes.
+"""The flow of information through attention: rollout, through all layers, and edges, by what a head writes.
 
 A pattern alone overstates tokens whose values are small, such as the first. An edge from a query to a key is weighted
 by what the head writes for it, α · v W_O: by its length, or by its share of a logit.
@@ -63,13 +63,6 @@ class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
     prompt_tokens: tuple[str, ...]
     layers: tuple[int, ...]
     rollout: np.ndarray
-
-    def to_frame(self) -> pandas.DataFrame:
-        """The rollout as a table, a row and a column per token, labelled by its position and text."""
-        import pandas
-
-        names = [f"{i} {token}" for i, token in enumerate(self.prompt_tokens)]
-        return pandas.DataFrame(self.rollout, names, names)
 
     def picture(self) -> AttentionMaps:
         """Plot data: the rollout as a heatmap, and over the text."""
