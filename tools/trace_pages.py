@@ -88,7 +88,8 @@ with lm.trace(prompt) as t:
   `from_pretrained_no_processing`.
 - `cache["resid_post", 5]` is [T, D], not [1, T, D]. Logits are those of sampled tokens.
 - `hook_pattern` and `hook_attn_scores` are [`pattern` and `attn_scores`](guide.md#attention-patterns), which are
-  read and not edited. `hook_result` does not exist.
+  read, and patterns edited by [`Knockout`, `Scale` and `Replace`](guide.md#attention-knockouts). `hook_result` does not
+  exist.
 
 ## vllm-lens
 

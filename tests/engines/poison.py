@@ -23,7 +23,7 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": Tru
 LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
 FULL = LENGTH // BLOCK * BLOCK
 KINDS = ["add", "add a row each", "add normed", "rotate", "replace", "replace where masked", "zero", "scale", "ablate", "low rank", "clamp", "noise",
-         "relative noise", "mean", "use", "same run", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
+         "relative noise", "mean", "use", "same run", "knockout", "pattern", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
          "generated"]  # fmt: skip
 GREEDY = {"ignore_eos": True}
 
@@ -53,6 +53,11 @@ def edits(width: int) -> dict[str, list]:
         "mean": [pc.Mean("usual", pc.mlp_out[1], span), pc.Mean("usual", pc.mlp_out[0], span)],
         "use": [pc.Use("module", scale=2.0, tokens=span)],
         "same run": [pc.Add(pc.SameRun(pc.embed, pc.prompt[35]), pc.mlp_out[1], span, 3.0)],
+        "knockout": [pc.Knockout(pc.prompt[3:20], pc.pattern[:2], span)],
+        "pattern": [
+            pc.Scale(0.1, pc.pattern[1], span, keys=pc.prompt[:30]),
+            pc.Replace(abs(v[:9]), pc.pattern[0, 0], span),
+        ],
     }
 
 

@@ -321,6 +321,9 @@ class Storm:
             lambda: pc.Noise(0.3, at, tokens, seed=self.number(0, 9), relative=self.chance(0.5)),
             lambda: pc.Mean("usual", pc.mlp_out[self.number(0, LAYERS)], tokens),
             lambda: pc.Use("module", scale=float(self.random.uniform(0, 2)), tokens=tokens),
+            lambda: pc.Scale(0.5, pc.pattern[self.number(0, LAYERS), 1], tokens, keys=pc.prompt[: self.number(1, p + 1)]),
+            lambda: pc.Knockout(pc.prompt[0], pc.pattern[self.number(0, LAYERS)], pc.every[1:]) if n > 1
+                    else pc.Zero(at, tokens),
         )]  # fmt: skip
 
     def part(self) -> pc.Site:
@@ -344,7 +347,7 @@ class Storm:
         at = getattr(op, "at", None)
         if isinstance(op, pc.Capture) or not isinstance(at, pc.Site) or not isinstance(at.index, int):
             return op
-        many = next(many for site, many in PARTED.items() if site.name == at.name)
+        many = next(many for site, many in (*PARTED.items(), (pc.pattern, 4)) if site.name == at.name)
         return msgspec.structs.replace(op, at=pc.Site(at.name, at.layers, (at.index + 1) % many))
 
     def open_ended(self, p: int, n: int) -> pc.Op:

@@ -62,6 +62,22 @@ def test_whole_patterns_and_scores_of_families(name, engine, tmp_path, inspected
                 torch.testing.assert_close(found, score, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mistral"])  # ALiBi; one key for all heads; windows
+def test_families_that_only_vllm_reads(name, tmp_path, inspected_here):
+    folder = of_family(tmp_path, name)
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = np.random.default_rng(0).integers(3, 300, 50).tolist()
+    with pc.LM(folder, engine="vllm", **IDS, enforce_eager=True, kv_cache_memory_bytes=1 << 26) as lm:
+        run = lm.run(ids, capture=pc.pattern, max_tokens=1)
+        for layer, expected_THT in enumerate(eager(net, ids)[0]):
+            # the GELU of vLLM and of Transformers differ in BLOOM, by 5e-4, and so all later layers
+            within = WITHIN if layer == 0 or name != "bloom" else {"atol": 1e-3, "rtol": 0}
+            torch.testing.assert_close(run[pc.pattern[layer]], expected_THT, **within)
+
+
 @BOTH
 def test_what_is_kept_of_a_row(narrow, plain, engine):
     lm = narrow.get(engine, "float32")

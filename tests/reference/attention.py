@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,3 +25,31 @@ def eager(net: Any, token_ids: list[int]) -> tuple[list[torch.Tensor], list[torc
     with mock.patch.object(torch.nn.functional, "softmax", seen):
         given = net(torch.tensor([token_ids]), output_attentions=True).attentions
     return [each[0].transpose(0, 1) for each in given], scores
+
+
+@torch.no_grad()
+def edited(
+    net: Any, token_ids: list[int], removed: Any = None, change: Callable[[int, torch.Tensor], None] | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The logits [T, V] of a model whose attention is edited, and the pattern of each layer, [T, H, T].
+
+    removed: layer → heads → queries and keys, as index arrays, that do not attend to each other
+    change: called with each layer and its pattern [H, T, T], which it changes in place
+    """
+    patterns, softmax, length = list[torch.Tensor](), torch.nn.functional.softmax, len(token_ids)
+
+    def changed(scores: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if scores.dim() != 4 or scores.shape[-2] != length:
+            return softmax(scores, *args, **named)
+        scores, layer = scores.clone(), len(patterns)
+        for head, queries, keys in (removed or {}).get(layer, ()):
+            scores[0, head, torch.as_tensor(queries)[:, None], torch.as_tensor(keys)] = torch.finfo(scores.dtype).min
+        found = softmax(scores, *args, **named)
+        if change is not None:
+            change(layer, found[0, :, :, :length])
+        patterns.append(found[0, :, :, :length].transpose(0, 1).float())
+        return found
+
+    with mock.patch.object(torch.nn.functional, "softmax", changed):
+        logits = net(torch.tensor([token_ids], device=net.device)).logits[0]
+    return logits, patterns

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import cuda, fused, moves, noise
+from patchclamp.kernels.attention import AttentionFacts, scores
+from patchclamp.kernels.paged_attention import paged_scores
 from patchclamp.plan import (
     ADD_NORMED,
     APPLY,
@@ -286,9 +288,32 @@ def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
     found["words put in place"] = found.get("words put in place", 0) + sum(sizes)
 
 
+def attended(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
+    """Attention scores from a paged cache, of groups of heads, with caps, windows and slopes."""
+    dtype = (torch.float32, torch.bfloat16)[int(rng.integers(2))] if device == "cuda" else torch.float32
+    keys, size, width, page = (int(rng.choice(each)) for each in ([1, 2, 4], [1, 3, 4], [16, 40, 64], [16, 32]))
+    requests, queries, count = (int(rng.integers(1, most)) for most in (4, 25, 200))
+    blocks, draw = -(-count // page), torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+    cache = torch.randn(60, keys, page, 2 * width, generator=draw).to(device, dtype)
+    table = torch.from_numpy(rng.integers(0, 60, (requests, blocks)).astype(np.int32)).to(device)
+    query = torch.randn(requests, queries, keys * size, width, generator=draw).to(device, dtype)
+    position = torch.from_numpy(rng.integers(0, count, (requests, queries))).to(device)
+    first = int(rng.integers(keys * size))
+    heads = int(rng.integers(1, keys * size - first + 1))
+    slopes = torch.rand(keys * size, generator=draw).to(device) if rng.random() < 0.3 else None
+    facts = AttentionFacts(width**-0.5, float(rng.choice([0, 2])), int(rng.choice([0, 30])), slopes)
+    key = cache[..., :width]
+    got = paged_scores(query, key, table, position, facts, first, heads, count)
+    gathered = key[table.long()].transpose(2, 3).reshape(requests, blocks * page, keys, width)[:, :count]
+    want = scores(query, gathered, position, facts, first, heads)
+    assert torch.allclose(got, want, atol=1e-4, rtol=1e-4), (facts, got.shape)
+    name = f"attention scores {str(dtype)[6:]}"
+    found[name] = found.get(name, 0) + got.numel()
+
+
 def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
     """Compares on so many random steps, some with rows wider than a program takes at once; counts what was compared."""
-    rng, found, widest = np.random.default_rng(seed), {}, cuda.MAX_BLOCK
+    rng, beside, found, widest = np.random.default_rng(seed), np.random.default_rng(seed), {}, cuda.MAX_BLOCK
     try:
         for i in range(rounds):
             cuda.MAX_BLOCK = 64 if i % 2 else widest
@@ -296,6 +321,7 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
             if i % 3 == 0:
                 one_round(rng, device, found, sums=False, coded=True)
             moved(rng, device, found)
+            attended(beside, device, found)
     finally:
         cuda.MAX_BLOCK = widest
     return found

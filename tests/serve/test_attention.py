@@ -39,6 +39,23 @@ def test_studies_run_in_a_client_too(server, local):
         assert "what attends to it" in run.attention._repr_html_()
 
 
+def test_attention_is_edited(server, local):
+    prompt, edits = list(range(5, 25)), [
+        pc.Knockout("prompt[2:6]", "pattern[:4]", "prompt[8:] | generated"),
+        pc.Scale(0.5, "pattern[5, 1]", "prompt[-1]", keys="prompt[:9]"),
+    ]  # fmt: skip
+    expected = local.run(prompt, edits=edits, max_tokens=4, capture=pc.pattern[1])
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        found = lm.run(prompt, edits=edits, max_tokens=4, capture=pc.pattern[1])
+        assert found.token_ids == expected.token_ids
+        torch.testing.assert_close(torch.as_tensor(found[pc.pattern[1]]), expected[pc.pattern[1]], atol=1e-5, rtol=0)
+        assert not torch.as_tensor(found[pc.pattern[1]])[8:, :, 2:6].any()
+    answer = complete(server, program(edits) | {"return_token_ids": True}, prompt, max_tokens=4)
+    assert answer.choices[0].token_ids == expected.token_ids
+    with pytest.raises(openai.BadRequestError, match="position 3 would attend to nothing"):
+        complete(server, program([pc.Knockout("prompt[:4]", "pattern[1]", "prompt[3]")]), prompt, max_tokens=1)
+
+
 def test_a_program_of_another_client_is_told_where_to_read_them(server):
     with pytest.raises(openai.UnprocessableEntityError, match=r"captured through pc.LM\(url\)"):
         complete(server, program(capture=[pc.pattern[2]]), [5, 6, 7], max_tokens=1)

@@ -97,6 +97,9 @@ ops = (
     | st.builds(pc.Use, st.text(min_size=1, max_size=20), factors, st.none() | selections)
     | st.builds(pc.Replace, values, sites(), selections, factors, rows)
     | st.builds(pc.Scale, factors, sites(), selections)
+    | st.builds(pc.Scale, factors, st.just(pc.pattern[0:2, 1]), selections, st.none() | selections)
+    | st.builds(pc.Knockout, selections, st.just(pc.pattern[3]), selections)
+    | st.builds(pc.Replace, vectors(), st.just(pc.pattern[3, 0]), selections, factors)
     | st.builds(pc.Ablate, vectors().filter(has_directions), sites(), selections)
     | st.builds(
         pc.Clamp, rows.filter(has_directions), sites(), selections, st.floats(-9, 0), st.none() | st.floats(0, 9)
@@ -458,9 +461,9 @@ ERRORS = [
     (lambda: pc.site("attention_probabilities[3]"), pc.UnknownName,
      "attention_probabilities[3] are attention weights: use pattern, or attn_scores before the softmax"),
     (lambda: pc.Zero("blocks.1.attn.hook_pattern"), pc.UnsupportedSite,
-     "at: pattern[1] is computed only when captured, and cannot be edited: edit q, k, v or z"),
+     "at: pattern[1] is captured by pc.Capture, and pattern is edited by pc.Knockout, pc.Replace and pc.Scale, got Zero"),
     (lambda: pc.Probe([1.0], pc.pattern[1], name="p"), pc.UnsupportedSite,
-     "at: pattern[1] is captured, by pc.Capture; Probe does not read it"),
+     "at: pattern[1] is captured by pc.Capture, and pattern is edited by pc.Knockout, pc.Replace and pc.Scale, got Probe"),
     (lambda: pc.Capture(pc.z[1], top=3), pc.ProgramError,
      "top: expected pattern or attn_scores, whose rows are of keys, got z[1]"),
     (lambda: pc.Capture(pc.pattern, keys="prompt", top=3), pc.ProgramError,

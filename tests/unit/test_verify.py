@@ -20,6 +20,7 @@ from patchclamp.plan.bound import (
     PROJECT,
     ROTATE,
     All,
+    Attended,
     Blend,
     BoundOp,
     BoundProgram,
@@ -66,6 +67,8 @@ EDITS = [
     pc.Add(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]", norm="match"),
     pc.Add(V, "embed", "generated & between(3, 4)"), pc.Scale(2.0, "mlp_out[1]", "every - between(4, 3) - token(5)"),
     pc.Rotate(ROWS, 30, "resid_mid[1]", "every[2:]"), pc.Rotate(ROWS, -90, "final_norm", relative=True),
+    pc.Knockout("prompt[0, 2]", "pattern[0:2, 0]", "every[4:]"), pc.Scale(0.5, "pattern[1]", keys="prompt"),
+    pc.Replace([[0.5, 0.5], [0.0, 1.0]], "pattern[1, 0]", "prompt[1, 3]", alpha=0.5),
 ]  # fmt: skip
 
 
@@ -160,6 +163,19 @@ WRONG = {
 }
 
 
+KNOCKOUT, REPLACED = pc.Knockout("prompt[0]", "pattern[1, 0]", "prompt[2:]"), pc.Replace([0.5], "pattern[1, 0]")
+WRONG |= {
+    "keys beyond": (KNOCKOUT, {"action": Attended(((0, 99),))}),
+    "keys that end first": (KNOCKOUT, {"action": Attended(((2, 2),))}),
+    "no keys that are removed": (KNOCKOUT, {"action": Attended()}),
+    "an endless factor": (KNOCKOUT, {"action": Attended((), float("inf"))}),
+    "removed rows": (REPLACED, {"action": Attended(((0, 1),), None, KEY)}),
+    "rows of a pattern beyond": (REPLACED, {"ranges": (PositionRange(0, 1, 1),)}),
+    "rows of a pattern that are nowhere": (REPLACED, {"action": Attended((), 1.0, "v:" + "0" * 64)}),
+    "attention at another point": (KNOCKOUT, {"points": (point("z[1]"),)}),
+    "attention with a value": (KNOCKOUT, {"values": (KEY,)}),
+    "attention under a condition": (KNOCKOUT, {"condition": Condition(KEY, False)}),
+}
 PATTERN = pc.Capture("pattern[1]", "prompt")
 WRONG_ATTENTION = {
     "longer rows": {"reader": {"keys": 128}}, "rows of no length": {"reader": {"keys": 0}},
@@ -366,7 +382,11 @@ def test_a_key_is_the_content_of_its_rows():
 def cells_and_sizes():
     """One cell for each edit that grading runs in batches, and one of all of them."""
     programs, sizes = [], {}
-    edits = [edit for edit in EDITS if not isinstance(edit, pc.Capture) and not re.search("SameRun|between", str(edit))]
+    edits = [
+        edit
+        for edit in EDITS
+        if not isinstance(edit, pc.Capture) and not re.search("SameRun|between|pattern", str(edit))
+    ]
     for several in [*([edit] for edit in edits), edits]:
         program, own = bound(several)
         programs.append(program)

@@ -108,6 +108,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Clamp": (pc.Clamp, {"direction": VECTOR, "at": AT, "low": 0.0}),
     "Noise": (pc.Noise, {"std": 1.0, "at": AT}),
     "Scale": (pc.Scale, {"factor": 1.0, "at": AT}),
+    "Knockout": (pc.Knockout, {"keys": "prompt[0]", "at": pc.pattern[1]}),
     "Use": (pc.Use, {"name": "a"}),
     "Zero": (pc.Zero, {"at": AT}),
     "lm.run": (LM.run, {"prompt": IDS, "max_tokens": 1}),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from patchclamp.engines.generation import Passes
-from patchclamp.kernels.attention import AttentionFacts
+from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.transfer import to_device
 from patchclamp.runtime import Runtime
 from patchclamp.runtime.taps import find
@@ -32,7 +32,8 @@ class DenseKeys:
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
         self.passes: Passes | None = None
-        self._held: dict[int, tuple[torch.Tensor, AttentionFacts]] = {}  # by point: [B, K, S, E]
+        # by point: keys and values [B, K, S, E]
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor, AttentionFacts]] = {}
         for point, tap in sites.taps("transformers"):
             if point.kind == ROTATED:
                 self._points[find(net, tap.module)] = point.number
@@ -44,9 +45,11 @@ class DenseKeys:
         """Call a tap on the queries of an attention module, [B, T, H · E]."""
         number, acts = self._points[module], self._runtime.acts_at
 
-        def watch(query_BHTE: torch.Tensor, key_BKSE: torch.Tensor, options: dict[str, Any]) -> None:
+        def watch(
+            query_BHTE: torch.Tensor, key_BKSE: torch.Tensor, value_BKSE: torch.Tensor, options: dict[str, Any]
+        ) -> None:
             if acts(number):
-                self._held[number] = key_BKSE, _facts(query_BHTE, options)
+                self._held[number] = key_BKSE, value_BKSE, _facts(query_BHTE, options)
                 tap(query_BHTE.transpose(1, 2).flatten(2))
 
         vars(module)[WATCH] = watch  # with the module, which it holds by way of `self`
@@ -62,14 +65,25 @@ class DenseKeys:
         self._held.clear()
 
     def facts(self, point: int) -> AttentionFacts:
-        return self._held[point][1]
+        return self._held[point][2]
 
     def width(self, point: int) -> int:
-        key_BKSE, _ = self._held[point]
+        key_BKSE, *_ = self._held[point]
         return key_BKSE.shape[1] * key_BKSE.shape[3]
 
-    def read(self, point: int, slots: list[int], count: int) -> torch.Tensor:
-        batch, (key_BKSE, _) = self._runtime.continuity.batch, self._held[point]
+    def scores(
+        self, point: int, slots: list[int], query_BNHE: torch.Tensor, position_BN: torch.Tensor, first: int,
+        heads: int, count: int,
+    ) -> torch.Tensor:  # fmt: skip
+        key_BKSE, _, facts = self._held[point]
+        return scores(query_BNHE, self._read(key_BKSE, slots, count), position_BN, facts, first, heads)
+
+    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
+        return self._read(self._held[point][1], [slot], count)[0]
+
+    def _read(self, key_BKSE: torch.Tensor, slots: list[int], count: int) -> torch.Tensor:
+        """The keys or values of the first `count` positions."""
+        batch = self._runtime.continuity.batch
         assert batch is not None
         assert self.passes is not None
         slot, mask_BS = batch.slot.tolist(), self.passes.mask_BT
@@ -111,11 +125,11 @@ def _wrap_attention_functions() -> None:
         chosen = choose(*args, **named)
 
         @functools.wraps(chosen)
-        def attention(module: Any, query: Any, key: Any, *args: Any, **named: Any) -> Any:
+        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **named: Any) -> Any:
             watch = vars(module).get(WATCH)
             if watch is not None:
-                watch(query, key, named)
-            return chosen(module, query, key, *args, **named)
+                watch(query, key, value, named)
+            return chosen(module, query, key, value, *args, **named)
 
         return attention
 

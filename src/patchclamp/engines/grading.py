@@ -83,7 +83,12 @@ def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tup
     return suffixes, [[term(*each) for each in score] for score in scores]
 
 
-REASONS = {TEST: "conditions", APPLY: "Apply or a whole SAE", CAPTURE: "captures", STORE: "values of the same run"}
+REASONS = {
+    TEST: "conditions",
+    APPLY: "Apply, a whole SAE, or edits of attention",
+    CAPTURE: "captures",
+    STORE: "values of the same run",
+}
 
 
 def refused_of(programs: Iterable[BoundProgram | None]) -> dict[int, str]:

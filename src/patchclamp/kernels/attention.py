@@ -8,6 +8,8 @@ Fused kernels never form them. These are the same numbers, for the queries that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
@@ -73,3 +75,78 @@ def pattern(scores_BNHT: torch.Tensor, facts: AttentionFacts, first: int) -> tor
     sinks = facts.sinks[first : first + scores_BNHT.shape[2]].float()[:, None]
     sinks = sinks.expand(*scores_BNHT.shape[:-1], 1)
     return torch.cat([scores_BNHT, sinks], -1).softmax(-1)[..., :-1]
+
+
+class PatternEdit(msgspec.Struct, frozen=True):
+    """An edit of the patterns of heads first … end − 1.
+
+    queries: ranges of positions, each with its first row of `rows` and the step from row to row
+    keys: ranges of positions; (): all
+    factor: as in `plan.bound.Attended`
+    rows: probabilities [n, K]; None: the pattern's own
+    """
+
+    first: int
+    end: int
+    queries: tuple[tuple[int, int, int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+    factor: float | None
+    rows: torch.Tensor | None = None
+
+    def of_heads(self, first: int, heads: int) -> slice:
+        """Its heads among those from `first` on."""
+        return slice(max(self.first - first, 0), max(min(self.end - first, heads), 0))
+
+    def where(self, position_N: torch.Tensor, length: int) -> torch.Tensor:
+        """True for its queries and keys, [N, 1, T]."""
+        is_key_T = position_N.new_zeros(length, dtype=torch.bool)
+        for first, end in self.keys or ((0, length),):
+            is_key_T[first:end] = True
+        is_query_N = torch.zeros_like(position_N, dtype=torch.bool)
+        for first, end, *_ in self.queries:
+            is_query_N |= (first <= position_N) & (position_N < end)
+        return is_query_N[:, None, None] & is_key_T
+
+    def row_of(self, position_N: torch.Tensor) -> torch.Tensor:
+        """The row of each query, [N]; 0 for others."""
+        row_N = torch.zeros_like(position_N)
+        for first, end, row, step in self.queries:
+            row_N = torch.where((first <= position_N) & (position_N < end), row + (position_N - first) * step, row_N)
+        return row_N
+
+
+def edited(
+    scores_NHT: torch.Tensor, position_N: torch.Tensor, edits: Sequence[PatternEdit], facts: AttentionFacts, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pattern of one request's queries with its edits, [N, H, T], and True for each row that they change, [N, H].
+
+    Keys are removed first, before the softmax; other edits follow in order. A row that no key is left of is NaN.
+    """
+    sees_NHT, (length, heads) = scores_NHT > -torch.inf, scores_NHT.shape[:0:-1]
+    touched_NH = torch.zeros_like(sees_NHT[..., 0])
+    removed_NHT = torch.zeros_like(sees_NHT)
+    for edit in edits:
+        if edit.factor is None:
+            removed_NHT[:, edit.of_heads(first, heads)] |= edit.where(position_N, length)
+    removed_NHT &= sees_NHT
+    touched_NH |= removed_NHT.any(-1)
+    found_NHT = pattern(scores_NHT.masked_fill(removed_NHT, -torch.inf)[None], facts, first)[0]
+    blind_NH = touched_NH & (removed_NHT == sees_NHT).all(-1)
+    found_NHT = found_NHT.masked_fill(blind_NH[..., None], torch.nan)
+    for edit in edits:
+        if edit.factor is None:
+            continue
+        part = edit.of_heads(first, heads)
+        where_NHT = edit.where(position_N, length) & sees_NHT[:, part]
+        old_NHT = found_NHT[:, part]
+        if edit.rows is None:
+            new_NHT = edit.factor * old_NHT
+        else:
+            row_NT = torch.nn.functional.pad(edit.rows[:, :length], (0, max(length - edit.rows.shape[1], 0)))
+            row_NT = row_NT[edit.row_of(position_N)]
+            new_NHT = edit.factor * row_NT[:, None]
+            if edit.factor != 1.0:
+                new_NHT = new_NHT + (1 - edit.factor) * old_NHT
+        found_NHT[:, part] = torch.where(where_NHT, new_NHT, old_NHT)
+        touched_NH[:, part] |= where_NHT.any(-1)
+    return found_NHT, touched_NH

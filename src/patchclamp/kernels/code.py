@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from patchclamp.errors import EngineError, RunError
+from patchclamp.errors import EngineError, PatchclampError, RunError
 from patchclamp.plan.bind import Code
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
+    except PatchclampError as error:
+        raise RunError(error.message, code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"Apply raised {type(error).__name__}{_text_of(error)}", code.path) from error
     finally:

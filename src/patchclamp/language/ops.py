@@ -55,7 +55,7 @@ from patchclamp.language.values import (
 )
 
 __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
-    "Ablate", "Add", "Apply", "Capture", "Clamp", "Features", "Lens", "LowRank", "Mean", "Noise", "Probe",
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Features", "Knockout", "Lens", "LowRank", "Mean", "Noise", "Probe",
     "Reconstruct", "Replace", "Rotate", "Scale", "SetFeature", "Use", "When", "Zero",
 ]  # fmt: skip
 SCOPES = ("token", "prompt", "onwards")  # of `When`
@@ -188,12 +188,18 @@ class SiteOp(Op, _Placed, frozen=True):
             msgspec.structs.force_setattr(self, "tokens", both.tokens)
         if isinstance(self.at, (str, Site)) and not isinstance(self, Readout):
             try:
-                parse_edited_site(self.at)
+                if parse_site(self.at).name not in DERIVED:
+                    parse_edited_site(self.at)
             except PatchclampError as error:
                 raise error.under("at") from None
         super().__post_init__()
-        if not isinstance(self, Capture) and self.at.name in DERIVED:
-            raise UnsupportedSite(f"{self.at} is captured, by pc.Capture; {type(self).__name__} does not read it", "at")
+        if self.at.name not in DERIVED or isinstance(self, Capture):
+            return
+        if self.at.name != "pattern" or not isinstance(self, (Knockout, Replace, Scale)):
+            raise UnsupportedSite(
+                f"{self.at} is captured by pc.Capture, and pattern is edited by pc.Knockout, pc.Replace and pc.Scale, "
+                f"got {type(self).__name__}", "at"
+            )  # fmt: skip
 
 
 class Readout(SiteOp, frozen=True):
@@ -549,6 +555,9 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     is replaced: h + a · Uᵀ U (v − h), where the rows of U are an orthonormal basis of the span.
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
     (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
+
+    At `pattern[l, h]` the value is a row of probabilities [K], or one for each query, [t, K], as
+    `run[pc.pattern[l, h]]` has them; keys from K on get 0. The new pattern is not renormalised.
     """
 
     value: Value = field(converter=as_value)
@@ -562,6 +571,14 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
         super().__post_init__()
         if self.mask is not None and self.basis is not None:
             raise ProgramError("expected a mask of columns or a basis, got both", "basis")
+        if self.at.name != "pattern":
+            return
+        if not (isinstance(self.at.layers, int) and isinstance(self.at.index, int)):
+            raise ProgramError(f"expected one head of one layer, such as pattern[3, 1], got {self.at}", "at")
+        if not isinstance(self.value, Vector):
+            raise ProgramError("expected numbers, such as run[pc.pattern[3, 1]], for a pattern", "value")
+        if given := next((name for name in ("mask", "basis") if getattr(self, name) is not None), ""):
+            raise ProgramError(f"{self.at} takes no {given}", given)
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -627,11 +644,35 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
 
 
 class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Multiply h by `factor`."""
+    """Multiply h by `factor`; at `pattern`, the probabilities of `keys` (default: all), without renormalising."""
 
     factor: float = field(converter=as_number)
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
+    keys: Tokens | None = field(converter=optional(parse_tokens), default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys is not None and self.at.name != "pattern":
+            raise ProgramError(f"expected pattern, whose rows are of keys, got {self.at}", "keys")
+
+
+class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
+    """Remove edges of attention: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries of
+    `tokens` do not attend to `keys`, and the probabilities of their other keys are renormalised.
+
+    Keys after a query, which it does not see, do not count. A query that would be left with no key is an error.
+    Source: attention knockout; Geva et al. 2023 (arXiv:2304.14767).
+    """
+
+    keys: Tokens = field(converter=parse_tokens)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.at.name != "pattern":
+            raise UnsupportedSite(f"expected pattern, such as pattern[3, 1], got {self.at}", "at")
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):

@@ -335,7 +335,7 @@ def parse_edited_site(text: Site | str) -> Site:
     edits reach other readers."""
     site = parse_site(text)
     if site.name in DERIVED:
-        raise UnsupportedSite(f"{site} is computed only when captured, and cannot be edited: edit q, k, v or z")
+        raise UnsupportedSite(f"expected a site that is a tensor, got {site}: use q, k, v or z")
     if isinstance(text, str) and (reason := edited_elsewhere(text.strip())):
         raise UnsupportedSite(reason)
     return site

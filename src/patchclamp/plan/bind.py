@@ -57,6 +57,7 @@ from patchclamp.plan.bound import (
     MAX_RANK,
     Action,
     All,
+    Attended,
     AttentionReader,
     Blend,
     BoundOp,
@@ -101,6 +102,10 @@ class Context(Protocol):
         0). Errors have the path `value`."""
         ...
 
+    def rows(self, count: int) -> np.ndarray:
+        """The row for each selected position, of a value with `count` rows. Raises `ShapeError` for another number."""
+        ...
+
     def padded(self, vector: Vector, field: str) -> Vector:
         """A vector as wide as the site's rows, padded to those of its point."""
         ...
@@ -128,6 +133,11 @@ class Context(Protocol):
 
     def heads(self) -> tuple[int, int, int]:
         """The first head of the op's site, the number of heads, and the number of positions of the request."""
+        ...
+
+    def edges(self, keys: Tokens | None, removed: bool = False) -> tuple[tuple[int, int], ...]:
+        """The ranges of keys whose attention is edited; () for None. Raises `TokensError` for queries or keys that
+        depend on generated tokens, and for `removed` keys that are all that a query sees."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
@@ -260,6 +270,14 @@ def _add(op: ops.Add, context: Context) -> Lowered:
 
 @lower.register
 def _replace(op: ops.Replace, context: Context) -> Lowered:
+    if op.at.name in DERIVED:
+        assert isinstance(op.value, Vector)
+        *several, width = op.value.shape
+        _, _, limit = context.heads()
+        if width > limit:
+            raise ShapeError(f"expected rows of at most {limit} keys, got {list(op.value.shape)}", "value")
+        action = Attended(context.edges(None), op.alpha, context.put(op.value))
+        return Lowered(action, rows=context.rows(several[0]) if several else None)
     values, rows = context.value(as_value(op.value))
     if op.basis is not None:
         context.needs_whole_rows(op)
@@ -284,7 +302,14 @@ def _mean(op: ops.Mean, context: Context) -> Lowered:
 
 @lower.register
 def _scale(op: ops.Scale, context: Context) -> Lowered:
+    if op.at.name in DERIVED:
+        return Lowered(Attended(context.edges(op.keys), op.factor))
     return Lowered(Linear(op.factor, 0.0))
+
+
+@lower.register
+def _knockout(op: ops.Knockout, context: Context) -> Lowered:
+    return Lowered(Attended(context.edges(op.keys, removed=True)))
 
 
 @lower.register
@@ -709,6 +734,8 @@ class _Binder:
                         "a condition guards features of an SAE whose encoder is local, and this one needs a whole row",
                         "name",
                     )
+                if isinstance(op.action, Attended):
+                    raise ProgramError("a condition does not guard edits of attention: edit q, k, v or z", "at")
                 for point in op.points if op.is_edit else ():
                     depth = self.sites.depth(point) - self.sites.depth(last.number)
                     if depth < 0 or (depth == 0 and point != last.number):
@@ -945,6 +972,27 @@ class _OpBinder:
         first, end = ref.columns or (0, sizes["Q"])
         return first // sizes.d_head, (end - first) // sizes.d_head, self._binder.limit
 
+    def edges(self, keys: Tokens | None, removed: bool = False) -> tuple[tuple[int, int], ...]:
+        cases = [] if keys is None else self._binder.select(keys, self._refs[0])
+        for field, case in (("tokens", self._case), *(("keys", case) for case in cases)):
+            if case.ids or case.inside is not None or not case.alone:
+                raise TokensError(
+                    "expected positions for an edit of attention, got a selection that depends on generated tokens: "
+                    "use prompt & ... for those of the prompt", field
+                )  # fmt: skip
+        if keys is None:
+            return ()
+        positions, queries = self._binder.known.merged_of(cases), self._case.positions
+        if not len(positions):
+            raise TokensError(f"{keys} selects no position of this request, so nothing would be edited", "keys")
+        blind = queries[np.searchsorted(positions, queries, "right") == queries + 1]
+        if removed and len(blind):
+            raise TokensError(
+                f"the token at position {blind[0]} would attend to nothing: leave it at least one key, or select other "
+                "tokens", "tokens"
+            )  # fmt: skip
+        return tuple((each.start, each.stop) for each in position_ranges(positions, None))
+
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
         assert isinstance(self._op, (Features, FeatureOp))
         dictionary = self._binder.dictionary(self._op.name)
@@ -994,17 +1042,20 @@ class _OpBinder:
                 return self._own_rows(value)
             except PatchclampError as error:
                 raise error.under("value") from None
-        vectors, count = self._vectors(value, "value"), len(self._case.positions)
+        vectors = self._vectors(value, "value")
         keys, shape = tuple(map(self.put, vectors)), vectors[0].shape
-        if len(shape) == 1:
-            return keys, None
+        return keys, None if len(shape) == 1 else self.rows(shape[0])
+
+    def rows(self, count: int) -> np.ndarray:
         if not self._case.alone:
             raise ShapeError(
                 f"how many tokens {self._op.tokens} selects is known when they are there: give one row [D]", "value"
             )
-        if shape[0] != count:
-            raise ShapeError(f"the selection has {count} positions; the vector has {shape[0]} rows", "value")
-        return keys, np.arange(count)
+        if count != len(self._case.positions):
+            raise ShapeError(
+                f"the selection has {len(self._case.positions)} positions; the vector has {count} rows", "value"
+            )
+        return np.arange(count)
 
     def _vectors(self, value: Value, field: str) -> list[Vector]:
         """One vector for all site refs, or one for each.

@@ -200,6 +200,22 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
     reads: bool = False
 
 
+class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """Change the attention pattern of queries after rotary embedding, and so the result of attention. It acts before
+    every other edit of that result.
+
+    keys: ranges first … end − 1 of the keys that it changes; (): all
+    factor: of their probabilities; of `rows`, if there are any: (1 − factor) · p + factor · row; None: keys are removed
+        before the softmax
+    rows: the bank key of rows of probabilities, or ""
+    """
+
+    kind: ClassVar[int] = APPLY
+    keys: tuple[tuple[int, int], ...] = ()
+    factor: float | None = None
+    rows: str = ""
+
+
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
     """Write the row of each position to the bank, under an own key (`own_key`)."""
 
@@ -271,6 +287,7 @@ Action = (
     | Noisy
     | RunCode
     | Encoded
+    | Attended
     | Compare
     | All
     | Latch
@@ -335,7 +352,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def keys(self) -> tuple[str, ...]:
         """Every bank key that it reads."""
-        beside = {Blend: "mask", Keep: "matrix", Factored: "factors"}.get(type(self.action))
+        beside = {Blend: "mask", Keep: "matrix", Factored: "factors", Attended: "rows"}.get(type(self.action))
         key = getattr(self.action, beside) if beside else ""
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 

@@ -48,6 +48,7 @@ from patchclamp.plan.bound import (
     WHEN,
     Action,
     All,
+    Attended,
     Blend,
     BoundOp,
     Compare,
@@ -388,11 +389,11 @@ def shape_of(ops: Sequence[BoundOp]) -> Hashable:
 
 
 def records_of_alike(
-    programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int
+    programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """The records of programs of one shape, [N, R], sorted by point (program order within), and their number at each
-    point, [N, P]. Each program has its own addresses."""
-    of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
+    point, [N, P]. Each program has its own addresses. `first`: the number of its first op."""
+    of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True), first)]
     number = np.arange(len(programs))[:, None]
     if not of_ops:
         return np.zeros((len(programs), 0), RECORD), np.zeros((len(programs), points), np.int64)
@@ -402,10 +403,13 @@ def records_of_alike(
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
-    """The number of records of a bound program, on a worker that has all points."""
+    """The number of records of a bound program, at most, on a worker that has all points. An edit of attention has some
+    at its queries and at the result."""
     return sum(
-        len(op.points) * len(op.ranges) * (1 + (op.condition is not None) + (op.guard is not None)) for op in ops
-    )
+        len(op.points) * len(op.ranges)
+        * (1 + (op.condition is not None) + (op.guard is not None) + isinstance(op.action, Attended))
+        for op in ops
+    )  # fmt: skip
 
 
 def record_work(ops: Sequence[BoundOp]) -> int:
@@ -578,6 +582,13 @@ def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addres
 @_write.register
 def _encoded(first: Encoded, fields: np.ndarray, actions: Sequence[Encoded], addresses: Several, ordinal: int) -> None:
     """Write nothing: a worker runs it as code, and cuts need its points and positions alone."""
+
+
+@_write.register
+def _attended(
+    first: Attended, fields: np.ndarray, actions: Sequence[Attended], addresses: Several, ordinal: int
+) -> None:
+    """Write nothing, as for `Encoded`."""
 
 
 def columns_of(record: np.void) -> slice:

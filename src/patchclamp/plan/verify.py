@@ -41,6 +41,7 @@ from patchclamp.plan.bound import (
     TEST,
     Action,
     All,
+    Attended,
     AttentionReader,
     Blend,
     BoundOp,
@@ -511,6 +512,23 @@ def _encoded(action: Encoded, op: BoundOp, frame: Frame, width: int) -> None:
     _need(all(0 <= each < found.card.features for each in action.ids), "features that there are not")
     _need(len(action.gates) == len(action.ids) <= MAX_FEATURES, "features without numbers")
     _check_numbers(*(number for gate in action.gates for number in gate))
+
+
+@_check_action.register
+def _attended(action: Attended, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(not frame.sites.no_attention, "an edit of attention in an engine that does not read it")
+    _need({frame.sites.points[point].kind for point in op.points} <= {ROTATED}, "attention of a point without queries")
+    _need(not op.values and op.condition is None and op.guard is None, "an edit of attention with a condition")
+    size = frame.sites.sizes.d_head
+    _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "a part of a head")
+    _need(all(0 <= first < end <= frame.limit for first, end in action.keys), "keys that there are not")
+    _need(bool(action.keys) or action.factor is not None, "no keys that are removed")
+    if action.factor is not None:
+        _check_numbers(action.factor)
+    if action.rows:
+        rows, columns = frame.sizes.get(action.rows, (0, 0))
+        last = max((row + (stop - start - 1) * step for start, stop, row, step in op.ranges), default=-1)
+        _need(action.factor is not None and last < rows and columns <= frame.limit, f"row {last} of {rows}")
 
 
 @_check_action.register

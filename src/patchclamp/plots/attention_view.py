@@ -91,9 +91,8 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def figure(self) -> Interactive:
         """The heatmaps, with positions and values on hover."""
         (count, across, down), (colours, low, high) = self._grid, self._scale
-        height = 140 + (
-            20 * len(self.queries) if count == 1 else down * (34 + 170 * len(self.queries) // len(self.tokens))
-        )
+        side = min(1100 // across, 360) * len(self.queries) // len(self.tokens)
+        height = 140 + (min(20 * len(self.queries), 1000) if count == 1 else down * (34 + side))
         figure = style.need("plotly.express").imshow(
             self.maps[:count].astype(np.float32), y=list(self.queries), facet_col=0, facet_col_wrap=across, zmin=low,
             zmax=high, aspect="auto", color_continuous_scale=colours, facet_col_spacing=0.02,
@@ -102,8 +101,9 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         figure.for_each_annotation(lambda text: text.update(text=self.names[int(text.text.partition("=")[2])]))
         if count == 1:
             labels = [style.html_text(shorten(visible(token), LONGEST_LABEL)) for token in self.tokens]
-            figure.update_xaxes(tickvals=list(range(len(labels))), ticktext=labels)
-            figure.update_yaxes(tickvals=self.queries, ticktext=[labels[query] for query in self.queries])
+            for update, at in (figure.update_xaxes, range(len(labels))), (figure.update_yaxes, self.queries):
+                some = list(at[:: math.ceil(len(at) / 60)])
+                update(tickvals=some, ticktext=[labels[position] for position in some])
         return style.lay_out(figure, height)
 
     def sections(self) -> Iterator[tuple[str, str]]:
@@ -118,7 +118,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         levels = np.round(self.maps / np.where(scales > 0, scales, 1.0)[:, None, None] * 32767).astype("<i2")
         shape = json.dumps({"queries": self.queries, "scales": scales.tolist()})
         choices = "".join(f"<option>{escape(name)}</option>" for name in self.names)
-        tokens = "".join(f"<span>{escape(visible(token))}</span>" for token in self.tokens)
+        tokens = " ".join(f"<span>{escape(visible(of))}</span>" + "<br>" * of.count("\n") for of in self.tokens)
         return (
             f'<style>{_STYLE}</style><div class="pc-attention" data-shape="{escape(shape)}" '
             f'data-maps="{base64.b64encode(levels.tobytes()).decode()}"><select>{choices}</select> '
@@ -129,7 +129,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 _STYLE = f"""
 .pc-attention div {{ line-height: 2; margin: .5rem 0 0; }} .pc-attention p {{ color: {MUTED}; min-height: 1.5em; }}
-.pc-attention span {{ border-radius: 3px; padding: 2px 3px; margin-right: 2px; cursor: pointer; white-space: pre; }}
+.pc-attention span {{ border-radius: 3px; padding: 2px 3px; cursor: pointer; white-space: pre; }}
 .pc-attention .at {{ outline: 2px solid {MUTED}; }}
 """
 # a notebook has several views in one document: each script starts those that have not been started
@@ -139,7 +139,7 @@ for (const view of document.querySelectorAll(".pc-attention:not([data-ready])"))
   const {queries, scales} = JSON.parse(view.dataset.shape);
   const levels = new Int16Array(Uint8Array.from(atob(view.dataset.maps), c => c.charCodeAt(0)).buffer);
   const [choice, backwards, text, note] = ["select", "input", "div", "p"].map(name => view.querySelector(name));
-  const tokens = [...text.children];
+  const tokens = [...text.querySelectorAll("span")];
   let kept = queries.at(-1);
   const show = at => {
     const map = choice.selectedIndex, row = queries.indexOf(at), high = scales[map] || 1;

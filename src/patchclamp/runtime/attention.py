@@ -1,16 +1,21 @@
-"""The attention that programs read, computed at the end of a step from its queries and the engine's cached keys.
+"""The attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
+
+What is read is computed at the end of a step. Edits act in a layer, right after its attention: they replace the result
+of the queries that they change by one computed from the edited pattern.
 
 B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from patchclamp.kernels.attention import AttentionFacts, pattern, scores
+from patchclamp.errors import TokensError, UnsupportedSite
+from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pattern
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
@@ -29,9 +34,16 @@ class Keys(Protocol):
         """The numbers of the keys of one position."""
         ...
 
-    def read(self, point: int, slots: list[int], count: int) -> torch.Tensor:
-        """The keys of the first `count` positions of some requests, [B, T, K, E]; any numbers where a request has
-        fewer."""
+    def scores(
+        self, point: int, slots: list[int], query_BNHE: torch.Tensor, position_BN: torch.Tensor, first: int,
+        heads: int, count: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """The scores of some requests' queries over the first `count` positions (`kernels.attention.scores`)."""
+        ...
+
+    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
+        """The values of the first `count` positions of a request, [T, K, E]; any numbers where no query of the step
+        sees them."""
         ...
 
 
@@ -45,6 +57,9 @@ class Queries(NamedTuple):
     count: np.ndarray
 
 
+Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # of programs, by slot and point
+
+
 class AttentionReading:
     """Reads whole rows of attention, or the `top` largest of each head.
 
@@ -55,21 +70,27 @@ class AttentionReading:
         self.number, self._reader, self.top = number, reader, top
         self.numbers: int = reader.heads * (2 * top or reader.keys)
 
-    def read(self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int) -> torch.Tensor:
+    def read(
+        self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits
+    ) -> torch.Tensor:  # fmt: skip
         """The attention of some rows of queries, [N, numbers]: each head's row; or each head's largest numbers and then
-        their key positions, as the bits of int32."""
+        their key positions, as the bits of int32. Patterns are those with the edits of their program."""
         query_NHE, facts = rows_NW.view(len(rows_NW), heads, -1), keys.facts(of.point)
         found = rows_NW.new_zeros((len(rows_NW), self.numbers), dtype=torch.float32)
         first = np.cumsum(of.count) - of.count
         for some, rows in self._batches(of, keys.width(of.point)):
             index = first[some, None] + rows
             position = of.begin[some, None] + rows
-            key_BTKE = keys.read(of.point, of.slot[some].tolist(), int(position.max()) + 1)
-            index_BN = to_device(index, rows_NW.device)
-            found_BNHT = scores(query_NHE[index_BN], key_BTKE, to_device(position, rows_NW.device), facts,
-                                self._reader.first, self._reader.heads)  # fmt: skip
+            index_BN, position_BN = to_device(index, rows_NW.device), to_device(position, rows_NW.device)
+            found_BNHT = keys.scores(
+                of.point, of.slot[some].tolist(), query_NHE[index_BN], position_BN, self._reader.first,
+                self._reader.heads, int(position.max()) + 1,
+            )  # fmt: skip
             if self._reader.site == "pattern":
-                found_BNHT = pattern(found_BNHT, facts, self._reader.first)
+                scores_BNHT, found_BNHT = found_BNHT, pattern(found_BNHT, facts, self._reader.first)
+                for b, slot in enumerate(of.slot[some].tolist() if edits else ()):
+                    if own := edits.get((slot, of.point)):
+                        found_BNHT[b], _ = edited(scores_BNHT[b], position_BN[b], own, facts, self._reader.first)
             found[index_BN] = self._kept(found_BNHT)
         return found
 
@@ -101,3 +122,59 @@ class AttentionReading:
         ids = torch.nn.functional.pad(best.indices.int(), missing, value=-1)
         ids = torch.where(values > unseen, ids, -1)
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
+
+
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
+
+
+class EditedAttention:
+    """The edits of one request's attention in one layer, as code at two points: the queries are held at their own, and
+    the result of attention is changed at its."""
+
+    def __init__(self, point: int, slot: int, heads: int, edits: Sequence[PatternEdit], keys: Keys) -> None:
+        self._point, self._slot, self._heads, self._edits, self._keys = point, slot, heads, edits, keys
+        self._first, self._end = min(edit.first for edit in edits), max(edit.end for edit in edits)
+        self._held: dict[int, torch.Tensor] = {}  # queries, by the first position of a range
+
+    def hold(self, rows_NW: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hold queries until their attention has been computed."""
+        self._held[int(positions[0])] = rows_NW
+        return rows_NW
+
+    def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The result of attention, with that of edited rows computed from their pattern. Raises `TokensError` for a
+        query that would see no key, and `UnsupportedSite` where patterns and values do not give the result that the
+        engine has."""
+        first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
+        query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
+        keys, new_NHE = self._keys, rows_NZ.clone().view(len(rows_NZ), self._heads, -1)
+        facts, cached_TKE = keys.facts(self._point), keys.values(self._point, self._slot, count)
+        value_TKE = cached_TKE.float()
+        seen_from = max(first - facts.window + 1, 0) if facts.window else 0
+        value_TKE[:seen_from] = 0  # of blocks that may be free already
+        value_THE = value_TKE.repeat_interleave(self._heads // value_TKE.shape[1], 1)[:, self._first : self._end]
+        size = max(MAX_SCORES // (heads * count), 1)
+        for query, position, out_NHE in zip(query_NHE.split(size), positions.split(size), new_NHE.split(size)):  # noqa: B905
+            found_NHT = keys.scores(self._point, [self._slot], query[None], position[None], self._first, heads, count)[
+                0
+            ]
+            self._check(found_NHT[-1:], facts, value_THE, out_NHE[-1, self._first : self._end], cached_TKE.dtype)
+            pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
+            if bool((blind_N := pattern_NHT.isnan().any(2).any(1)).any()):
+                raise TokensError(f"the token at position {int(position[blind_N][0])} would attend to nothing")
+            result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
+            part_NHE = out_NHE[:, self._first : self._end]
+            part_NHE.copy_(torch.where(touched_NH[..., None], result_NHE, part_NHE))
+        return new_NHE.flatten(1)
+
+    def _check(
+        self, scores_1HT: torch.Tensor, facts: AttentionFacts, value_THE: torch.Tensor, engines_HE: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Check that the engine's result of a query, without edits, is that of its pattern."""
+        result_HE = torch.einsum("ht,the->he", pattern(scores_1HT[None], facts, self._first)[0, 0], value_THE)
+        error = float((result_HE - engines_HE).norm() / engines_HE.norm())
+        if not error <= MAX_ERROR[dtype]:
+            raise UnsupportedSite(
+                f"attention of this model is not its patterns times its values (a difference of {error:.1g}): edit z"
+            )

@@ -26,14 +26,29 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
+from patchclamp.kernels.attention import PatternEdit
 from patchclamp.kernels.code import call
+from patchclamp.language import Site
 from patchclamp.plan import APPLY, CAPTURE, LATCH, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code, code_numbers
-from patchclamp.plan.bound import Action, Blend, Factored, Keep, Noisy, RunCode, own_point, pack_columns, source_of
+from patchclamp.plan.bound import (
+    Action,
+    Attended,
+    Blend,
+    Factored,
+    Keep,
+    Noisy,
+    RunCode,
+    own_point,
+    pack_columns,
+    position_array,
+    position_ranges,
+    source_of,
+)
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.attention import AttentionReading, Keys, Queries
+from patchclamp.runtime.attention import AttentionReading, EditedAttention, Keys, Queries
 from patchclamp.runtime.dictionaries import Dictionaries, Reading
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
@@ -329,6 +344,7 @@ class _InstalledProgram(msgspec.Struct):
     slot: 0 if it could not be installed
     token_bytes: the most bytes that it captures per token
     readings: the features that it reads, which it keeps alive
+    attention: its edits of attention, by the point of the queries
     """
 
     run: str
@@ -336,6 +352,7 @@ class _InstalledProgram(msgspec.Struct):
     token_bytes: int
     receipt: str
     readings: list[Reading | AttentionReading] = []
+    attention: dict[int, list[PatternEdit]] = {}
 
 
 class Arrival(NamedTuple):
@@ -351,15 +368,18 @@ class _Local(NamedTuple):
     """The part of a program on one worker.
 
     ops: the program's ops, at the local points
+    added: the number of ops before them that this worker has added
     addresses: the (offset, width) of the rows of their keys in the bank
-    token_bytes, readings: as in `_InstalledProgram`
+    token_bytes, readings, attention: as in `_InstalledProgram`
     """
 
     arrival: Arrival
     ops: Sequence[BoundOp]
+    added: int
     addresses: Mapping[str, tuple[int, int]]
     token_bytes: int
     readings: list[Reading | AttentionReading]
+    attention: dict[int, list[PatternEdit]]
 
 
 class Runtime:
@@ -450,7 +470,10 @@ class Runtime:
             reading = self.dictionaries.numbered(number)
             if isinstance(reading, AttentionReading):
                 assert self.keys is not None
-                return reading.read(rows_NW, queries, self.keys, self.sites.sizes.heads)
+                edits = {
+                    (own.slot, point): each for own in self._admitted.values() for point, each in own.attention.items()
+                }
+                return reading.read(rows_NW, queries, self.keys, self.sites.sizes.heads, edits)
             return reading.read(rows_NW)
         except Exception as error:
             readers = [each.slot for each in self._admitted.values() if number in (one.number for one in each.readings)]
@@ -562,7 +585,7 @@ class Runtime:
         for arrival in arrivals:
             try:
                 local = self._localise(arrival, vectors)
-                by_shape[shape_of(local.ops)].append(local)
+                by_shape[local.added, shape_of(local.ops)].append(local)
             except Exception as error:
                 errors[arrival.request] = error
         self.resident.write()
@@ -604,7 +627,48 @@ class Runtime:
         readings = list[Reading | AttentionReading]()
         ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
         addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
-        return _Local(arrival, ops, addresses, token_bytes, readings)
+        attention = self._edits_of_attention(ops, addresses)
+        first = self._code_of_attention(arrival, ops, attention)
+        nowhere = np.zeros(len(self.sites.points), bool)
+        ops = [*first, *(op.at(nowhere) if isinstance(op.action, Attended) else op for op in ops)]
+        return _Local(arrival, ops, len(first), addresses, token_bytes, readings, attention)
+
+    def _edits_of_attention(
+        self, ops: Sequence[BoundOp], addresses: Mapping[str, tuple[int, int]]
+    ) -> dict[int, list[PatternEdit]]:
+        """The edits of attention, by the point of the queries."""
+        edits: dict[int, list[PatternEdit]] = collections.defaultdict(list)
+        size = self.sites.sizes.d_head
+        for op in ops:
+            action, rows = op.action, None
+            if not isinstance(action, Attended):
+                continue
+            if action.rows:
+                begin, width = addresses[action.rows]
+                count = max(row + (stop - start - 1) * step for start, stop, row, step in op.ranges) + 1
+                rows = self.bank.data[begin : begin + count * width].view(count, width)
+            first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, self.sites.sizes["Q"])
+            edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
+            for point in op.points:
+                edits[point].append(edit)
+        return edits
+
+    def _code_of_attention(
+        self, arrival: Arrival, ops: Sequence[BoundOp], attention: Mapping[int, list[PatternEdit]]
+    ) -> list[BoundOp]:
+        """The ops that edit attention, as code of this worker, which precede all others: at the queries, and at `z`."""
+        made = list[BoundOp]()
+        for point, edits in attention.items():
+            assert self.keys is not None
+            mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
+            ranges = position_ranges(position_array(tuple(each for op in mine for each in op.ranges)), None)
+            edited = EditedAttention(point, arrival.placement.slot, self.sites.sizes.heads, edits, self.keys)
+            [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
+            for at, function in ((point, edited.hold), (z.point, edited.change)):
+                number = next(code_numbers)
+                self.hold_code(arrival.bound.run, {number: Code(mine[0].path, function, ("positions",))})
+                made.append(BoundOp(mine[0].path, RunCode(number), (at,), (), ranges))
+        return made
 
     def _with_reading(self, op: BoundOp, readings: list[Reading | AttentionReading]) -> BoundOp:
         """The op; a capture of features or attention with the number of its reading, which is added to `readings`."""
@@ -632,11 +696,11 @@ class Runtime:
     def _install(self, alike: Sequence[_Local]) -> None:
         """Install programs of one shape (`shape_of`) whose rows are in the bank, with their records in one array."""
         addresses, points = [local.addresses for local in alike], len(self.sites.points)
-        records, counts = records_of_alike([local.ops for local in alike], addresses, points)
+        records, counts = records_of_alike([local.ops for local in alike], addresses, points, -alike[0].added)
         placements = [local.arrival.placement for local in alike]
         slots = np.array([placement.slot for placement in placements])
         self.table.install_alike(records, counts, slots, np.array([placement.record for placement in placements]))
-        for (request, bound, placement, receipt), _, _, token_bytes, readings in alike:
+        for (request, bound, placement, receipt), *_, token_bytes, readings, attention in alike:
             if request in self._slot_of:  # installed before another program's error
                 continue
             if any(op.kind == CAPTURE for op in bound.ops):
@@ -644,7 +708,9 @@ class Runtime:
             if token_bytes:
                 self.step.prepare()
                 self._token_bytes[token_bytes] += 1
-            self._admitted[request] = _InstalledProgram(bound.run, placement.slot, token_bytes, receipt, readings)
+            self._admitted[request] = _InstalledProgram(
+                bound.run, placement.slot, token_bytes, receipt, readings, attention
+            )
             self._slot_of[request] = placement.slot
             # count ops of all pipeline stages: code with taps may differ from stock's in the last bits, and the results
             # of a request's batchmates must not depend on the stage

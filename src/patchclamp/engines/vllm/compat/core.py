@@ -21,7 +21,7 @@ from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
-from patchclamp.plan.bound import APPLY, Encoded, block_key, lowest_capture
+from patchclamp.plan.bound import APPLY, Attended, Encoded, block_key, lowest_capture
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -551,7 +551,9 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         return
     code = next((op.action for op in program.bound.ops if op.kind == APPLY), None)
     if code is not None:
-        what = "an edit that needs the whole encoder of an SAE" if isinstance(code, Encoded) else "Apply"
+        what = {Encoded: "an edit that needs the whole encoder of an SAE", Attended: "an edit of attention"}.get(
+            type(code), "Apply"
+        )
         raise ProgramError(
             f"{what} does not run with speculative decoding: it would be called on drafted tokens that are discarded"
         )

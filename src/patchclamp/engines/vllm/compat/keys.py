@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import UnsupportedSite
-from patchclamp.kernels.attention import AttentionFacts
+from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.transfer import to_device
 from patchclamp.sites.tables import ROTATED
 
@@ -43,26 +43,49 @@ class PagedKeys:
         layer, _ = self._layer(point)
         return int(layer.num_kv_heads * layer.head_size)
 
-    def read(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+    def scores(
+        self, point: int, slots: list[int], query_BNHE: torch.Tensor, position_BN: torch.Tensor, first: int,
+        heads: int, count: int,
+    ) -> torch.Tensor:  # fmt: skip
+        facts, cache_RKNE = self.facts(point), self._layer(point)[0].kv_cache
+        if not cache_RKNE.is_cuda:
+            return scores(query_BNHE, self._read(point, slots, count, 0), position_BN, facts, first, heads)
+        from patchclamp.kernels.paged_attention import paged_scores
+
+        keys = cache_RKNE[..., : query_BNHE.shape[-1]]
+        return paged_scores(
+            query_BNHE, keys, self._blocks(point, slots, count), position_BN, facts, first, heads, count
+        )
+
+    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
+        return self._read(point, [slot], count, 1)[0]
+
+    def _blocks(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        """The blocks of the cache that have the first `count` positions of some requests, [B, R]."""
         layer, group = self._layer(point)
-        cache_RKNE = layer.kv_cache
-        size, batch = cache_RKNE.shape[2], self._runtime.continuity.batch
+        size, batch = layer.kv_cache.shape[2], self._runtime.continuity.batch
         assert batch is not None
         rows = {slot: n for n, slot in enumerate(batch.slot.tolist())}
         table, of_manager = self._table(group, len(rows) if self._kind == "v1" else 0)
         index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # waits for no kernel
         ratio = of_manager // size  # blocks of the kernel in one of the table
-        tables_BR = table[index, : -(-count // of_manager)].long()
+        block_BR = table[index, : -(-count // of_manager)]
         if ratio > 1:
-            tables_BR = (tables_BR[..., None] * ratio + torch.arange(ratio, device=table.device)).flatten(1)
-        blocks = tables_BR[:, : -(-count // size)]
-        if cache_RKNE.device.type == "cpu":
-            _, heads, _, _ = cache_RKNE.shape
-            keys = cache_RKNE.view(len(cache_RKNE), heads, 2 * size, -1)[:, :, :size][blocks]  # each block is [E, N]
-            keys = keys.reshape(*blocks.shape, heads, -1, size).permute(0, 1, 4, 2, 3)
+            block_BR = (block_BR[..., None] * ratio + torch.arange(ratio, device=table.device)).flatten(1)
+        return block_BR[:, : -(-count // size)]
+
+    def _read(self, point: int, slots: list[int], count: int, part: int) -> torch.Tensor:
+        """The keys (part 0) or values (part 1) of the first `count` positions of some requests, [B, T, K, E]."""
+        layer, _ = self._layer(point)
+        cache_RKNE, blocks = layer.kv_cache, self._blocks(point, slots, count).long()
+        if not cache_RKNE.is_cuda:
+            halves = cache_RKNE.view(*cache_RKNE.shape[:2], 2 * cache_RKNE.shape[2], -1)
+            found = halves[:, :, part * cache_RKNE.shape[2] :][:, :, : cache_RKNE.shape[2]][blocks]
+            if part == 0:  # each block is [E, N]
+                found = found.reshape(*found.shape[:3], -1, cache_RKNE.shape[2]).transpose(3, 4)
         else:
-            keys = cache_RKNE[..., : layer.head_size][blocks].transpose(2, 3)
-        return keys.reshape(len(slots), -1, *keys.shape[3:])[:, :count]
+            found = cache_RKNE[..., part * layer.head_size :][..., : layer.head_size][blocks]
+        return found.transpose(2, 3).flatten(1, 2)[:, :count]
 
     def _layer(self, point: int) -> tuple[Any, int]:
         if point not in self._layers:

@@ -1,0 +1,228 @@
+"""Edits of attention equal Transformers' eager attention with the same edits, however a prompt is computed."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import patchclamp as pc
+from patchclamp.language.program import from_dict, to_dict
+
+from ..models import of_family
+from ..reference.attention import edited
+from .conftest import CHUNKED
+from .test_attention import BOTH, FAMILIES, IDS, NEW
+
+IDS_OF_PROMPT = list(range(20, 60))
+WITHIN = {"atol": 1e-4, "rtol": 0}
+SEEN = [pc.final_norm, pc.pattern[1]]
+
+
+@pytest.fixture(scope="module")
+def plain(narrow):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        narrow.folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def check(net, run: pc.Run, removed=None, change=None) -> None:
+    """Compare a run that captured `final_norm` and `pattern[1]` of every token with the reference."""
+    logits, patterns = edited(net, [*run.prompt_token_ids, *run.token_ids[:-1]], removed, change)
+    norm, embedding = run[pc.final_norm], net.get_output_embeddings()
+    found = embedding(norm.to(embedding.weight))
+    if cap := getattr(net.config, "final_logit_softcapping", None):
+        found = cap * (found / cap).tanh()
+    torch.testing.assert_close(found, logits, **WITHIN)
+    torch.testing.assert_close(run[pc.pattern[1]], patterns[1], **WITHIN)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "name",
+    [FAMILIES[0], "gemma2", *(pytest.param(each, marks=pytest.mark.slow) for each in [*FAMILIES[2:], "mistral"])],
+)
+def test_families(name, engine, tmp_path, inspected_here):
+    """A knockout of one head and of all, through grouped heads, windows, caps and sinks."""
+    folder = of_family(tmp_path, name)
+    options = {"enforce_eager": True, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 26}
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    draw = np.random.default_rng(1)
+    with pc.LM(folder, engine=engine, **IDS, **(options if engine == "vllm" else {})) as lm:
+        ids = draw.integers(3, lm.model.d_vocab, 60).tolist()
+        heads = list(range(lm.sites.sizes.heads))
+        edits = [
+            pc.Knockout(pc.prompt[3:9], pc.pattern[0, 1], pc.prompt[20:] | pc.generated),
+            pc.Knockout(pc.prompt[-4], pc.pattern[1], pc.prompt[-2:]),
+        ]
+        [run] = lm.run([ids], edits=edits, capture=SEEN, **NEW)
+        late = list(range(20, len(ids) + 3))
+        check(net, run, {0: [(1, late, range(3, 9))], 1: [(head, [58, 59], [56]) for head in heads]})
+
+
+@BOTH
+def test_edits_join_in_order(narrow, plain, engine):
+    """Keys are removed first; probabilities are scaled and replaced in program order, and z is edited after them."""
+    lm, count = narrow.get(engine, "float32"), len(IDS_OF_PROMPT)
+    heads = lm.sites.sizes.heads
+    rows = torch.rand(3, count - 5, generator=torch.Generator().manual_seed(0))
+    edits = [
+        pc.Scale(0.5, pc.z[1], pc.prompt[30]),
+        pc.Scale(0.25, pc.pattern[1, 2], pc.prompt[-3:], keys=pc.prompt[4:8]),
+        pc.Knockout(pc.prompt[5], pc.pattern[:, 2], pc.prompt[10:]),
+        pc.Replace(rows, pc.pattern[1, 1], pc.prompt[-3:], alpha=0.5),
+        pc.Knockout(pc.prompt[6], pc.pattern[1], pc.prompt[10:]),
+        pc.Scale(2, pc.pattern[1, 0], pc.prompt[-1]),
+    ]
+    [run] = lm.run([IDS_OF_PROMPT], edits=edits, capture=[*SEEN, pc.z[1]], max_tokens=1)
+    late = list(range(10, count))
+    removed = {layer: [(2, late, [5])] for layer in range(lm.model.layers)}
+    removed[1] += [(head, late, [6]) for head in range(heads)]
+
+    def change(layer: int, pattern: torch.Tensor) -> None:
+        if layer == 1:
+            pattern[:, 30] *= 0.5  # as halving z does
+            pattern[2, -3:, 4:8] *= 0.25
+            seen = torch.tril(torch.ones(count, count))[-3:]
+            pattern[1, -3:] = (pattern[1, -3:] + torch.nn.functional.pad(rows, (0, 5)) * seen) / 2
+            pattern[0, -1] *= 2
+
+    logits, patterns = edited(plain, IDS_OF_PROMPT, removed, change)
+    torch.testing.assert_close(plain.lm_head(run[pc.final_norm]), logits, **WITHIN)
+    patterns[1][30] *= 2  # a capture of the pattern has the edits of the pattern alone
+    torch.testing.assert_close(run[pc.pattern[1]], patterns[1], **WITHIN)
+    assert run.acted["edits[0]"] == [30]
+    assert run.acted["edits[4]"] == late
+
+
+@BOTH
+def test_patching_a_pattern(narrow, plain, engine):
+    """The pattern of another run, written into this one."""
+    lm = narrow.get(engine, "float32")
+    clean, corrupt = IDS_OF_PROMPT, [*IDS_OF_PROMPT[:7], 99, *IDS_OF_PROMPT[8:]]
+    [source] = lm.run([clean], capture=pc.pattern[1], max_tokens=1)
+    head = pc.pattern[1, 3]
+    [run] = lm.run([corrupt], edits=pc.Replace(source[head], head), capture=SEEN, max_tokens=1)
+    check(plain, run, change=lambda layer, pattern: pattern[3].copy_(source[head]) if layer == 1 else None)
+
+
+@pytest.mark.parametrize("options", [{}, CHUNKED, {"async_scheduling": False}], ids=str)
+def test_vllm_edits_what_comes_in_chunks_and_behind_cached_prefixes(narrow, plain, options):
+    """Blocks with edited attention are shared with requests of the same edits alone."""
+    lm = narrow.get("vllm", "float32", **options)
+    prompts = [[*range(9, 150), *range(300, 300 + more)] for more in (3, 17, 30)]
+    knockout = pc.Knockout(pc.prompt[2:30], pc.pattern[:2], pc.prompt[40:] | pc.generated)
+    heads = range(lm.sites.sizes.heads)
+    for edit in (None, knockout, None, knockout, pc.Knockout(pc.prompt[2:31], pc.pattern[:2], pc.prompt[40:])):
+        keys = range(2, 31 if edit not in (None, knockout) else 30)
+        edits = [] if edit is None else [edit]
+        for each in lm.run(prompts, edits=edits, **NEW):
+            ids = [*each.prompt_token_ids, *each.token_ids]
+            stop = len(ids) if edit == knockout else len(each.prompt_token_ids)
+            pairs = [(head, range(40, stop - 1 if stop == len(ids) else stop), keys) for head in heads]
+            logits, _ = edited(plain, ids[:-1], {0: pairs, 1: pairs} if edits else None)
+            assert logits[len(each.prompt_token_ids) - 1 :].argmax(-1).tolist() == each.token_ids
+
+
+@BOTH
+def test_an_edit_of_nothing_changes_no_bit(narrow, engine):
+    lm = narrow.get(engine, "float32")
+    edits = [
+        pc.Knockout(pc.prompt[8:], pc.pattern, pc.prompt[:8]),
+        pc.Scale(0, pc.pattern, pc.prompt[3], keys=pc.prompt[4]),
+    ]
+    for new in ({"max_tokens": 1}, {"max_tokens": 3, "sampling": {"temperature": 1.0, "seed": 1, "n": 2}}):
+        without, with_them = (lm.run(IDS_OF_PROMPT, edits=each, capture=pc.resid_post, **new) for each in ([], edits))
+        for one, other in zip(
+            *([each] if new["max_tokens"] == 1 else each for each in (without, with_them)), strict=True
+        ):
+            assert one.token_ids == other.token_ids
+            assert torch.equal(one[pc.resid_post], other[pc.resid_post])
+
+
+@BOTH
+def test_n_samples_and_batchmates_have_their_own(narrow, plain, engine):
+    lm = narrow.get(engine, "float32")
+    prompts = [IDS_OF_PROMPT[:1], IDS_OF_PROMPT[:12], IDS_OF_PROMPT, IDS_OF_PROMPT[:30]]
+    edits = [[], [pc.Knockout("prompt[0]", pc.pattern[1, 0], "prompt[1:]")], [], [pc.Scale(0, pc.pattern[0, 2])]]
+    runs = lm.run(prompts, edits=edits, capture=SEEN, max_tokens=1)
+    check(plain, runs[0])
+    check(plain, runs[1], {1: [(0, range(1, 12), [0])]})
+    check(plain, runs[2])
+    check(plain, runs[3], change=lambda layer, pattern: pattern[2].zero_() if layer == 0 else None)
+    several = lm.run(
+        IDS_OF_PROMPT, edits=pc.Knockout("prompt[0]", pc.pattern[1, 0], "every[1:]"), capture=SEEN, max_tokens=3,
+        sampling={"temperature": 1.0, "seed": 1, "n": 2, "ignore_eos": True},
+    )  # fmt: skip
+    for run in several:
+        check(plain, run, {1: [(0, range(1, len(IDS_OF_PROMPT) + 2), [0])]})
+
+
+@BOTH
+def test_what_cannot_be_edited_says_why(narrow, engine):
+    lm = narrow.get(engine, "float32")
+
+    def refused(error, match, edits, prompt=IDS_OF_PROMPT):
+        with pytest.raises(error, match=match):
+            lm.run(prompt, edits=edits, max_tokens=2)
+
+    at = pc.pattern[1, 0]
+    refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0 would attend to nothing",
+            pc.Knockout("prompt[0]", at))  # fmt: skip
+    refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0", pc.Knockout("every", at), IDS_OF_PROMPT[:1])
+    both = [pc.Knockout("prompt[0:2]", at, "prompt[2]"), pc.Knockout("prompt[2]", at, "prompt[2]")]
+    with pytest.raises(pc.RunError, match="position 2 would attend to nothing"):
+        lm.run(IDS_OF_PROMPT, edits=both, max_tokens=2, capture=pc.z[1])[pc.z[1]]
+    refused(pc.TokensError, r"edits\[0\].keys: expected positions", pc.Knockout(pc.token(9), at, "prompt[5:]"))
+    refused(pc.TokensError, r"edits\[0\].tokens: expected positions", pc.Knockout("prompt[0]", at, pc.token(21)))
+    refused(pc.TokensError, r"edits\[0\].keys: .* selects no position", pc.Knockout("prompt[50:]", at, "prompt[5:]"))
+    refused(pc.ShapeError, r"edits\[0\].value: the selection has 40 positions; the vector has 2 rows",
+            pc.Replace(np.ones((2, 5)), at, pc.prompt))  # fmt: skip
+    refused(pc.ShapeError, r"edits\[0\].value: expected rows of at most 41 keys", pc.Replace(np.ones(42), at))
+    probe = pc.Probe(np.ones(lm.model.d_model), pc.resid_post[0], name="p")
+    refused(pc.ProgramError, "a condition does not guard edits of attention",
+            pc.When(probe > 0, pc.Knockout("prompt[0]", at, "prompt[5:]")))  # fmt: skip
+    refused(pc.UnsupportedSite, "this model has 8 layers", pc.Knockout("prompt[0]", pc.pattern[40], "prompt[5:]"))
+    grades = lm.grade(IDS_OF_PROMPT, programs=[pc.Knockout("prompt[0]", at, "prompt[5:]")], score=[5])
+    assert (grades.route, np.isfinite(grades.logprobs).all()) == ("requests", True)
+    assert engine == "transformers" or "edits of attention" in grades.route_reason
+
+
+@BOTH
+def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected_here):
+    folder = of_family(tmp_path, "mistral")
+    options = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26} if engine == "vllm" else {}
+    with pc.LM(folder, engine=engine, **IDS, **options) as lm:
+        knockout = pc.Knockout("prompt[5:40]", pc.pattern[0], "prompt[39]")
+        edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")]]
+        runs = lm.run([IDS_OF_PROMPT] * 3, edits=edits, max_tokens=2, capture=pc.z[1])
+        with pytest.raises(pc.RunError, match="position 39 would attend to nothing"):
+            runs[0][pc.z[1]]
+        assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
+
+
+def test_the_text_form_is_read_back():
+    edits = [
+        pc.Knockout("prompt[0]", "blocks.3.attn.hook_pattern", "prompt[5:]"),
+        pc.Scale(0.5, "pattern[1, 0]", keys="prompt[1:3]"),
+        pc.Replace([0.5, 0.5], "pattern[1, 0]", "prompt[3]"),
+    ]
+    program = pc.Program.of(edits, [])
+    assert from_dict(to_dict(program)) == program
+    assert str(edits[0].at) == "pattern[3]"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pc.Add([1.0], "pattern[1]"), lambda: pc.Zero("pattern[1]"), lambda: pc.Scale(2, "attn_scores[1]"),
+        lambda: pc.Knockout("prompt[0]", "z[1]"), lambda: pc.Scale(2, "z[1]", keys="prompt"),
+        lambda: pc.Replace([1.0], "pattern[1]"), lambda: pc.Replace([1.0], "pattern[1:3, 0]"),
+        lambda: pc.Replace(pc.From("r", "pattern[1, 0]"), "pattern[1, 0]"),
+        lambda: pc.Replace([1.0], "pattern[1, 0]", mask=[1.0]), lambda: pc.Knockout("prompt[0]", "attn_scores[1]"),
+    ],
+)  # fmt: skip
+def test_ops_that_do_not_edit_attention_are_refused(make):
+    with pytest.raises((pc.ProgramError, pc.UnsupportedSite)):
+        make()
