@@ -2,6 +2,7 @@
 
     python benchmarks/user_path.py --shape tiny                (a CPU is enough: the path around the model shows)
     python benchmarks/user_path.py --shape 0.6b --out DIR      (a CUDA machine; 8b likewise; random weights)
+    python benchmarks/user_path.py --cells 1000,10000,100000   (time and memory per cell, without stock)
     python benchmarks/user_path.py --draw DIR/user_path-*.json
 
 Each side is a process of its own, and they take turns, stock first or last. Both are asked for the same outputs. A
@@ -14,13 +15,16 @@ numerics beside stock's.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,21 +291,21 @@ def main() -> None:
     parser.add_argument("--our-cores", default="in process", help="in process, beside, or both: in process,beside")
     parser.add_argument("--numerics", default="stock", help="of ours: stock, uniform, or both: stock,uniform")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--cells", default="", help="the numbers of cells of a call")
     parser.add_argument("--draw", nargs="+", type=Path)
     args = parser.parse_args()
     if args.draw:
         draw([json.loads(path.read_text()) for path in args.draw], args.draw[0].with_suffix(".png"))
         return
-    measure(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (growth if args.cells else measure)(args)
 
 
-def _sides(args: argparse.Namespace) -> dict[str, Remote]:
-    """Stock and ours, which start together."""
+def _engine(args: argparse.Namespace, engines: int) -> tuple[str, dict[str, Any]]:
+    """The model, and the options of one of so many engines."""
     from tests.models import UNTIMED, shape_only
 
-    tiny, numerics = args.shape == "tiny", args.numerics.split(",")
-    ours = {core + (UNIFORM if kind == "uniform" else ""): {"multiprocess_mode": core == "beside", "numerics": kind}
-            for core in args.our_cores.split(",") for kind in numerics}  # fmt: skip
+    tiny = args.shape == "tiny"
     changed = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                    vocab_size=512) if tiny else {}  # fmt: skip
     layers = 4 if tiny else args.layers
@@ -316,11 +320,21 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
 
         memory_gib = torch.cuda.get_device_properties(0).total_memory >> 30
         weights_gib = 16 if args.shape == "8b" else 2
-        cache_gib = 0.9 * memory_gib / (1 + len(ours)) - 1.2 * weights_gib  # the rest is for banks and what steps need
+        cache_gib = 0.9 * memory_gib / engines - 1.2 * weights_gib  # the rest is for banks and what steps need
         options |= {"kv_cache_memory_bytes": max(2, min(32, int(cache_gib))) << 30,
-                    "gpu_memory_utilization": 0.9 / (1 + len(ours)),
+                    "gpu_memory_utilization": 0.9 / engines,
                     "max_num_seqs": 1024, "compilation_config": compilation}  # fmt: skip
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller
+    return model, options
+
+
+def _sides(args: argparse.Namespace) -> dict[str, Remote]:
+    """Stock and ours, which start together."""
+    ours = {core + (UNIFORM if kind == "uniform" else ""): {"multiprocess_mode": core == "beside", "numerics": kind}
+            for core in args.our_cores.split(",") for kind in args.numerics.split(",")}  # fmt: skip
+    model, options = _engine(args, 1 + len(ours))
+    environ = (
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.shape == "tiny" else {}
+    )  # else as `LLM` starts it: beside the caller
     sides = {"stock": Remote("stock", args.shape, model, options, environ)}
     for name, own in ours.items():
         sides[name] = Remote("ours", args.shape, model, {**options, **own}, {})
@@ -334,21 +348,78 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
     return sides
 
 
-def measure(args: argparse.Namespace) -> None:
+def growth(args: argparse.Namespace) -> None:
+    """Time and memory per cell of calls of several sizes: `lm.grade` on one prompt, `patch_sweep` on pairs of them."""
+    model, options = _engine(args, 1)
+    ours, draw = Ours(args.shape, model, options | {"multiprocess_mode": False}), np.random.default_rng(0)
+
+    def grade(count: int) -> tuple[int, Callable[[], Any]]:
+        import patchclamp as pc
+
+        ids, factors = draw.integers(100, 500, SWEEP_TOKENS).tolist(), draw.random(count).tolist()
+        programs = [pc.Scale(factor, at=pc.Site(SWEEP_SITES[i % len(SWEEP_SITES)])[i // len(SWEEP_SITES) % ours.layers],
+                             tokens=pc.every[i % SWEEP_TOKENS]) for i, factor in enumerate(factors)]  # fmt: skip
+        return count, lambda: ours.lm.grade(ids, programs, score=[7, 9])
+
+    def sweep(count: int) -> tuple[int, Callable[[], Any]]:
+        pairs = max(1, round(count / ours.cells()))
+        ids = draw.integers(100, 500, (2, pairs, SWEEP_TOKENS)).tolist()
+        return pairs * ours.cells(), lambda: ours.sweep("", ids, 1)
+
+    result: dict[str, Any] = about(args) | {"calls": []}
+    lines = [f"# Time and memory per cell, {result['date']}", "",
+             f"{result['machine']}, vLLM {result['vllm']}, shape {result['shape']}. `{result['command']}`", "",
+             "Medians of three calls, after one of 10,000 cells that is not counted.", "",
+             "| call | cells | ms per cell | CPU ms per cell | peak growth, MB | kB per cell |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for name, prepare in (("lm.grade", grade), ("patch_sweep", sweep)):
+        measured(prepare(10_000)[1])
+        for count in map(int, args.cells.split(",")):
+            cells, calls = prepare(count)[0], [measured(prepare(count)[1]) for _ in range(3)]
+            seconds, cpu, grown = np.median(calls, axis=0).tolist()
+            result["calls"].append({"call": name, "cells": cells, "s": seconds, "cpu_s": cpu, "bytes": grown})
+            each = (
+                f"{1e3 * seconds / cells:.3f} | {1e3 * cpu / cells:.3f} | {grown / 1e6:.1f} | {grown / 1e3 / cells:.2f}"
+            )
+            lines.append(f"| `{name}` | {cells:,} | {each} |")
+            print(lines[-1], flush=True)
+    path = args.out / f"user_path_cells-{args.shape}-{result['date']}.json"
+    path.write_text(json.dumps(result, indent=1))
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def measured(call: Callable[[], Any]) -> tuple[float, float, int]:
+    """Seconds of a call, of the process's CPUs, and the bytes by which the process grew to its largest (on Linux)."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is the current size
+    before, began, cpu = _resident("VmRSS"), time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - began, time.process_time() - cpu, _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    return next(
+        1024 * int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line
+    )
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import vllm
 
-    on_gpu = torch.cuda.is_available()
+    return {
+        "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "command": " ".join(["python benchmarks/user_path.py", *(f'"{a}"' if " " in a else a for a in sys.argv[1:])]),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
     cases = [name for name in BARS[args.shape] if not name.endswith(UNIFORM)]
     names = args.cases.split(";") if args.cases else cases
-    result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
-        "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
-        "command": " ".join(["python benchmarks/user_path.py", *(f'"{a}"' if " " in a else a for a in sys.argv[1:])]),
-        "bars": BARS[args.shape], "cases": {},
-    }  # fmt: skip
+    result = about(args) | {"bars": BARS[args.shape], "cases": {}}
     sides = _sides(args)
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"user_path-{args.shape}-{result['date']}.json"
     for name in names:
         try:

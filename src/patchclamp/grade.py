@@ -232,8 +232,6 @@ def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) ->
 def _answer(future: Future[Answer]) -> Answer | PatchclampError:
     try:
         return future.result()
-    except PatchclampError as error:
-        return error
     except Exception as error:
         return as_patchclamp_error(error)
 

@@ -607,7 +607,7 @@ class LM:
         for run, of_run in zip(runs, wanted, strict=True):
             chosen = {same[ref]: ref for ref in of_run}
             rows = {key: run.rows_of(*places[ref], ref, copy=copy) for key, ref in chosen.items()}
-            found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites))
+            found.append(Captures({places[ref][0]: rows[same[ref]] for ref in of_run}, self.sites, run.pools))
         return found
 
     def rows(self, runs: Iterable[Run], sites: Any = None) -> dict[str, Rows]:
@@ -714,7 +714,8 @@ class LM:
         del self.sites.dictionaries[name]
 
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
-        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each."""
+        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each. Reading one
+        whose numbers are not finite raises `NotFinite`."""
         runs = runs_of(runs)
         read_lenses(self.engine, runs)
         return [run.lens for run in runs]

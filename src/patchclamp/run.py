@@ -246,8 +246,8 @@ class Run:
         Each read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids it.
         The fake engine, which works without PyTorch, returns NumPy arrays.
 
-        Raises `MissingSource` if the site was not captured, `ProgramError` if its layers have different positions, and
-        the run's own error if it failed.
+        Raises `MissingSource` if the site was not captured, `ProgramError` if its layers have different positions or
+        are pooled in different ways, and the run's own error if it failed.
         """
         return self.read(site)
 
@@ -277,8 +277,8 @@ class Run:
     ) -> torch.Tensor:
         """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
         rows = self.shaped(at, ref, self._fetch(ref, ordinal, name)[1])
-        if ref.point in self._pooled:
-            return pooled(rows, self._pooled[ref.point], name)
+        if ref.point in self.pools:
+            return pooled(rows, self.pools[ref.point], name)
         if not copy:
             return rows  # pyright: ignore[reportReturnType]  arrays are the fake engine's
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
@@ -299,10 +299,11 @@ class Run:
             return self.attention.of_layers(*found)[0].positions
         _, refs, ordinal = self._locate(site)
         positions = self._shared_positions(site, refs, ordinal).tolist()
-        return positions[-1:] if self._pooled.get(refs[0].point) == "last" else positions
+        return positions[-1:] if self.pools.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
-        """The positions of a site. Raises `ProgramError` if its layers have different ones."""
+        """The positions of a site. Raises `ProgramError` if its layers have others, or are pooled in another way."""
+        check_pools(refs, self.pools)
         first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
             if not np.array_equal(first, positions):
@@ -439,7 +440,7 @@ class Run:
         matrix, columns, _ = way_of(self._stored_op(ordinals[0]))
         width = self.width_at(point, number)
         if made_by is None:
-            return CaptureWay(number, self._pooled.get(point, ""), width, dtype, matrix, columns)
+            return CaptureWay(number, self.pools.get(point, ""), width, dtype, matrix, columns)
         return CaptureWay(number, made_by.pool or "", width, dtype, matrix, columns, made_by.bias, made_by.activation)
 
     def expected_rows(self, point: int, number: int | None) -> int:
@@ -585,7 +586,7 @@ class Run:
 
     def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
         """The results of one lens, or of one `Features`, at positions first … end−1."""
-        positions, ids, values = self._lenses[key]
+        positions, ids, values = self.read_lens(key)
         rows = slice(*np.searchsorted(positions, [first, end]))
         return positions[rows], ids[rows], values[rows]
 
@@ -618,16 +619,25 @@ class Run:
                 raise PatchclampError(f"{len(expected)} positions were asked for and {count} were captured")
             _, selected = self._selected(number, expected)
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
-            if np.isnan(logprobs[kept]).any():
-                if (point, number) in self._feature_ops.values():
-                    raise NotFinite(
-                        f"the features at {self.site_map.label(point)} are not finite, since the row is not"
-                    )
-                raise NotFinite(
-                    f"the lens of {self.site_map.label(point)} has logits that are not finite: rows, perhaps enlarged "
-                    "by its translator, exceed the model's dtype; use bfloat16 or float32", "capture"
-                )  # fmt: skip
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
+
+    def read_lens(self, key: tuple[int, int]) -> TopTokens:
+        """The results of one lens, or of one `Features`, which have been read, by point and op. Raises `NotFinite`."""
+        read = self._lenses[key]
+        if np.isnan(read[2]).any():
+            at = self.site_map.label(key[0])
+            if key in self._feature_ops.values():
+                raise NotFinite(f"the features at {at} are not finite, since the row is not")
+            raise NotFinite(
+                f"the lens of {at} has logits that are not finite: rows, perhaps enlarged by its translator, exceed "
+                "the model's dtype; use bfloat16 or float32", "capture"
+            )  # fmt: skip
+        return read
+
+    def check_lenses(self) -> None:
+        """Raises the error of the first lens that `read_lens` does not return."""
+        for key in self._lenses:
+            self.read_lens(key)
 
     def close(self) -> None:
         """Frees the captures now."""
@@ -649,7 +659,7 @@ class Run:
     def positions_of(self, point: int) -> np.ndarray:
         """The ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if its rows
         were projected, or if it was captured several times and once by token id, which makes the rows ambiguous."""
-        if point in self._projected or point in self._pooled:
+        if point in self._projected or point in self.pools:
             way = "projected" if point in self._projected else "pooled"
             raise MissingSource(
                 f"run {self.key} captured {self.site_map.label(point)} {way}: capture it whole to read it with From"
@@ -692,7 +702,7 @@ class Run:
         empty = self.shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
         dtypes = self._dtypes(ordinals)
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        pool = self._pooled.get(ref.point)
+        pool = self.pools.get(ref.point)
         shape = tuple(empty.shape[1:]) if pool and len(positions) else (len(positions), *empty.shape[1:])
         return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
@@ -785,7 +795,7 @@ class Run:
         return {point: op.columns for op in ops for point in op.points}
 
     @functools.cached_property
-    def _pooled(self) -> dict[int, str]:
+    def pools(self) -> dict[int, str]:
         """The way in which each pooled point is pooled, by point."""
         keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
         return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
@@ -1092,7 +1102,7 @@ class _FeaturesRead(_Readings):
         key, op = run._feature_ops[path], run.op_at(path)
         assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
-        positions, ids, values = run._lenses[key]
+        positions, ids, values = run.read_lens(key)
         return FeaturesResult(op.name, positions.tolist(), ids, values)
 
     def __contains__(self, name: object) -> bool:
@@ -1137,7 +1147,7 @@ class _Lenses(_Readings):
         if not refs:
             raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self) or 'none'}")
         read_lenses(run._owner.engine, [run], keys)
-        return _of_layers(at, refs, [run._lens_result(str(at), *run._lenses[key]) for key in keys])
+        return _of_layers(at, refs, [run._lens_result(str(at), *run.read_lens(key)) for key in keys])
 
     def __contains__(self, site: object) -> bool:
         try:
@@ -1308,7 +1318,12 @@ class Captures(_BySite["torch.Tensor"]):
     were fetched: [L, T, W], in the order of `captures.keys()`.
     """
 
+    def __init__(self, results: dict[str, torch.Tensor], sites: SiteMap, pools: Mapping[int, str]) -> None:
+        super().__init__(results, sites)
+        self._pools = pools
+
     def _joined(self, at: Site, refs: list[SiteRef], results: list[torch.Tensor]) -> torch.Tensor:
+        check_pools(refs, self._pools)
         return stacked(results)
 
     def __repr__(self) -> str:
@@ -1320,6 +1335,17 @@ class ReadLenses(_BySite[LensResult]):
 
     def _joined(self, at: Site, refs: list[SiteRef], results: list[LensResult]) -> LensResult:
         return _of_layers(at, refs, results)
+
+
+def check_pools(refs: Sequence[SiteRef], pools: Mapping[int, str]) -> None:
+    """Raise `ProgramError` if layers are pooled in different ways, by point."""
+    first = refs[0]
+    for ref in refs[1:]:
+        if pools.get(ref.point) != pools.get(first.point):
+            raise ProgramError(
+                f"expected layers pooled in one way, got pool={pools.get(first.point)!r} at {first} and "
+                f"pool={pools.get(ref.point)!r} at {ref}; read one layer at a time, as in run[pc.{ref}]"
+            )
 
 
 def stacked(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -122,6 +122,8 @@ def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> l
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
         read_lenses(engine, [run for run, (watch, _) in zip(runs, watches, strict=True) if watch.has_lenses])
+        for run in runs:  # before any is taken
+            run.check_lenses()
         for run, (watch, _) in zip(runs, watches, strict=True):
             watch.take(run)
     except Exception as error:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,14 @@ def open_engines(folder: str) -> Iterator[Engines]:
     yield made
     _made.remove(made)
     made.close()
+
+
+def room_of(lm: pc.LM) -> tuple[Any, ...]:
+    """What an engine has to lease: free blocks, slots, and records; and its counts, of leases and others."""
+    admission = lm.engine._engine.engine_core.engine_core.patchclamp.admission
+    room, status = admission._room, lm.engine.status()
+    names = ("programs", "records", "pinned", "leases", "waiting")
+    return admission.pool.free, len(room._cell_slots), room._records.free, *(status[name] for name in names)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 Nothing waits for the clock: a request comes, or is taken back, when so many others have ended.  Each round holds requests
 that are taken back at once, one that is run again on its own blocks, and, where the cache is small, more than it can hold.
+Beside them programs are graded, some of them cancelled.
 `make soak` runs it for minutes, on engines of every setting.
 """
 
@@ -19,8 +20,10 @@ import numpy as np
 import torch
 
 import patchclamp as pc
+from patchclamp.engines.grading import GradeJob, Grades
 from patchclamp.plan import Prompt
 
+from .conftest import room_of
 from .lora import LINEAR, adapter
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -37,7 +40,7 @@ SETTINGS = {
 PARTED = {pc.z: 4, pc.q: 4, pc.k: 2, pc.v: 2, pc.neurons: SHAPE["intermediate_size"]}  # and how many parts each has
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
 NOISE, MARGIN = 1e-5, 1e-3  # of a row's length; of a logit
-EMPTY = ("programs", "runs", "captured_bytes", "pinned", "vectors", "code", "waiting", "requests", "records")
+EMPTY = ("programs", "runs", "captured_bytes", "pinned", "vectors", "code", "waiting", "requests", "records", "leases")
 AGAIN = "run it again"  # what a run is told that may have read what a failing one left
 
 
@@ -70,6 +73,18 @@ class Asked(NamedTuple):
     lora: str | None = None
 
 
+class Graded(NamedTuple):
+    """Programs that are graded beside the requests of a round. `reports`: of results, before it is cancelled; None: it is
+    not."""
+
+    job: GradeJob
+    reports: int | None
+
+
+class Cancelled(Exception):
+    pass
+
+
 class Storm:
     """Rounds of requests on one engine, from one seed, some of them with one of `adapters`. `seen` counts what happened."""
 
@@ -83,7 +98,8 @@ class Storm:
 
     def run(self, rounds: int, requests: int = 25) -> None:
         """So many rounds; then nothing may be held."""
-        before = self.lm.engine.status()
+        assert bool(self.lm.batch_refusal) == bool(self.adapters), self.lm.batch_refusal
+        before, room = self.lm.engine.status(), room_of(self.lm)
         everywhere = [pc.embed, *LAYERED, *PARTED, pc.final_norm]
         self.sources = self.lm.run(
             [base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere, logprobs=True
@@ -106,11 +122,16 @@ class Storm:
         assert {name: after[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0), f"{self.where()}: {after}"
         assert not self.lm.engine._waiting
         assert not self.lm.engine._held_back
+        assert room_of(self.lm) == room, self.where()
 
     def round(self, requests: int) -> None:
         asked = [*self.crowd(), *(self.request() for _ in range(requests))]
-        for one, run in zip(asked, asyncio.run(self.together(asked)), strict=True):
+        gradings = [self.grading(short) for short in (True, False)]
+        runs, grades = asyncio.run(self.together(asked, gradings))
+        for one, run in zip(asked, runs, strict=True):
             self.check(one, run)
+        for grading, found in zip(gradings, grades, strict=True):
+            self.check_grades(grading, found)
         self.on_its_own_blocks()
 
     def crowd(self) -> list[Asked]:
@@ -134,9 +155,11 @@ class Storm:
 
     # -- together and alone
 
-    async def together(self, asked: list[Asked]) -> list[Any]:
-        """All of a round, each coming when the ones before it have ended but for as many as may be abreast of it."""
+    async def together(self, asked: list[Asked], gradings: list[Graded]) -> tuple[list[Any], list[Any]]:
+        """All of a round, each coming when the ones before it have ended but for as many as may be abreast of it, and
+        gradings from the beginning."""
         change, tasks, ended = asyncio.Condition(), [], 0
+        graded = [asyncio.create_task(asyncio.to_thread(self.grade, each)) for each in gradings]
 
         async def one(request: Asked) -> Any:
             nonlocal ended
@@ -165,7 +188,34 @@ class Storm:
                 leaving.append(asyncio.create_task(taken_back(tasks[-1], ended + request.leaves_after)))
         made = await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*leaving)
-        return made
+        return made, await asyncio.gather(*graded, return_exceptions=True)
+
+    def grade(self, asked: Graded) -> Grades:
+        left = asked.reports
+
+        def tell(*_: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise Cancelled
+            left = None if left is None else left - 1
+
+        return self.lm.graded([asked.job], tell)[0]
+
+    def check_grades(self, asked: Graded, found: Any) -> None:
+        """Programs that were graded beside requests against the same programs as requests."""
+        if isinstance(found, Cancelled) and asked.reports is not None:
+            self.seen["cancelled gradings"] += 1
+            return
+        assert isinstance(found, Grades), f"{self.where()}: {found!r}"
+        [alone] = self.lm.graded([asked.job], route="requests")
+        self.seen[f"graded by {found.route}"] += len(found.logprobs)
+        told = f"{self.where()}: {asked.job.name}"
+        again = {i for each in (found, alone) for i, error in each.errors.items() if AGAIN in str(error)}
+        assert found.errors.keys() - again == alone.errors.keys() - again, f"{told}: {found.errors} {alone.errors}"
+        kept = [i for i in range(len(found.logprobs)) if i not in again]
+        for name in ("logprobs", "top_logprobs", "kl"):
+            ours, theirs = (getattr(each, name)[kept] for each in (found, alone))
+            np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4, err_msg=told)
 
     def check(self, asked: Asked, run: Any) -> None:
         """What came of a request among others against what comes of it alone."""
@@ -256,6 +306,18 @@ class Storm:
                      self.any(*[lambda a=a: a for a in (*self.adapters, None)]))  # fmt: skip
         self.earlier = [*self.earlier[-20:], made]
         return made
+
+    def grading(self, short: bool) -> Graded:
+        """A short one fits into the batches of every engine, and is not cancelled."""
+        length, extra = self.number(1, 30 if short else LONGEST), self.number(0, 3)
+        prompt, suffix = self.bases[self.number(0, len(self.bases))][:length], self.random.integers(3, V, 4).tolist()
+        programs = []
+        for _ in range(self.number(4, 12)):
+            ops = [op for _ in range(self.number(0, 4)) for op in self.ops(length, length + extra)]
+            programs.append([op for op in ops if not isinstance(op, pc.Capture)])
+        scores = [[(tuple(suffix[:i]), suffix[i]) for i in range(extra + 1)], [((), suffix[3])]]
+        job = msgspec.structs.replace(self.lm.grade_job(prompt, programs, scores, top=self.number(0, 4)), kl=True)
+        return Graded(job, self.number(0, 2) if not short and self.chance(0.6) else None)
 
     def site(self) -> pc.Site:
         return self.any(

@@ -23,8 +23,8 @@ from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 from ..models import of_family
-from .conftest import CHUNKED
-from .test_families import EAGER, IDS
+from .conftest import CHUNKED, VLLM, room_of
+from .test_families import EAGER, IDS, OPTIONS
 
 PROMPT = "When John and Mary went to the store, John gave a drink to"
 OTHER = "When Mary and John went to the park, Mary took a picture of"
@@ -51,14 +51,6 @@ def as_requests(lm: LM, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: A
     with monkeypatch.context() as patched:
         patched.setattr(LM, "batch_refusal", property(lambda lm: "asked for"))
         return lm.grade(*args, **kwargs)
-
-
-def room_of(lm: LM) -> tuple[Any, ...]:
-    """What an engine has to lease: free blocks, slots, and records; and its counts, of leases and others."""
-    admission = lm.engine._engine.engine_core.engine_core.patchclamp.admission
-    room, status = admission._room, lm.engine.status()
-    names = ("programs", "records", "pinned", "leases", "waiting")
-    return admission.pool.free, len(room._cell_slots), room._records.free, *(status[name] for name in names)
 
 
 def random_programs(lm: LM, run: pc.Run, length: int, draw: np.random.Generator, count: int) -> list[Any]:
@@ -104,13 +96,13 @@ def check_equal(one: pc.Grades, other: pc.Grades, most: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_random_programs_equal_requests(lm, monkeypatch, warm):
-    ids, length = lm.tokens(PROMPT), len(lm.tokens(PROMPT))
-    run = lm.run(lm.tokens(OTHER)[:length], max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
-    length = min(length, len(lm.tokens(OTHER)))
-    if not warm:
-        lm.engine._engine.reset_prefix_cache()
-    programs = random_programs(lm, run, length, np.random.default_rng(3), 32)
+    draw, length = np.random.default_rng(3), 40
+    ids, other = (draw.integers(100, 40_000, length).tolist() for _ in range(2))
+    run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
+    programs = random_programs(lm, run, length, draw, 32)
     asked: Any = {"score": SCORES, "kl": True, "top": 4}
+    cached = lm.run([ids] * 2, max_tokens=1)[1].cached_tokens if warm else lm.engine._engine.reset_prefix_cache()
+    assert cached == (VLLM["block_size"] if warm else True)
     grades = lm.grade(ids, programs, **asked)
     check_equal(grades, as_requests(lm, monkeypatch, ids, programs, **asked))
     moved = np.abs(grades.logprobs - grades.baseline).max(1)
@@ -120,6 +112,32 @@ def test_random_programs_equal_requests(lm, monkeypatch, warm):
     np.testing.assert_allclose(grades.logprobs[empty], np.tile(grades.baseline, (len(empty), 1)), atol=1e-5)
     assert (grades.kl[empty] < 1e-6).all()
     assert not lm.engine.status()["vectors"]
+
+
+def test_in_bf16_cells_are_as_far_from_requests_as_unedited_ones(narrow, monkeypatch):
+    """The noise floor: how far unedited cells, which begin where edited ones do, differ over batches of several sizes,
+    and from the same prompt as requests."""
+    lm, draw = narrow.get("vllm", "bfloat16"), np.random.default_rng(7)
+    ids, other, scores = (draw.integers(100, 40_000, size).tolist() for size in (75, 75, 4))
+    run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
+    edited = [program for program in random_programs(lm, run, 75, draw, 32) if program]
+    programs = [each for program in edited for each in (program, [])]
+    floor, cells = [np.zeros((0, 4))], list[np.ndarray]()
+    for rows in (64, 1000):
+        monkeypatch.setattr(lm.engine, "_batch_rows", rows)
+        grades = lm.grade(ids, programs, score=scores)
+        assert (grades.route, grades.errors) == ("bulk", {})
+        floor += [grades.logprobs[1::2], grades.baseline[None]]
+        cells.append(grades.logprobs[::2])
+    for count in (1, 7, 20):
+        runs = lm.run([ids] * count, max_tokens=1, score=scores)
+        floor.append(np.array([[run.scores[token] for token in scores] for run in runs], np.float32))
+    noise = float(np.ptp(np.concatenate(floor), axis=0).max())
+    assert noise < 0.1
+    requests = as_requests(lm, monkeypatch, ids, edited, score=scores).logprobs
+    for found in cells:
+        assert np.abs(found - requests).max() <= noise
+    assert np.count_nonzero(np.abs(requests - grades.baseline).max(1) > max(noise, 1e-2)) > 16
 
 
 def test_kl_is_that_of_whole_distributions(lm):
@@ -604,19 +622,39 @@ REFUSED = {"mamba2": "state-space", "deepseek_v2": "chunked prefill"}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("inspected_here")
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "gpt2", "falcon", "qwen3_moe", "deepseek_v2", "gpt_oss", "mamba2"]
-)
-def test_families(family, tmp_path, monkeypatch):
-    with pc.LM(of_family(tmp_path, family), engine="vllm", prove=False, **IDS, **EAGER) as lm:
-        draw = np.random.default_rng(1)
-        ids, other = (draw.integers(5, 100, 41).tolist() for _ in range(2))
-        sites = [pc.Site(name) for name in sorted({ref.name for ref in lm.sites.refs()}.intersection(CAPTURED))]
-        run = lm.run(other, max_tokens=1, capture=sites)
-        programs = random_programs(lm, run, 41, draw, 40)
-        grades = lm.grade(ids, programs, score=[5, [7, 9]], kl=True)
-        if family in REFUSED:
-            assert grades.route == "requests"
-            assert REFUSED[family] in grades.route_reason
-        else:
-            check_equal(grades, as_requests(lm, monkeypatch, ids, programs, score=[5, [7, 9]], kl=True))
+    ("family", "eager"),
+    [*((family, True) for family in ("gemma2", "gemma3", "gpt2", "falcon", "qwen3_moe", "deepseek_v2", "gpt_oss", "mamba2")),
+     ("gemma2", False), ("gpt_neox", False), ("qwen3_moe", False)],
+)  # fmt: skip
+def test_families(family, eager, tmp_path, monkeypatch):
+    """Random programs equal the same programs as requests, with a cold and a warm prefix cache, and on Transformers."""
+    folder, length, asked = of_family(tmp_path, family), 41, {"score": [5, [7, 9]], "kl": True}
+    draw = np.random.default_rng(1)
+    ids, other = (draw.integers(5, 100, length).tolist() for _ in range(2))
+    seed = int(draw.integers(1000))
+
+    def programs_of(lm: LM) -> list[Any]:
+        sites = {ref.name for ref in lm.sites.refs()}.intersection(CAPTURED)
+        run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in sorted(sites)])
+        return random_programs(lm, run, length, np.random.default_rng(seed), 40)
+
+    options: dict[str, Any] = EAGER | OPTIONS.get(family, {}) | {"enforce_eager": eager}
+    with pc.LM(folder, engine="vllm", prove=False, **IDS, **options) as lm:
+        programs = programs_of(lm)
+        for warm in (False, True):
+            grades = lm.grade(ids, programs, **asked)
+            if family in REFUSED:
+                assert (grades.route, REFUSED[family] in grades.route_reason) == ("requests", True)
+                break
+            cached = lm.run(ids, max_tokens=1).cached_tokens if warm else lm.engine._engine.reset_prefix_cache()
+            assert cached == (EAGER["block_size"] if warm else True)
+            check_equal(grades, as_requests(lm, monkeypatch, ids, programs, **asked))
+    with pc.LM(folder, engine="transformers", prove=False, max_model_len=128, **IDS) as hub:
+        programs = programs_of(hub)
+        there = hub.grade(ids, programs, **asked)
+        runs = hub.run([ids] * len(programs), edits=programs, score=[5], max_tokens=1)
+    np.testing.assert_allclose(there.logprobs[:, 0], [run.scores[5] for run in runs], atol=1e-4)
+    np.testing.assert_allclose(there.logprobs, grades.logprobs, atol=1e-3)
+    assert np.count_nonzero(np.abs(there.logprobs - there.baseline).max(1) > 1e-3) > 16

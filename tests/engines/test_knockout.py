@@ -151,6 +151,10 @@ def test_n_samples_and_batchmates_have_their_own(narrow, plain, engine):
     check(plain, runs[1], {1: [(0, range(1, 12), [0])]})
     check(plain, runs[2])
     check(plain, runs[3], change=lambda layer, pattern: pattern[2].zero_() if layer == 0 else None)
+    alone = lm.run(prompts[1], edits=edits[1], max_tokens=1, score=[5])
+    beside = lm.run([prompts[1]] * 4, edits=[[], [], [], edits[1]], max_tokens=1, score=[5])  # most have no program
+    assert beside[3].scores[5] == pytest.approx(alone.scores[5], abs=1e-4)
+    assert abs(beside[0].scores[5] - alone.scores[5]) > 1e-3
     several = lm.run(
         IDS_OF_PROMPT, edits=pc.Knockout("prompt[0]", pc.pattern[1, 0], "every[1:]"), capture=SEEN, max_tokens=3,
         sampling={"temperature": 1.0, "seed": 1, "n": 2, "ignore_eos": True},
@@ -226,3 +230,33 @@ def test_the_text_form_is_read_back():
 def test_ops_that_do_not_edit_attention_are_refused(make):
     with pytest.raises((pc.ProgramError, pc.UnsupportedSite)):
         make()
+
+
+@BOTH
+def test_an_edge_sweep_is_its_knockouts(narrow, engine):
+    lm, ids = narrow.get(engine, "float32"), IDS_OF_PROMPT[:6]
+    options = {
+        "prompt": ids,
+        "answer": 9,
+        "metric": "logprob",
+        "positions": {"first": "prompt[0]", "two": "prompt[2:4]"},
+    }
+    sweep = pc.studies.edge_sweep(lm, **options, queries=["prompt[-1]", "prompt[3:]"], layers="0:3", window=2)
+    labels = [column.label.partition(" → ")[0] for column in sweep.columns]
+    assert (labels, [row.layers for row in sweep.rows]) == (["first", "two"] * 2, [(0,), (0, 1), (1, 2)])
+    cells = [(row, column) for row in sweep.rows for column in sweep.columns]
+    edits = [[pc.Knockout(pc.every[column.corrupt], at, pc.every[column.clean]) for at in row.sites]
+             for row, column in cells]  # fmt: skip
+    grades = lm.grade(ids, edits, score=[9])
+    np.testing.assert_allclose(sweep.values.ravel(), grades.logprobs[:, 0], atol=1e-5)
+    assert np.ptp(sweep.values) > 1e-3
+    by_head = pc.studies.edge_sweep(lm, **options, layers=1, window=1, group=1)
+    assert [row.index for row in by_head.rows] == [str(head) for head in range(lm.sites.sizes.heads)]
+    with pytest.raises(pc.TokensError, match="would attend to nothing"):
+        pc.studies.edge_sweep(
+            lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[:2]"], positions=["prompt[0]"]
+        )
+    with pytest.raises(pc.TokensError, match="no query sees one of the keys"):
+        pc.studies.edge_sweep(
+            lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[0]"], positions=["prompt[3]"]
+        )

@@ -100,7 +100,32 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
     found |= {"swept": torch.as_tensor(sweep.grid)} | graded(lm, runs[1])
-    return found | of_the_same_run(lm) | projected(lm) | conditional(lm), size
+    return found | of_the_same_run(lm) | projected(lm) | conditional(lm) | attended(lm), size
+
+
+def attended(lm: pc.LM) -> dict[str, torch.Tensor]:
+    """Patterns of all heads, of one worker's and of both workers', and what edits of them do, in chunks."""
+    captures = [
+        pc.pattern,
+        pc.Capture(pc.pattern[1, 3], pc.prompt[-1]),
+        pc.Capture(pc.attn_scores[2, 1:3], "prompt[:3]"),
+    ]
+    edits = [
+        pc.Knockout(pc.prompt[2:40], pc.pattern[0], "prompt[50:] | generated"),
+        pc.Knockout(pc.prompt[3], pc.pattern[1, 1:3], pc.prompt[60:]),
+        pc.Scale(0.5, pc.pattern[2, 3], pc.prompt[-1], keys=pc.prompt[:20]),
+        pc.Replace(np.full((2, 70), 1 / 70), pc.pattern[3, 2], pc.prompt[-2:]),
+    ]
+    found = {}
+    for name, each in {"plain": [], "edited": edits}.items():
+        run = lm.run(LONG, edits=each, capture=[*captures, pc.z], max_tokens=3, logprobs=True)
+        found |= {f"{name} patterns": run[pc.pattern], f"{name} attended": torch.tensor(run.logprobs)}
+        found |= {f"{name} head": run.read("capture[1]"), f"{name} z": run[pc.z]}
+        found[f"{name} scores"] = run[pc.attn_scores[2, 1:3]].clamp(min=-1e3)
+    assert not found["edited patterns"][0, 50:, :, 2:40].any()
+    assert not torch.allclose(found["plain z"], found["edited z"])
+    best = lm.run(LONG, capture=pc.Capture(pc.pattern[1], pc.prompt[-1], top=3), max_tokens=1).attention["pattern[1]"]
+    return found | {"largest": torch.tensor(best.values), "largest keys": torch.tensor(best.keys).float()}
 
 
 def graded(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:

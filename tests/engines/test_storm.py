@@ -8,7 +8,8 @@ from ..soak.failures import Failure, kept
 from .storm import Storm, adapters_of, engine
 
 MANY = ("runs", "taken back", "from the cache")
-WANTED = {"crowded": (*MANY, "preempted"), "with adapters": (*MANY, "with an adapter"), "few slots and records": MANY}
+WANTED = {"crowded": (*MANY, "preempted", "graded by bulk"), "with adapters": (*MANY, "with an adapter", "graded by requests"),
+          "few slots and records": (*MANY, "graded by bulk")}  # fmt: skip
 ALWAYS = [
     Failure("storm", "crowded", 14657043, 2),
     Failure("storm", "with adapters", 2, 2),

@@ -41,6 +41,8 @@ BESIDE = (
     "lent",
     "graded",
     "v1 graded",
+    "graded, invariant",
+    "v1 graded, invariant",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
@@ -95,7 +97,8 @@ def carry_out(part: str) -> None:
         else:
             exact = modes.IEEE if part.endswith("graded") else {}
             runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {}
-            os.environ.update(fresh("ours", part) | exact | runner)
+            invariant = {"VLLM_BATCH_INVARIANT": "1"} if part.endswith("invariant") else {}
+            os.environ.update(fresh("ours", part) | exact | runner | invariant)
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
                     "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded}  # fmt: skip

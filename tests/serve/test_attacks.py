@@ -343,7 +343,7 @@ def test_what_our_client_would_not_say_is_answered_in_kind(server, http, number)
     if response.status_code >= 400:
         assert len(message(response)) <= 2000
     assert http.get("/health").status_code == 200
-    http.post("/v1/patchclamp/engine/free", content=msgspec.msgpack.encode(wire.Free("a", [f"{owner}-a-b"])))
+    http.post("/v1/patchclamp/engine/free", content=msgspec.msgpack.encode(wire.Free([f"{owner}-a-b"])))
 
 
 def _of_owner(said: object, owner: str) -> object:

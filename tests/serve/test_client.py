@@ -353,7 +353,7 @@ def test_another_key_reads_and_frees_nothing(lm, server):
             other.engine.fetch(run.key, 0)
         other.engine.release([run.key])
         with pytest.raises(pc.MissingSource):
-            other.engine._wait(other.engine._ask("POST", "free", {"session": "s", "release": [run.key]}))
+            other.engine._wait(other.engine._ask("POST", "free", {"release": [run.key]}))
     assert run["embed"].shape == (1, 144)
     with pytest.raises(pc.EngineError, match="rejected the API key"):
         pc.LM(server.url, api_key="no-key")

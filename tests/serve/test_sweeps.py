@@ -295,6 +295,7 @@ def test_the_model_and_its_sites(server, local):
 
 OTHER_STUDIES = {
     "ablation_sweep": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome", "layers": "2:4"},
+    "edge_sweep": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome", "layers": "2:4"},
     "causal_trace": {"prompt": "The Eiffel Tower is in", "subject": "Eiffel", "answer": " Paris", "layers": "2:4", "seeds": 2},
     "path_patch": {"clean": [111, 112, 113, 114], "corrupt": [111, 212, 113, 114], "answer": " Paris", "foil": " Rome",
                    "senders": ["z[1]", "z[2]"], "receivers": ["logits", ["q[4, 0]", "k[4, 0]"]]},

@@ -110,6 +110,7 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     drain = drains.Drain(torch.device("cpu"), rng.choice([16, 1000, 1 << 10, 1 << 13]), 1 << 15)
     sizes = rng.choice([[1, 16, 40], [1, 40, 300, 1 << 10], [16, 3000, 1 << 13, 1 << 14], [250, 256, 1000, 1008]])
     speeds, allocated = rng.choice([(0.05, 0.9), (0.9, 0.05), (0.5, 0.5), (0.02, 0.02)]), []
+    read: list[bool] = []  # of what was taken back, if it was there until then
     viewed: list[tuple[torch.Tensor, int]] = []  # what callers hold of blocks that may be gone
     for number in range(250):
         size, value = rng.choice(sizes), number % 251 + 1
@@ -118,6 +119,12 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
         assert begin + size <= len(memory)
         row = memory[begin : begin + size]
         compute.give(DONE, lambda row=row, value=value: row.fill_(value))
+        if rng.random() < 0.3:  # the rest is read on the device alone
+            size = 16 * rng.randrange(size // 16 + 1)
+            compute.give(DONE, lambda row=row, at=size, value=value: read.append(bool((row[at:] == value).all())))
+            drain.take_back(memory, -(-len(row) // 16) * 16 - size)
+            if not size:
+                continue
         allocated.append((block, offset, size, value))
         if rng.random() < 0.2:
             allocated.pop(rng.randrange(len(allocated)))
@@ -137,6 +144,8 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
         assert block.data is not None
         assert (block.data[offset : offset + size] == value).all()
     assert all((rows == value).all() for rows, value in viewed)
+    assert len(read) > 20
+    assert all(read)
     assert device.late > 0, "nothing was late: this checked nothing"
     drain.close()
 

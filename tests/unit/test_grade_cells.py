@@ -285,6 +285,15 @@ def test_every_worker_loads_what_it_may_lack(workers):
     assert lease.placement.load == tuple(sizes)[-workers:]
 
 
+def test_a_program_beside_a_lease_loads_what_the_lease_may_not_have_loaded():
+    """An engine step may come between a lease and its rows."""
+    room, sizes = Room(4, 100, 100, cells=6), {"v:vector": (1, 8)}
+    admission = Admission(SITES, room, 1)
+    admission.pool = Blocks()
+    admission.lease("job", (2, 4), (2, 4), (1, 2), sizes)
+    assert admission._loading(room.place(1, sizes)).load == tuple(sizes)
+
+
 @pytest.mark.parametrize("share", [0, -0.5, True, "0.4", None])
 def test_a_share_is_a_positive_number(share):
     with pytest.raises(msgspec.ValidationError, match="batch_share"):

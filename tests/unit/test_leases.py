@@ -1,77 +1,71 @@
-"""Leases of clients elsewhere: who is lost stays so, whatever of its words comes late."""
+"""Leases of clients elsewhere: a heartbeat holds one, and no other message of a client does."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import pytest
+
+from patchclamp.engines.vllm.admission import Admission
+from patchclamp.engines.wire import BEAT_S, LEASE_S
+from patchclamp.plan.room import Room
 from patchclamp.serve.server_state import GRACE_S, Leases
 
-
-class Cores:
-    """What is told to the engine cores: `(session, how long ago it was heard of)`."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
-
-    def renew(self, session: str, ago_s: float = 0.0) -> None:
-        self.told.append((session, ago_s))
+from .test_grade_cells import SITES
 
 
-def told(act: Any) -> list[tuple[str, float]]:
-    """What leases of 60 seconds tell while `act(leases)` runs."""
+def left_s(act: Any) -> float:
+    """How long the lease of client "a" lasts after `act(leases)`."""
 
-    async def run() -> list[tuple[str, float]]:
-        cores = Cores()
-        leases = Leases(cores, 60.0, lambda: asyncio.sleep(0))  # type: ignore[arg-type]
+    async def run() -> float:
+        core = Admission(SITES, Room(4, 100, 100), 1)
+        leases = Leases(core, LEASE_S, lambda: asyncio.sleep(0))  # type: ignore[arg-type]
         act(leases)
         leases._looking.cancel()
-        return cores.told
+        return LEASE_S - (time.monotonic() - core._sessions["a"])
 
     return asyncio.run(run())
 
 
-def test_a_last_word_after_the_connection_has_closed_renews_nothing():
-    """A client that ends frees its runs as its connection closes; what it did not free would stay for another lease."""
+def is_killed(leases: Leases) -> None:
+    leases.opened("a")
+    leases.lost("a")
 
+
+def test_a_batch_of_a_killed_client_that_is_read_late_renews_no_lease():
     def act(leases: Leases) -> None:
+        is_killed(leases)
+        leases.extend("a")
+
+    assert left_s(is_killed) == pytest.approx(GRACE_S, abs=1)
+    assert left_s(act) == pytest.approx(BEAT_S, abs=1)
+    assert GRACE_S + 2 < BEAT_S < LEASE_S - 2
+
+
+def test_a_batch_shortens_no_lease_and_may_come_before_the_heartbeat():
+    def before(leases: Leases) -> None:
+        leases.extend("a")
         leases.opened("a")
-        leases.renew_unless_lost("a")
-        leases.lost("a")
-        leases.renew_unless_lost("a")
 
-    assert told(act) == [("a", 0.0), ("a", 0.0), ("a", 60.0 - GRACE_S)]
-
-
-def test_who_runs_something_or_connects_again_is_alive():
-    def act(leases: Leases) -> None:
+    def between(leases: Leases) -> None:
         leases.opened("a")
-        leases.lost("a")
-        leases.renew("a")
-        leases.renew_unless_lost("a")
-        leases.opened("b")
-        leases.lost("b")
-        leases.opened("b")
-        leases.renew_unless_lost("b")
+        leases.extend("a")
 
-    late = 60.0 - GRACE_S
-    assert told(act) == [
-        ("a", 0.0),
-        ("a", late),
-        ("a", 0.0),
-        ("a", 0.0),
-        ("b", 0.0),
-        ("b", late),
-        ("b", 0.0),
-        ("b", 0.0),
-    ]
+    assert left_s(lambda leases: leases.extend("a")) == pytest.approx(BEAT_S, abs=1)
+    assert left_s(before) == pytest.approx(LEASE_S, abs=1)
+    assert left_s(between) == pytest.approx(LEASE_S, abs=1)
 
 
-def test_an_old_connection_that_closes_beside_a_new_one_loses_nobody():
-    def act(leases: Leases) -> None:
+def test_who_connects_again_is_alive():
+    def again(leases: Leases) -> None:
+        is_killed(leases)
         leases.opened("a")
-        leases.opened("a")
-        leases.lost("a")
-        leases.renew_unless_lost("a")
 
-    assert told(act) == [("a", 0.0)] * 3
+    def beside(leases: Leases) -> None:
+        leases.opened("a")
+        is_killed(leases)
+
+    assert left_s(again) == pytest.approx(LEASE_S, abs=1)
+    assert left_s(beside) == pytest.approx(LEASE_S, abs=1)

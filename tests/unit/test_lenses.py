@@ -260,6 +260,20 @@ def test_logits_that_are_not_finite_are_an_error(lm):
         run.lens[pc.resid_post[1]]
 
 
+def test_a_run_that_is_not_finite_fails_no_other_when_many_are_read(lm):
+    """Nor another site of the same run; a stream fails where it reads."""
+    site = pc.resid_post[1]
+    huge = [pc.Lens(site, translators={1: np.full((16, 16), 3e38)}), pc.Lens(pc.attn_out[0], top=1)]
+    runs = [lm.run(PROMPT, max_tokens=1, capture=capture) for capture in (pc.Lens(site), huge, pc.Lens(site, top=2))]
+    first, bad, last = lm.lens(runs)
+    assert first[site].ids[:, :2].tolist() == last[site].ids.tolist()
+    assert len(bad[pc.attn_out[0]].ids) == len(PROMPT)
+    with pytest.raises(pc.NotFinite):
+        bad[site]
+    with pytest.raises(pc.NotFinite):
+        list(lm.stream(PROMPT, max_tokens=2, capture=huge))
+
+
 def test_a_frame_has_a_row_for_each_rank(lm):
     run = lm.run(PROMPT, capture=pc.Lens(pc.resid_post[[2, 0]] @ pc.prompt[1:3], top=3), max_tokens=1)
     read = run.lens[pc.resid_post[[2, 0]]]

@@ -917,4 +917,4 @@ def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
     size = tokens * 8192 * 4
     assert plan.size == 2 * size > 1 << 32
     assert plan.base.tolist() == [0, size]
-    assert plan.bounds_of_point == {0: (0, size), 1: (size, 2 * size)}
+    assert plan.by_tap[1] == {0: (0, size, size), 1: (size, 2 * size, 2 * size)}

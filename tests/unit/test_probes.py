@@ -156,6 +156,20 @@ def test_layers_that_pool_other_tokens_are_not_stacked(lm):
     assert [len(run.positions(pc.resid_post[layer])) for layer in range(2)] == [len(PROMPT), len(PROMPT) - 1]
 
 
+def test_layers_that_are_pooled_in_different_ways_are_not_stacked(lm):
+    captures = [pc.Capture(pc.resid_post[layer], pool=pool) for layer, pool in enumerate(("mean", "max"))]
+    run = lm.run(PROMPT, capture=captures, max_tokens=1)
+    [fetched] = lm.fetch([run])
+    for read in (run.positions, run.read, fetched.__getitem__):
+        with pytest.raises(pc.ProgramError, match="one layer at a time"):
+            read(pc.resid_post[:2])
+        read(pc.resid_post[0])
+    assert all(np.array_equal(fetched[pc.resid_post[layer]], run[pc.resid_post[layer]]) for layer in range(2))
+    assert {name: rows.values.shape for name, rows in lm.rows([run], pc.resid_post).items()} == {
+        "resid_post[0]": (1, D), "resid_post[1]": (1, D)
+    }  # fmt: skip
+
+
 def test_a_pooled_capture_is_no_source(lm):
     run = lm.run(PROMPT, capture=pc.Capture(pc.resid_post[1], pool="mean"), max_tokens=1)
     with pytest.raises(pc.MissingSource, match="pooled"):

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import patchclamp as pc
@@ -128,6 +128,7 @@ def chunk(
 
 
 @given(st.integers(0, 2**32), st.booleans())
+@example(134587, True)  # regions that follow each other, in several blocks
 def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
     draw, plain, store = np.random.default_rng(seed), Plain(), CaptureStore(WIDTHS)
     runs, held, products = {}, [], draw.integers(0, 4, 2)  # by point; 0: rows are whole

@@ -179,9 +179,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (4_005, 12), "sites": (2_019, 4), "plan": (4_597, 10), "kernels": (1_864, 12), "store": (1_796, 7),
-    "runtime": (2_923, 9), "engines": (4_271, 13), "engines/vllm": (8_332, 24), "trace": (2_441, 5),
-    "studies": (12_554, 36), "plots": (1_553, 6), "serve": (4_246, 14), "cli": (1_315, 4), "": (5_006, 13),
+    "language": (4_005, 12), "sites": (2_019, 4), "plan": (4_635, 10), "kernels": (1_864, 12), "store": (1_806, 7),
+    "runtime": (2_964, 9), "engines": (4_266, 13), "engines/vllm": (8_307, 24), "trace": (2_441, 5),
+    "studies": (12_660, 37), "plots": (1_553, 6), "serve": (4_241, 14), "cli": (1_315, 4), "": (5_033, 13),
 }  # fmt: skip
 
 

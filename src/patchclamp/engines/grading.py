@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -64,6 +64,18 @@ class GradeJob(msgspec.Struct):
             return self
         bound = [None if number in self.refused else self.bound(number) for number in range(self.count)]
         return msgspec.structs.replace(self, cells=lambda: cells_of(bound), bound=bound.__getitem__, refused={})
+
+
+class JobPart(NamedTuple):
+    """Consecutive programs of a job.
+
+    number: of the job · first: the number of the first of the programs in it
+    """
+
+    job: GradeJob
+    number: int
+    first: int
+    cells: CellRecords
 
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,13 +34,12 @@ from patchclamp.engines.base import (
     receipt_of,
     settle,
 )
-from patchclamp.engines.grading import GradeJob, GradeTable, arrived
+from patchclamp.engines.grading import GradeJob, GradeTable, JobPart, arrived
 from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import TREE, EngineError, ModelError, PatchclampError, as_patchclamp_error, unpack
 from patchclamp.language.dictionaries import FeatureRows
 from patchclamp.language.ops import Translator
 from patchclamp.plan.bound import source_of
-from patchclamp.plan.cells import CellRecords
 from patchclamp.plan.table import RECORD
 
 MAX_POSTS = 16  # concurrent batches
@@ -138,25 +137,22 @@ class HttpEngine(Engine):
         return reason
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        for post in _posts(jobs):
-            body = _encoded_jobs([(jobs[part.job], part.cells) for part in post])
-            yield from self._grade_parts(body, tables, post)
+        for parts in _posts(jobs):
+            yield from self._grade_parts(parts, tables)
 
-    def _grade_parts(
-        self, body: bytes, tables: Sequence[GradeTable], parts: Sequence[_JobPart]
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def _grade_parts(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
         """Grade programs of jobs in one HTTP request."""
         self._check_open()
         found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
         left = sum(part.cells.count + 1 for part in parts)
-        task = asyncio.run_coroutine_threadsafe(self._grade(body, found), self._loop)
+        task = asyncio.run_coroutine_threadsafe(self._grade(_encoded_jobs(parts), found), self._loop)
         task.add_done_callback(lambda done: found.put(None))
         try:
             while (event := arrived(found)) is not None:
                 part = parts[event.i]
-                number = event.read(tables[part.job], part.first)
+                number = event.read(tables[part.number], part.first)
                 left -= len(number)
-                yield part.job, number[number >= 0]
+                yield part.number, number[number >= 0]
         finally:
             task.cancel()
         task.result()
@@ -172,7 +168,7 @@ class HttpEngine(Engine):
     def end(self, requests: list[Request]) -> None:
         if runs := [request.run for request in requests]:
             with contextlib.suppress(PatchclampError):  # if the server is gone, so are the runs
-                self._wait(self._ask("POST", "free", wire.Free(self._session, end=runs), again=True))
+                self._wait(self._ask("POST", "free", wire.Free(end=runs), again=True))
 
     def text_of(self, *args: Any) -> str:
         return self.ask_tokenizer("text_of", *args)
@@ -267,7 +263,7 @@ class HttpEngine(Engine):
             with contextlib.suppress(Exception):
                 release, abort = self._freed
                 if release or abort:
-                    await self._ask("POST", "free", wire.Free(self._session, release, abort))
+                    await self._ask("POST", "free", wire.Free(release, abort))
             await self._client.aclose()
 
     async def _ask(
@@ -375,7 +371,7 @@ class HttpEngine(Engine):
         await asyncio.sleep(0.01)
         (release, abort), self._freed, self._freeing = self._freed, ([], []), None
         with contextlib.suppress(PatchclampError):  # if the server is gone, so are its captures
-            await self._ask("POST", "free", wire.Free(self._session, release, abort), again=True)
+            await self._ask("POST", "free", wire.Free(release, abort), again=True)
 
     async def _live(self) -> None:
         """Hold the connection that marks this client as alive; reopen it when it closes."""
@@ -445,10 +441,10 @@ def _packed(vectors: Mapping[str, np.ndarray]) -> bytes:
     return safetensors.numpy.save(rows) if rows else b""
 
 
-def _encoded_jobs(parts: Sequence[tuple[GradeJob, CellRecords]]) -> bytes:
+def _encoded_jobs(parts: Sequence[JobPart]) -> bytes:
     """The body of a request to grade some programs of each job."""
     bodies, vectors, rows = [], dict[str, np.ndarray](), dict[str, int]()
-    for job, cells in parts:
+    for job, _, _, cells in parts:
         sources = {source.key: source for source in job.sources}
         for key in cells.keys:
             read = source_of(key)
@@ -461,22 +457,9 @@ def _encoded_jobs(parts: Sequence[tuple[GradeJob, CellRecords]]) -> bytes:
     return msgspec.msgpack.encode(wire.WireJobs(bodies, _packed(vectors), rows))
 
 
-class _JobPart(NamedTuple):
-    """Consecutive programs of a job, by its number; `first`: the number of the first of them."""
-
-    job: int
-    first: int
-    cells: CellRecords
-
-    def size(self, vectors: Mapping[str, np.ndarray]) -> int:
-        """Its bytes in a request, with the vectors that it reads."""
-        arrays = sum(each.nbytes for group in self.cells.groups for each in msgspec.structs.astuple(group))
-        return arrays + sum(vectors[key].nbytes for key in self.cells.keys if key in vectors)
-
-
-def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[_JobPart]]:
+def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
     """Cut the programs of jobs into what one request holds."""
-    post, programs, size = list[_JobPart](), 0, 0
+    post, programs, size = list[JobPart](), 0, 0
     for i, job in enumerate(jobs):
         cells = job.cells()
         of_keys = np.array([job.vectors[key].nbytes if key in job.vectors else 0 for key in cells.keys])
@@ -485,13 +468,14 @@ def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[_JobPart]]:
         step = max(1, min(wire.MAX_PROGRAMS, MAX_BATCH_BYTES // (records * size_of_record)))
         for begin, end in cells.splits(of_keys, MAX_BATCH_BYTES) if job.count else [(0, 0)]:
             for first in range(begin, max(end, begin + 1), step):
-                part = _JobPart(i, first, cells.take(range(first, min(first + step, end))))
-                more = part.size(job.vectors)
-                if post and (programs + part.cells.count > wire.MAX_PROGRAMS or size + more > wire.MAX_BODY_BYTES // 2):
+                some = cells.take(range(first, min(first + step, end)))
+                more = sum(each.nbytes for group in some.groups for each in msgspec.structs.astuple(group))
+                more += sum(job.vectors[key].nbytes for key in some.keys if key in job.vectors)
+                if post and (programs + some.count > wire.MAX_PROGRAMS or size + more > wire.MAX_BODY_BYTES // 2):
                     yield post
                     post, programs, size = [], 0, 0
-                post.append(part)
-                programs, size = programs + part.cells.count, size + more
+                post.append(JobPart(job, i, first, some))
+                programs, size = programs + some.count, size + more
     if post:
         yield post
 

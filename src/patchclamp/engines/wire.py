@@ -39,7 +39,7 @@ from patchclamp.language.ops import Translator
 from patchclamp.sites import Family, SiteMap, Sizes
 from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_header
 
-WIRE = 10  # the protocol version; client and server must have the same
+WIRE = 11  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
@@ -136,9 +136,8 @@ class DictionaryWanted(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs to release, to abort, and to end early. `session`: the client's, whose lease this renews."""
+    """Runs to release, to abort, and to end early."""
 
-    session: str
     release: list[str] = []
     abort: list[str] = []
     end: list[str] = []

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError, MissingSource
-from patchclamp.plan.bound import STORE, BoundProgram, is_loaded, own_point, source_of
+from patchclamp.plan.bound import STORE, Attended, BoundProgram, is_loaded, own_point, source_of
 from patchclamp.sites import SiteMap
 
 
@@ -81,7 +81,7 @@ def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[st
     """Sizes by the names of `resident_name`."""
     names: dict[str, tuple[int, int]] = {}
     for op in bound.ops:
-        sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1
+        sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1 and not isinstance(op.action, Attended)
         for key in op.keys:
             is_whole = (op.is_gated and key in op.values) or (op.condition is not None and key == op.condition.ids)
             names[resident_name(key, sharded and not is_whole)] = sizes[key]

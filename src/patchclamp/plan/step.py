@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -91,7 +92,8 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
-    scratch: the size of what follows the buffer, if rows that are reduced are there and end with the step
+    scratch: the size of the rows that are reduced, which follow the buffer and end with the step
+    sampled_size: the size of the sampled rows, which come first if rows have their own dtype
     """
 
     tokens: RowLabels
@@ -110,6 +112,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     unit_bytes: int = 4
     steady_steps: int = 0
     scratch: int = 0
+    sampled_size: int = 0
 
     @property
     def captures_nothing_ever(self) -> bool:
@@ -132,24 +135,35 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
-    def bounds_of_point(self) -> dict[int, tuple[int, int]]:
-        """The (begin, end) of the captured rows in the buffer, by point, for points with captures."""
-        rows = self.rows[self.layout.region_group]
-        live = np.flatnonzero(rows)
-        points, starts = np.unique(self.layout.point[live], return_index=True)
-        end = (self.base + rows * self.row)[live]
-        last = np.append(starts[1:], len(live)) - 1
-        bounds = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
-        return dict(zip(points.tolist(), bounds, strict=True))
+    def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
+        """The layout if every tap allocates memory for its point, of rows in their own dtype: the offset of each
+        region, [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 are those of the buffer;
+        up to `end` follow the rows that are reduced."""
+        layout, rows = self.layout, self.rows[self.layout.region_group]
+        kept = np.flatnonzero(rows * (layout.pool[layout.region_group] == 0))
+        points, first, count = np.unique(layout.point[kept], return_index=True, return_counts=True)
+        end = ((self.base + rows * self.row + 15) & -16)[kept][first + count - 1].tolist()
+        parts = zip(self.base[kept][first].tolist(), end, end, strict=True)
+        base, bounds = self.base.copy(), dict(zip(points.tolist(), parts, strict=True))
+        for region, *_ in self.reduced:
+            begin, middle, base[region] = bounds.get(point := int(layout.point[region]), (0, 0, 0))
+            bounds[point] = begin, middle, (int(base[region] + rows[region] * self.row[region]) + 15) & -16
+        return base, bounds
 
     @functools.cached_property
-    def reduced(self) -> list[tuple[int, int, np.ndarray]]:
-        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), and with the
-        capture ranges whose rows it holds, in order."""
-        layout, live = self.layout, np.flatnonzero(self.count)
+    def kept(self) -> KeptRows:
+        """The rows that are kept."""
+        return _kept_rows(self.layout, self.begin, self.count)
+
+    @functools.cached_property
+    def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), with the capture
+        ranges of its results, in order, and with the number of rows of each."""
+        layout, kept = self.layout, self.kept
+        of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
-            (region, int(layout.pool[group]), live[layout.group[live] == group])
-            for region in layout.reduced.tolist() if self.rows[group := layout.region_group[region]]
+            (region, int(layout.pool[group]), kept.ranges[of_group[group]], kept.rows[of_group[group]])
+            for region in layout.reduced.tolist() if self.rows[group := int(layout.region_group[region])]
         ]  # fmt: skip
 
     def to_bytes(self) -> bytes:
@@ -171,41 +185,63 @@ class PlannedCaptures(msgspec.Struct):
 
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes that the step captures for each run, in order of run numbers."""
-        plan, layout = self.plan, self.plan.layout
-        live, how = np.flatnonzero(plan.count), layout.pool[layout.region_group]
+        plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
+        how = layout.pool[layout.region_group]
         row = np.where(how > 0, plan.result_row, plan.row) * plan.unit_bytes
-        group_bytes = np.bincount(layout.region_group, row, layout.groups)[layout.group[live]]
-        run, run_of_range = np.unique(self.run[live], return_inverse=True)
-        sizes = np.bincount(run_of_range, self._kept_rows(live) * group_bytes, len(run))
+        group_bytes = np.bincount(layout.region_group, row, layout.groups)[kept.group]
+        run, run_of_range = np.unique(self.run[kept.ranges], return_inverse=True)
+        sizes = np.bincount(run_of_range, kept.results * group_bytes, len(run))
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
         """Every captured range at every point as `CAPTURED`, in order of run numbers."""
-        plan, layout = self.plan, self.plan.layout
-        live = np.flatnonzero(plan.count)
-        ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
+        plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
+        ranges, regions = layout.pairs(kept.ranges[np.argsort(self.run[kept.ranges], kind="stable")])
+        nth = np.searchsorted(kept.ranges, ranges)
         table: np.ndarray = np.zeros(len(ranges), CAPTURED)
         table["run"], table["op"], table["point"] = self.run[ranges], layout.op[ranges], layout.point[regions]
-        table["position"], table["count"] = plan.begin[ranges] + self.steps, self._kept_rows(ranges)
+        table["position"], table["count"] = plan.begin[ranges] + self.steps, kept.results[nth]
         how = layout.pool[layout.group[ranges]]
         is_reduced, is_pooled = how > 0, (how > 0) & (how <= len(POOLS))
         base, row = (np.where(is_reduced, a[regions], b[regions]) for a, b in
                      ((plan.result, plan.base), (plan.result_row, plan.row)))  # fmt: skip
-        first = plan.offset[ranges]
-        if is_pooled.any():  # one row for each range of a group
-            nth = np.zeros(len(layout), np.int64)
-            nth[live] = np.arange(len(live)) - np.searchsorted(layout.group[live], layout.group[live])
-            first = np.where(is_pooled, nth[ranges], first)
-            table["pool"], table["pooled"] = how * is_pooled, plan.count[ranges] * is_pooled
+        first = np.where(is_pooled, nth - np.searchsorted(kept.group, kept.group[nth]), plan.offset[ranges])
+        table["pool"], table["pooled"] = how * is_pooled, kept.rows[nth] * is_pooled
+        table["span"] = kept.span[nth] * is_pooled
         table["offset"], table["row_bytes"] = (base + first * row) * plan.unit_bytes, row * plan.unit_bytes
         # on the CPU all rows are kept in fp32, and results are everywhere
         table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions] * ~is_reduced
         return table
 
-    def _kept_rows(self, ranges: np.ndarray) -> np.ndarray:
-        """The number of rows that are kept of some capture ranges: of a pooled one a single row."""
-        how = self.plan.layout.pool[self.plan.layout.group[ranges]]
-        return np.where((how > 0) & (how <= len(POOLS)), 1, self.plan.count[ranges])
+
+class KeptRows(NamedTuple):
+    """The capture ranges with rows in a step, [K] in order of the layout; of an op of a request that is pooled only the
+    first, which stands for all of them.
+
+    ranges, group: the range, and its group
+    rows: the number of captured rows
+    results: the number of rows that are kept: 1 if they are pooled
+    span: the positions from the first captured row to the last
+    """
+
+    ranges: np.ndarray
+    group: np.ndarray
+    rows: np.ndarray
+    results: np.ndarray
+    span: np.ndarray
+
+
+def _kept_rows(layout: CaptureLayout, begin: np.ndarray, count: np.ndarray) -> KeptRows:
+    live = np.flatnonzero(count)
+    group, rows = layout.group[live], count[live]
+    is_pooled = (layout.pool[group] > 0) & (layout.pool[group] <= len(POOLS))
+    if not is_pooled.any():
+        return KeptRows(live, group, rows, rows, rows)
+    labels = np.stack([group, layout.slot[live], layout.op[live]])
+    first = np.flatnonzero(np.append(True, ~is_pooled[1:] | (labels[:, 1:] != labels[:, :-1]).any(0)))
+    end = (begin[live] + rows)[np.append(first[1:], len(live)) - 1]
+    rows, live, is_pooled = np.add.reduceat(rows, first), live[first], is_pooled[first]
+    return KeptRows(live, group[first], rows, np.where(is_pooled, 1, rows), end - begin[live])
 
 
 NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
@@ -242,25 +278,25 @@ def make_plan(
     row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
     sizes, scratch = rows[layout.region_group] * row, 0
     result, result_row, result_sizes = np.zeros_like(row), np.zeros_like(row), np.zeros_like(row)
-    for region in layout.reduced.tolist():
-        group = layout.region_group[region]
-        if is_pooled := (how := int(layout.pool[group])) <= len(POOLS):
-            result_row[region] = row[region]  # in fp32, as all rows that are pooled
-        else:
-            assert results_of is not None
-            result_row[region] = results_of(how) * unit[0]
-        of_group = np.count_nonzero((layout.group == group) & (count > 0)) if is_pooled else rows[group]
-        result_sizes[region] = of_group * result_row[region]
+    if len(layout.reduced):
+        kept = _kept_rows(layout, begin, count)
+        results = np.bincount(kept.group, kept.results, layout.groups).astype(np.int64)
+        for region in layout.reduced.tolist():
+            how = int(layout.pool[layout.region_group[region]])
+            if how <= len(POOLS):
+                result_row[region] = row[region]  # in fp32, as all rows that are pooled
+            else:
+                assert results_of is not None
+                result_row[region] = results_of(how) * unit[0]
+            result_sizes[region] = results[layout.region_group[region]] * result_row[region]
+    is_reduced, sampled_size = layout.pool[layout.region_group] > 0, 0
     if unit is BYTES:
-        sampled = table.sampled[layout.point]
-        base, size = _side_by_side(sizes, sampled)
-        if len(layout.reduced):  # behind the rows of tokens, and before those of sampled ones
-            behind = int(base[sampled].min()) if sampled.any() else size
-            padded = (result_sizes + 15) & -16
-            result = behind + np.cumsum(padded) - padded
-            base, size = np.where(sampled, base + padded.sum(), base), size + int(padded.sum())
+        sampled, sizes, result_sizes = table.sampled[layout.point], (sizes + 15) & -16, (result_sizes + 15) & -16
+        base = _in_turn(sizes, is_reduced.astype(np.int8) - sampled)
+        size, sampled_size = int(sizes[~is_reduced].sum()), int(sizes[sampled].sum())
+        result, scratch = size + np.cumsum(result_sizes) - result_sizes, int(sizes[is_reduced].sum())
+        base, size = base + is_reduced * result_sizes.sum(), size + int(result_sizes.sum())
     else:
-        is_reduced = layout.pool[layout.region_group] > 0
         base, size = _by_width(sizes * ~is_reduced, row)
         if len(layout.reduced):
             result, size = size + np.cumsum(result_sizes) - result_sizes, size + int(result_sizes.sum())
@@ -269,7 +305,7 @@ def make_plan(
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
     return StepPlan(
         tokens, last, active, layout, begin, count, offset, rows, base, row, result, result_row, size,
-        unit_bytes, steady_steps, scratch,
+        unit_bytes, steady_steps, scratch, sampled_size,
     )  # fmt: skip
 
 
@@ -291,12 +327,12 @@ def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
-def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` bytes, aligned to 16, those of sampled rows last; returns offsets and total size."""
-    sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
-    order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
+def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """The offsets of regions side by side, in ascending order of `turn`."""
+    end = np.zeros_like(sizes)
+    order = turn.argsort(kind="stable") if turn.any() else slice(None)
     end[order] = sizes[order].cumsum()
-    return end - sizes, int(end.max())
+    return end - sizes
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.ndarray, int]:

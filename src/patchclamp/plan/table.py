@@ -75,7 +75,7 @@ READINGS = 1 << 24  # the number of each is exact in a record, as fp32
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     """An immutable snapshot of all capture ranges and regions.
 
-    Capture ranges [C], grouped by point group:
+    Capture ranges [C], grouped by point group, and where ranges are pooled by slot and op:
     range_number: the range's number in records
     slot: the request's slot
     op: the index of the op in its program
@@ -90,7 +90,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     products: the numbers kept per row; 0: all
 
     groups: G
-    pool [G]: how the rows of each range are pooled in a step, as `Keep.pool`; above that, the number of the reading
+    pool [G]: how the rows of each op are pooled in a step, as `Keep.pool`; above that, the number of the reading
         of features that they are encoded for; 0: neither
     """
 
@@ -251,7 +251,9 @@ class CaptureRanges:
         index_of_group = np.zeros(self._group_numbers.end, np.int64)
         index_of_group[[group.number for group in groups]] = np.arange(len(groups))
         number = np.flatnonzero(self._columns[0, : self._range_numbers.end])
-        if len(groups) > 1:
+        if any(group.pool for group in groups):
+            number = number[np.lexsort((*self._columns[1::-1, number], index_of_group[self._columns[4, number]]))]
+        elif len(groups) > 1:
             number = number[np.argsort(index_of_group[self._columns[4, number]], kind="stable")]
         slot, op, start, stop, group_number = self._columns[:, number]
         group = index_of_group[group_number]

@@ -11,10 +11,10 @@ been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordi
 engine waits for them, so that memory stays bounded and nothing is lost.
 
 `CudaStep`: the captures of a step are allocated in the ring when it begins, and the tables hold their offset. Steps
-that reuse the plan get the memory after it, so that the tables do not change. Rows that are pooled or
-encoded are reduced when the step ends, into the same memory behind them. If a step captures too much, like a large
-prefill, every tap allocates its own part, and 64 MiB from the first layers are copied while later layers compute. If
-only the sampled rows are too much, only their tap allocates.
+that reuse the plan get the memory after it, so that the tables do not change. Rows that are pooled or encoded come
+last, and only their results are kept: when the step ends the rows' memory is taken back, so that it is never copied. If
+a step captures too much, like a large prefill, every tap allocates its own part, and 64 MiB from the first layers are
+copied while later layers compute. If only the sampled rows are too much, only their tap allocates.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
@@ -141,9 +141,10 @@ class CudaTables:
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
-    def load(self, plan: StepPlan, batch: Batch, begin: int = 0, stride: int = 0) -> None:
-        """Write a step's plan to the tables, with its captures at byte `begin`. In further steps of one token per
-        request with the same plan, captures start `stride` bytes after those of the step before."""
+    def load(self, plan: StepPlan, batch: Batch, begin: int | None, stride: int = 0) -> None:
+        """Write a step's plan to the tables, with its captures at byte `begin`, or in parts of each tap (None). In
+        further steps of one token per request with the same plan, captures start `stride` bytes after those of the step
+        before."""
         slot, origin = plan.tokens.slot, []
         if stride:
             first = np.zeros(batch.rows, np.int32)
@@ -188,12 +189,13 @@ class CudaTables:
         size = cuda.RECORD_WORDS
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
 
-    def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
+    def _targets(self, plan: StepPlan, begin: int | None) -> list[tuple[int, np.ndarray]]:
         """The offsets by capture range and the bases by region, each from the lowest number in use to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
-        lowest, base = _by_number(plan.layout.region_number, plan.base + begin, np.int64)
+        places = plan.by_tap[0] if begin is None else plan.base + begin
+        lowest, base = _by_number(plan.layout.region_number, places, np.int64)
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
@@ -315,19 +317,28 @@ class Drain:
         """Make pinned memory ahead of coming captures."""
         self._pinned.prepare()
 
-    def allocate(self, size: int, beside: bool = False) -> Allocation:
-        """Allocate device memory for `size` bytes, to be written on the current stream, in the ring or `beside` it.
+    def allocate(self, size: int) -> Allocation:
+        """Allocate device memory for `size` bytes, to be written on the current stream.
 
         The caller must queue the writes before it allocates again or sends.
         """
         size = -(-size // ALIGNED) * ALIGNED
-        if beside or self._head + size > self._clear:
-            if beside or size > self._ring_bytes:
+        if self._head + size > self._clear:
+            if size > self._ring_bytes:
                 return self._allocate_beside_ring(size)
             self._clear_ahead(size)
         begin = self._head
         self._head += size
         return self.ring, begin, self._block, begin - self._unsent
+
+    def take_back(self, memory: torch.Tensor, size: int) -> None:
+        """Free the last `size` bytes of the last allocation, in `memory`, once the current stream has read them."""
+        if memory is self.ring:
+            self._head = max(self._head - size, self._unsent)
+        elif self._beside_ring and self._beside_ring[-1][0] is memory:
+            _, block = self._beside_ring.pop()
+            if len(memory) > size:
+                self._beside_ring.append((memory[: len(memory) - size], block))
 
     def _clear_ahead(self, size: int) -> None:
         """Make the compute stream wait until at least `size` bytes, or those of one copy, are writable at the head."""
@@ -497,8 +508,9 @@ class CudaStep:
         self._begin = 0  # offset of the planned step's captures in the tables
         self._upfront: BufferSlice | None = None  # allocated when the step began
         self._first_byte = 0  # of what was allocated when the step began, in the ring
+        self._scratch = 0  # bytes behind them that hold rows to be reduced
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
-        self._results: dict[int, torch.Tensor] = {}  # of regions that taps allocated, by number in `plan.reduced`
+        self._tapped: set[int] = set()  # points with such parts
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Our tensors that graphs read and write, by name."""
@@ -524,24 +536,26 @@ class CudaStep:
         if not steps:
             self._upfront_bytes = self._bytes_upfront(plan)
             self.recorded.use(plan.active)
-        self._tap_parts, self._upfront, begin = [], None, 0
-        self._results = {}
+        self._tap_parts, self._tapped, self._upfront, self._scratch, begin = [], set(), None, 0, None
         if self._upfront_bytes:
-            _, self._first_byte, block, offset = self.drain.allocate(self._upfront_bytes)
+            self._scratch = plan.scratch
+            _, self._first_byte, block, offset = self.drain.allocate(self._upfront_bytes + plan.scratch)
             self._upfront = BufferSlice(block, offset)
-            begin = self._first_byte - steps * self._upfront_bytes
+            begin = self._zero(plan) - steps * self._upfront_bytes
         if not steps:
             self.tables.load(plan, batch, begin, self._upfront_bytes if plan.steady_steps else 0)
-        elif begin != self._begin:
+        elif begin is not None and begin != self._begin:
             self.tables.rebase(plan, begin)
-        self._begin = begin
+        self._begin = begin or 0
 
     def _bytes_upfront(self, plan: StepPlan) -> int:
         """The bytes of captures allocated when a step begins: all if they fit, else all but sampled rows, else none."""
-        if plan.size <= self.max_graph_bytes or not plan.layout.any_sampled:
-            return plan.size if plan.size <= self.max_graph_bytes else 0
-        size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())
-        return size if size <= self.max_graph_bytes else 0
+        sizes = plan.size, plan.size - plan.sampled_size
+        return next((size for size in sizes if size + plan.scratch <= self.max_graph_bytes), 0)
+
+    def _zero(self, plan: StepPlan) -> int:
+        """The place of the buffer's first byte in the ring, also if the sampled rows at its begin are not allocated."""
+        return self._first_byte - (plan.size - self._upfront_bytes)
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
@@ -562,32 +576,59 @@ class CudaStep:
             bad = self._carry_out(point, hidden_RW, residual_RW, memory, begin, sampled)
         else:
             bad = cuda.site(self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
-        if place is not None and plan is not None and len(plan.layout.reduced):
-            for number, (region, _, _) in enumerate(plan.reduced):
-                if plan.layout.point[region] == point:  # now: later taps may overwrite the ring
-                    self._results[number] = self._reduced(plan, number, place[0], place[1] - place[2])
+        if place is not None and plan is not None and not self._upfront_bytes and len(plan.layout.reduced):
+            self._reduce_part(plan, point, *place)
         return bad
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
         """Allocate memory for a point's captures: the tensor, the first byte in it, and which byte of the step's buffer
         that is; None without captures."""
-        bounds = plan.bounds_of_point.get(point)
-        if bounds is None:
+        part = plan.by_tap[1].get(point)
+        if part is None:
             return None
-        begin, end = bounds
-        # rows that are still to be reduced at the end of the step stay in the ring until then
-        is_beside = bool(self._upfront_bytes and plan.reduced)
-        memory, first_byte, block, offset = self.drain.allocate(end - begin, beside=is_beside)
-        self._tap_parts.append((begin, end, block, offset))
+        begin, middle, end = part
+        self._reduce_upfront(plan)
+        memory, first_byte, block, offset = self.drain.allocate(end - begin)
+        self._tapped.add(point)
+        if middle > begin:
+            self._tap_parts.append((begin, middle, block, offset))
         return memory, first_byte, begin
 
-    def _reduced(self, plan: StepPlan, number: int, memory: torch.Tensor, zero: int) -> torch.Tensor:
-        """The results of region `number` of `plan.reduced`, whose step's buffer begins at byte `zero` of a tensor."""
-        region = plan.reduced[number][0]
-        begin, row = zero + int(plan.base[region]), int(plan.row[region])
-        rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
-        dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
-        return reduced_rows(plan, self._steps, number, rows.view(dtype).view(-1, row // dtype.itemsize), self.encode)
+    def _reduce_upfront(self, plan: StepPlan) -> None:
+        """Reduce the rows behind the memory that was allocated when the step began, and take their memory back."""
+        if self._scratch:
+            ring, zero = self.drain.ring, self._zero(plan)
+            for begin, data in self._results(plan, range(len(plan.reduced)), plan.base, ring, zero):
+                ring[zero + begin : zero + begin + len(data)].copy_(data, non_blocking=True)
+            self.drain.take_back(ring, self._scratch)
+            self._scratch = 0
+
+    def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
+        """Reduce the rows of a point's own part, take their memory back, and keep the results."""
+        numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
+        base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
+        results = self._results(plan, numbers, base, memory, first_byte - zero)
+        self.drain.take_back(memory, end - middle)
+        for begin, data in results:
+            to, first, block, offset = self.drain.allocate(len(data))
+            to[first : first + len(data)].copy_(data, non_blocking=True)
+            self._tap_parts.append((begin, begin + len(data), block, offset))
+
+    def _results(
+        self, plan: StepPlan, numbers: Iterable[int], base: np.ndarray, memory: torch.Tensor, zero: int
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The results of some regions of `plan.reduced`, by number: where they begin in the step's buffer, and their
+        bytes. The rows are in a tensor, at `base` from byte `zero` on."""
+        results = []
+        for number in numbers:
+            region = plan.reduced[number][0]
+            begin, row = zero + int(base[region]), int(plan.row[region])
+            rows = memory[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * row]
+            dtype = getattr(torch, DTYPES[int(plan.layout.dtype[region])])
+            rows_NW = rows.view(dtype).view(-1, row // dtype.itemsize)
+            data = reduced_rows(plan, self._steps, number, rows_NW, self.encode)
+            results.append((int(plan.result[region]), data.view(torch.uint8)))
+        return results
 
     def _carry_out(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
@@ -663,28 +704,18 @@ class CudaStep:
         """The location of the step's captures on the host."""
         upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
-        results, self._results = self._results, {}
-        upfront_bytes = self._upfront_bytes
-        if plan.size > upfront_bytes and len(parts) < sum(
-            begin >= upfront_bytes for begin, _ in plan.bounds_of_point.values()
+        begin = plan.size - self._upfront_bytes
+        if begin and any(
+            point not in self._tapped and (upfront is None or self.tables.table.sampled[point])
+            for point in plan.by_tap[1]
         ):
             raise ModelError("rows that were to be captured did not come by their taps")
         if upfront is not None:
-            ring = self.drain.ring
-            results = {i: self._reduced(plan, i, ring, self._first_byte) for i in range(len(plan.reduced))}
-        is_unsent = not parts  # memory beside the ring may have had it sent
-        for number, (region, _, _) in enumerate(plan.reduced):
-            data, begin = results[number].view(torch.uint8), int(plan.result[region])
-            memory, first_byte = self.drain.ring, self._first_byte + begin
-            if upfront is None or not is_unsent:
-                memory, first_byte, block, offset = self.drain.allocate(len(data))
-                parts.append((begin, begin + len(data), block, offset))
-            memory[first_byte : first_byte + len(data)].copy_(data, non_blocking=True)
-        if not parts:
-            return upfront
-        if upfront is not None:
-            parts.append((0, upfront_bytes, upfront.block, upfront.offset))
-        return ScatteredSlices(parts)
+            self._reduce_upfront(plan)
+            if not begin:
+                return upfront
+            parts.append((begin, plan.size, upfront.block, upfront.offset))
+        return ScatteredSlices(parts) if parts else None
 
     def prepare(self) -> None:
         self.drain.prepare()

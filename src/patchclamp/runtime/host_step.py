@@ -46,13 +46,13 @@ Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # the number of a
 
 
 def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
-    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled range by range, or read. The
-    step is the one `steps` after the planned one."""
-    region, how, ranges = plan.reduced[number]
+    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled op by op, or read. The step is
+    the one `steps` after the planned one."""
+    region, how, ranges, count = plan.reduced[number]
     if how <= len(POOLS):
-        return _pool(rows_NW, plan.count[ranges], how).reshape(-1)
+        return _pool(rows_NW, count, how).reshape(-1)
     assert encode is not None
-    layout, count = plan.layout, plan.count[ranges]
+    layout = plan.layout
     queries = Queries(int(layout.point[region]), layout.slot[ranges], plan.begins(steps)[ranges], count)
     return encode(how, rows_NW, queries).reshape(-1)
 
@@ -175,7 +175,7 @@ class HostStep:
             slots = [(int(one), point) for point, slot, _ in parts for one in slot]
             self._arriving.append((slots, Arriving(torch.cat([flags for _, _, flags in parts]))))
         captures = self._captures
-        for number, (region, _, _) in enumerate(plan.reduced):
+        for number, (region, *_) in enumerate(plan.reduced):
             begin, width = int(plan.base[region]), int(plan.row[region])
             rows = captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
             results = reduced_rows(plan, self._steps, number, rows, self.encode)

@@ -34,6 +34,7 @@ from patchclamp.plan.bind import Code, code_numbers
 from patchclamp.plan.bound import (
     Action,
     Attended,
+    AttentionReader,
     Blend,
     Factored,
     Keep,
@@ -101,11 +102,20 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
     Vector keys get the worker's columns appended, and noise gets the number of its first column. Raises
     `UnsupportedSite` for noise on a shard that starts within a group of four columns, which are drawn together.
     """
-    keeps_row = isinstance(op.action, Keep) and not op.action.matrix
+    reader = op.action.reader if isinstance(op.action, Keep) else None
+    keeps_row = isinstance(op.action, Keep) and not op.action.matrix and reader is None
     if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
         return op
-    assert op.kind != APPLY, "code runs where there is one worker"
+    assert op.kind != APPLY or isinstance(op.action, Attended), "code runs where there is one worker"
     shard = shards[op.points[0]]
+    if isinstance(reader, AttentionReader):
+        size = sites.sizes.d_head
+        begin, stop = shard.first // size, shard.end // size
+        heads = range(max(reader.first, begin) - begin, min(reader.first + reader.heads, stop) - begin)
+        if not heads:
+            return op.at(np.zeros(len(shards), bool))
+        own = msgspec.structs.replace(reader, first=heads.start, heads=len(heads))
+        return msgspec.structs.replace(op, action=msgspec.structs.replace(op.action, reader=own))
     first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (shard.first, shard.end)
     first, end = max(first, shard.first) - shard.first, min(end, shard.end) - shard.first
     if first >= end:
@@ -247,7 +257,6 @@ class ResidentRows:
             self._places.pop(name, None)
 
 
-MAX_REDUCED_BYTES = 1 << 26  # of a chunk whose steps reduce rows, which are dropped once later chunks were added
 Sameness = Literal["quiet", "advanced", "changed"]
 
 
@@ -326,8 +335,6 @@ class Continuity:
         assert self.plan is not None
         chunk = self._chunk
         fits = chunk is not None and self._chunk_end == self.steps and chunk.source is self._source
-        if fits and chunk is not None and self._source is not None and len(self.plan.layout.reduced):
-            fits = (self.steps - self._source.steps) * chunk.stride < MAX_REDUCED_BYTES
         self._chunk_end = self.steps + 1
         if chunk is not None and fits:  # a shrunk chunk has another source
             chunk.append(place)
@@ -473,12 +480,16 @@ class Runtime:
                 edits = {
                     (own.slot, point): each for own in self._admitted.values() for point, each in own.attention.items()
                 }
-                return reading.read(rows_NW, queries, self.keys, self.sites.sizes.heads, edits)
+                return reading.read(rows_NW, queries, self.keys, self._heads(queries.point), edits)
             return reading.read(rows_NW)
         except Exception as error:
             readers = [each.slot for each in self._admitted.values() if number in (one.number for one in each.readings)]
             self.fail(readers, error)
             return torch.full((len(rows_NW), self.dictionaries.numbers_of(number)), torch.nan, device=rows_NW.device)
+
+    def _heads(self, point: int) -> int:
+        """The number of heads that this worker has at a point of queries."""
+        return int(self.widths[point]) // self.sites.sizes.d_head
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
         """The positions and rows of a run, as in `CaptureStore.fetch`."""
@@ -582,9 +593,10 @@ class Runtime:
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
         with contextlib.suppress(MissingSource):  # raised below, for each program that reads missing rows
             self.resident.find(self._sources(arrivals))
+        has_all = self._has_all
         for arrival in arrivals:
             try:
-                local = self._localise(arrival, vectors)
+                local = self._localise(arrival, vectors, has_all)
                 by_shape[local.added, shape_of(local.ops)].append(local)
             except Exception as error:
                 errors[arrival.request] = error
@@ -606,8 +618,8 @@ class Runtime:
         sources = [source for name in names if (source := source_of(name)) is not None]
         return [source for source in sources if self.captured_here(*source)]
 
-    def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
-        """Restrict a program to this worker, and assign places to the rows that it reads."""
+    def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
+        """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
         if self.store.keeps_last and any(op.kind == LATCH for op in arrival.bound.ops):
             raise UnsupportedSite(
                 "with speculative decoding a condition has scope 'token', and pc.between selects tokens of the prompt "
@@ -616,11 +628,11 @@ class Runtime:
         # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
-        ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
+        ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # count captures regardless of the worker that keeps them: all workers of a stage must choose the same graphs
         kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
         token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
-        if not self._has_all:
+        if not has_all:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
@@ -647,9 +659,9 @@ class Runtime:
                 begin, width = addresses[action.rows]
                 count = max(row + (stop - start - 1) * step for start, stop, row, step in op.ranges) + 1
                 rows = self.bank.data[begin : begin + count * width].view(count, width)
-            first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, self.sites.sizes["Q"])
-            edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
             for point in op.points:
+                first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
+                edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
                 edits[point].append(edit)
         return edits
 
@@ -662,7 +674,7 @@ class Runtime:
             assert self.keys is not None
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
             ranges = position_ranges(position_array(tuple(each for op in mine for each in op.ranges)), None)
-            edited = EditedAttention(point, arrival.placement.slot, self.sites.sizes.heads, edits, self.keys)
+            edited = EditedAttention(point, arrival.placement.slot, self._heads(point), edits, self.keys)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             for at, function in ((point, edited.hold), (z.point, edited.change)):
                 number = next(code_numbers)

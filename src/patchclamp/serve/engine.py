@@ -89,7 +89,7 @@ async def run(request: Request) -> Response:
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
-        front.leases.renew(session)
+        front.leases.extend(session)
     running = _Running(front, owner, batch, requests)
     return StoppedResponse(running.stop, running.frames(), "application/octet-stream")
 
@@ -188,20 +188,19 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 
 @router.post("/free")
-async def free(request: Request) -> dict[str, float]:
-    """Frees the captures of runs, aborts runs, and renews the client's lease."""
+async def free(request: Request) -> dict[str, bool]:
+    """Frees the captures of runs, and aborts or ends runs."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
         _check_owned(owner, name)
-    front.leases.renew_unless_lost(f"{owner}-{told.session}")
     for name in told.abort:
         if name in front.waiting:
             front.waiting[name](name)
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     front.engine.end_runs(told.end)
-    return {"lease_s": wire.LEASE_S}
+    return {"ok": True}
 
 
 @router.get("/live/{session}")

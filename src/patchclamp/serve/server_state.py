@@ -22,7 +22,7 @@ import msgspec
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.server import ServeLimits, metrics_of, serving
-from patchclamp.engines.wire import LEASE_S
+from patchclamp.engines.wire import BEAT_S, LEASE_S
 from patchclamp.errors import NoKey, PatchclampError, RunError, as_patchclamp_error, pack, unpack
 from patchclamp.language import Lens, Program
 from patchclamp.lm import LM
@@ -80,17 +80,15 @@ class Leases:
         self._looking = asyncio.ensure_future(self._look())
         self._freeing: set[asyncio.Task[None]] = set()
         self._connections: Counter[str] = Counter()  # open heartbeat connections by session
-        self._lost: set[str] = set()  # sessions whose last connection has just closed
 
     def renew(self, session: str) -> None:
-        """Renews a client's lease."""
-        self._lost.discard(session)
+        """Renews a client's lease, at a heartbeat."""
         self._engine.renew(session)
 
-    def renew_unless_lost(self, session: str) -> None:
-        """Renews the lease for a message that may be the client's last, and may arrive after its connection closed."""
-        if session not in self._lost:
-            self._engine.renew(session)
+    def extend(self, session: str) -> None:
+        """Keeps a client's lease for `BEAT_S` at least: a batch may be read before its client's heartbeat, or after the
+        client was killed."""
+        self._engine.renew(session, self._lease_s - BEAT_S, extend=True)
 
     def opened(self, session: str) -> None:
         """Registers a heartbeat connection and renews the lease."""
@@ -103,17 +101,15 @@ class Leases:
         if self._connections[session] > 0:
             return
         del self._connections[session]
-        self._lost.add(session)
         self._engine.renew(session, self._lease_s - GRACE_S)
-        task = asyncio.ensure_future(self._free_soon(session))
+        task = asyncio.ensure_future(self._free_soon())
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
-    async def _free_soon(self, session: str) -> None:
+    async def _free_soon(self) -> None:
         await asyncio.sleep(GRACE_S + 0.1)
         with contextlib.suppress(Exception):
             await self._engine.free_dead(self._lease_s)
-        self._lost.discard(session)
 
     async def _look(self) -> None:
         while True:

@@ -41,6 +41,10 @@ class BufferSlice(msgspec.Struct):
     def blocks(self) -> list[HostBlock]:
         return [self.block]
 
+    def is_contiguous(self, begin: int, end: int) -> bool:
+        """True if `cut` can return these bytes of each step."""
+        return True
+
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
         """The bytes begin … end−1 of each step of `stride`, [S, end − begin], as a view."""
         assert self.block.data is not None
@@ -58,6 +62,9 @@ class ScatteredSlices(msgspec.Struct):
     @property
     def blocks(self) -> list[HostBlock]:
         return [block for _, _, block, _ in self.parts]
+
+    def is_contiguous(self, begin: int, end: int) -> bool:
+        return any(first <= begin and end <= last for first, last, _, _ in self.parts)
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
         first, _, block, offset = next(part for part in self.parts if part[0] <= begin and end <= part[1])
@@ -99,7 +106,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
         is_view = np.array_equal(table["offset"][:-1] + count[:-1] * size, table["offset"][1:])
         for place in self.places:
-            if is_view:
+            if is_view and place.is_contiguous(begin, begin + rows * size):
                 pieces.append(place.cut(begin, begin + rows * size, self.stride))
             else:
                 pieces.append(np.empty((place.steps, rows * size), np.uint8))
@@ -315,8 +322,6 @@ class CaptureStore:
             chunk.live_bytes = sum(size for run, size in chunk.bytes_of_runs.items() if run in self._numbers)
             if chunk.live_bytes == 0:
                 del self._chunks[turn]
-            elif 2 * sum(chunk.bytes_of_runs.values()) < chunk.stride:  # most rows were pooled or encoded
-                self._sparse.setdefault(turn, self._turn)
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
         """A run's chunks with their turns, oldest first."""
@@ -349,7 +354,7 @@ class CaptureStore:
         turns = range(
             min(run.since for run in kept), max(self._turn if run.until is None else run.until for run in kept)
         )
-        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, StoredRows]] = []
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, StoredRows]] = []
         how = 0
         for turn in turns:
             if (chunk := self._chunks.get(turn)) is None:
@@ -368,11 +373,12 @@ class CaptureStore:
                 stored = StoredRows(position, pieces, dtype, int(key[0]) // dtype.itemsize)
                 run = order[np.searchsorted(numbers[order], entries["run"])]
                 age = np.full(len(entry), turn)
-                parts.append((run[entry], position, entries["op"][entry], entries["pooled"][entry], age, stored))
+                pooled, span = entries["pooled"][entry], entries["span"][entry]
+                parts.append((run[entry], position, entries["op"][entry], pooled, span, age, stored))
         if not parts:
             return NONE, NONE, torch.empty(0, self._widths[point])
         *labels, stored = zip(*parts, strict=True)
-        run, position, ops, pooled, turn = map(np.concatenate, labels)
+        run, position, ops, pooled, span, turn = map(np.concatenate, labels)
         if len({(each.dtype, each.width) for each in stored}) == 1:  # one array, copied by several threads
             joined = stored[0]._replace(positions=position, parts=[piece for each in stored for piece in each.parts])
             [(_, rows)] = tensors_of([joined])
@@ -380,7 +386,7 @@ class CaptureStore:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
         if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
-            labels = run[some], position[some], pooled[some], turn[some]
+            labels = run[some], position[some], pooled[some], span[some], turn[some]
             reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
             if not len(rest):
                 return reduced
@@ -431,15 +437,17 @@ class CaptureStore:
 
 
 def _pooled(
-    run: np.ndarray, position: np.ndarray, count: np.ndarray, turn: np.ndarray, rows: np.ndarray, pool: str
-) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    run: np.ndarray, position: np.ndarray, count: np.ndarray, span: np.ndarray, turn: np.ndarray, rows: np.ndarray,
+    pool: str,
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
     """One row for each run of what steps pooled, at the last position of all: its run, [R], that position, [R], and the
     row, [R, W]. A preempted request begins again: of its passes over the prompt, the first that came furthest counts.
 
-    run, position, count, turn: each row's run, the first of the positions that it pools, their number, and when, [N]
+    run, position, count, span, turn: each row's run, the first of the positions that it pools, their number, those from
+        the first to the last, and when, [N]
     """
     order = np.lexsort((turn, run))
-    run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + count))
+    run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + span))
     of_run = _begins(run)
     is_first = position == np.minimum.reduceat(position, of_run).repeat(np.diff(of_run, append=len(run)))
     of_turn = _begins(run, turn)

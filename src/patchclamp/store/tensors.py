@@ -179,6 +179,7 @@ CAPTURED = np.dtype(
         ("dtype", "<i4"),      # index into `language.values.DTYPES`
         ("pool", "<i4"),       # how the row was pooled, as `Keep.pool`; 0: not at all
         ("pooled", "<i4"),     # the number of rows that were pooled to it
+        ("span", "<i4"),       # the positions from the first of these rows to the last
     ]
 )  # fmt: skip
 
@@ -196,6 +197,7 @@ class CapturedEntry(NamedTuple):
     dtype: int
     pool: int
     pooled: int
+    span: int
 
 
 class CaptureSource(Protocol):

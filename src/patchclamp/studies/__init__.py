@@ -22,6 +22,7 @@ from patchclamp.studies.attribution_patching import AttributionPatching, Attribu
 from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
+from patchclamp.studies.edge_sweep import EdgeSweep, EdgeSweepResult, edge_sweep
 from patchclamp.studies.evaluate_sae import EvaluateSAE, EvaluateSAEResult, evaluate_sae
 from patchclamp.studies.feature_attribution import (
     FeatureAttribution,
@@ -63,17 +64,17 @@ __all__ = [
     "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttentionEdge",
     "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",
-    "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EvaluateSAE", "EvaluateSAEResult",
-    "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe",
-    "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested",
-    "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf",
-    "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch",
-    "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors", "StrengthCurve", "StrengthCurveResult",
-    "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
+    "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EdgeSweep", "EdgeSweepResult",
+    "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens",
+    "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
+    "HarvestResult", "Harvested", "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult",
+    "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
+    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
+    "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
     "ablation_sweep", "adapter_features", "attention_edges", "attention_rollout", "attribution_patching",
-    "causal_trace", "direct_attribution", "edge_attribution", "evaluate_sae", "feature_attribution", "fit_lens",
-    "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep", "patchscope",
-    "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
+    "causal_trace", "direct_attribution", "edge_attribution", "edge_sweep", "evaluate_sae", "feature_attribution",
+    "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep",
+    "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

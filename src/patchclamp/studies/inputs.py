@@ -296,12 +296,16 @@ class Row(msgspec.Struct, frozen=True):
         return self.site if self.layer is None else f"{self.site}[{inner}]"
 
 
-def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1) -> list[Row]:
+def rows_of(
+    lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1,
+    parse: Callable[[Any], Site] = parse_edited_site,
+) -> list[Row]:  # fmt: skip
     """The rows of some sites, without duplicates: by site and index, then by layer.
 
     layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
     group: number of heads, neurons or experts of a site per row; None: all that the site names
     window: number of layers around a row's that are patched with it, as far as they exist
+    parse: reads a site
 
     Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
     """
@@ -310,7 +314,7 @@ def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, wi
     rows: dict[Row, None] = {}
     for i, text in enumerate(sites):
         try:
-            site = parse_edited_site(text)
+            site = parse(text)
             for part in _parts(lm, site, group):
                 rows.update(dict.fromkeys(_layered(lm, part, chosen, window)))
         except PatchclampError as error:

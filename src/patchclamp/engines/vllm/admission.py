@@ -25,7 +25,7 @@ import safetensors.numpy
 from patchclamp.engines.base import ABORTED, decode
 from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
 from patchclamp.plan import CAPTURE
-from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_edit, source_of
+from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_capture, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
@@ -116,7 +116,7 @@ class RequestProgram:
 
     __slots__ = (
         "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
-        "unedited", "waited_s",
+        "uncaptured", "unedited", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
@@ -126,6 +126,7 @@ class RequestProgram:
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
         self.unedited: int = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
+        self.uncaptured: int | None = lowest_capture(self.bound, self.seen_whole)  # tokens before the first capture
         self.forget_proof()
         self.placement: Placement | None = None
         self.is_released: bool = False  # its run was released before its request ended
@@ -211,9 +212,11 @@ class Admission:
                 self._room.forget(keys)
                 self._blocked = None
 
-    def renew(self, session: str, ago_s: float = 0.0) -> None:
-        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago."""
-        self._sessions[session] = time.monotonic() - ago_s
+    def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
+        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago. `extend`: do not
+        shorten it."""
+        heard_s = time.monotonic() - ago_s
+        self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
     def free_dead(self, lease_s: float) -> None:
         """Free the captures of clients whose last heartbeat is older than `lease_s`."""
@@ -396,7 +399,8 @@ class Admission:
 
     def _loading(self, placement: Placement) -> Placement:
         """Have all rows loaded that some worker may lack, and note the runs that they are from."""
-        if self._workers > 1:  # each worker's bank has only what earlier programs read there, so load everything
+        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
+        if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:
             if (source := source_of(name)) is not None:

@@ -314,9 +314,9 @@ class AsyncEngine(VllmFrontEnd):
 
     # -- on the loop's thread: calls of the cores
 
-    def renew(self, session: str, ago_s: float = 0.0) -> None:
+    def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
         """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago (`free_dead`)."""
-        self._tell("renew", session, ago_s)
+        self._tell("renew", session, ago_s, extend)
 
     async def free_dead(self, lease_s: float) -> None:
         """Free the runs of clients whose last heartbeat is older than `lease_s`."""

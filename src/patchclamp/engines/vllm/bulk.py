@@ -23,7 +23,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.grading import GradeTable, JobPart
 from patchclamp.engines.vllm.admission import Lease
 from patchclamp.engines.vllm.compat.pieces import Streams
 from patchclamp.engines.vllm.compat.runner import BatchModel
@@ -71,18 +71,6 @@ class Job(msgspec.Struct, array_like=True):
     lease: Lease
 
 
-class Piece(NamedTuple):
-    """Some consecutive cells of a job, which run together with those of other pieces.
-
-    number: of the job · first: the number of the first of the cells in it
-    """
-
-    job: GradeJob
-    number: int
-    first: int
-    cells: CellRecords
-
-
 class BatchResult(msgspec.Struct, array_like=True):
     """The results of a batch, fp32 unless named otherwise. Cell −1 − p is prompt p without a program.
 
@@ -104,22 +92,22 @@ class BatchResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     stepped: bool = False
 
-    def read(self, pieces: Sequence[Piece], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of the pieces' jobs. Yields the number of each job with its programs."""
+    def read(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
+        """Add the results to the tables of the parts' jobs. Yields the number of each job with its programs."""
         number = np.frombuffer(self.number, np.int64)
-        ends = np.cumsum([piece.cells.count for piece in pieces])
+        ends = np.cumsum([of.cells.count for of in parts])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
         logprobs, kl, top = (np.frombuffer(data, np.float32) for data in (self.logprobs, self.kl, self.top_logprobs))
         found = [each.reshape(len(number), -1) for each in (logprobs, kl, np.frombuffer(self.top_ids, np.int64), top)]
         for i in np.unique(part).tolist():
-            mine, piece = part == i, pieces[i]
-            first = piece.first - (ends[i] - piece.cells.count)
+            mine, of = part == i, parts[i]
+            first = of.first - (ends[i] - of.cells.count)
             own = np.where(number[mine] < 0, -1, number[mine] + first)
             pairs = zip(number[mine].tolist(), own.tolist(), strict=True)
             errors = {cell: unpack(self.errors[each]) for each, cell in pairs if each in self.errors}
-            scores = found[0][mine, : len(piece.job.terms)]
-            tables[piece.number].take(own, [scores, *(each[mine] for each in found[1:])], errors)
-            yield piece.number, own[own >= 0]
+            scores = found[0][mine, : len(of.job.terms)]
+            tables[of.number].take(own, [scores, *(each[mine] for each in found[1:])], errors)
+            yield of.number, own[own >= 0]
 
 
 class Bulk:

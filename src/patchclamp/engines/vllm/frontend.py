@@ -38,11 +38,11 @@ from patchclamp.engines.base import (
     carry,
     receipt_of,
 )
-from patchclamp.engines.grading import GradeJob, GradeTable
+from patchclamp.engines.grading import GradeJob, GradeTable, JobPart
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Lease, Verdict
-from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt, Piece
+from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, log_monitors, tables_of
@@ -100,7 +100,6 @@ class VllmFrontEnd(Engine):
 
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
-        self._batch_facts: BatchFacts | None = None
         self._batch_rows = FIRST_ROWS  # on a CPU, of the next batch
         self._readers: collections.Counter[str] = collections.Counter()  # the number of requests that read each vector
 
@@ -159,18 +158,16 @@ class VllmFrontEnd(Engine):
 
     # -- cells in batches
 
+    @functools.cached_property
+    def _batch_facts(self) -> BatchFacts:
+        return BatchFacts(*self._ask_now("bulk", "facts", "")[0])
+
     @property
     def batch_refusal(self) -> str:
-        if reason := refusal_of(self.config):
-            return reason
-        if self._batch_facts is None:
-            self._batch_facts = BatchFacts(*self._ask_now("bulk", "facts", "")[0])
-        return self._batch_facts.refusal
+        return refusal_of(self.config) or self._batch_facts.refusal
 
     def job_refusal(self, job: GradeJob) -> str:
         facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]
-        if facts is None:
-            return ""
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
         if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
             return f"one program computes more than a batch of {facts.rows} tokens"
@@ -196,18 +193,17 @@ class VllmFrontEnd(Engine):
         """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait"
         for some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a
         job and those of its programs that have been graded."""
-        for pieces in self._together(jobs):
-            yield from self._grade_together(pieces, tables, tell)
+        for parts in self._together(jobs):
+            yield from self._grade_together(parts, tables, tell)
             yield "end", ()
 
-    def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[Piece]]:
-        """Cut jobs into pieces, and join pieces whose prompts fit into a batch and a quarter of the cache, and whose
+    def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
+        """Cut jobs into parts, and join parts whose prompts fit into a batch and a quarter of the cache, and whose
         rows fit into half of the bank."""
         facts, limits = self._batch_facts, configuration.enabled(self.config)
-        assert facts is not None
         assert limits is not None
         most = np.array([facts.rows, facts.blocks // 4, limits["limits"]["bank_bytes"] // 8])
-        group: list[Piece] = []
+        group: list[JobPart] = []
         used = np.zeros(3, np.int64)
         for i, job in enumerate(jobs):
             cells = job.cells()
@@ -222,34 +218,33 @@ class VllmFrontEnd(Engine):
                 if group and (used + takes > most).any():
                     yield group
                     group, used = [], np.zeros(3, np.int64)
-                group.append(Piece(job, i, begin, some))
+                group.append(JobPart(job, i, begin, some))
                 used += takes
         yield group
 
     def _grade_together(
-        self, pieces: Sequence[Piece], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
+        self, parts: Sequence[JobPart], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> Grading:
-        """Run pieces in the same batches."""
-        facts, cells = self._batch_facts, joined([piece.cells for piece in pieces])
-        assert facts is not None
-        jobs = [piece.job for piece in pieces]
+        """Run parts in the same batches."""
+        facts, cells = self._batch_facts, joined([part.cells for part in parts])
+        jobs = [part.job for part in parts]
         vectors = {key: rows for job in jobs for key, rows in job.vectors.items()}
         records = max((group.records.shape[1] for group in cells.groups), default=1)
-        prompts = sum(facts.blocks_of(len(job.prompt)) for job in jobs)
+        blocks = sum(facts.blocks_of(len(job.prompt)) for job in jobs)
         of_cell = max(sum(facts.blocks_of(len(job.prompt) + len(suffix)) for suffix in job.suffixes) for job in jobs)
         most = min(facts.sequences, cells.count + len(jobs))  # of a batch
         slots = 2 * most  # for two batches
         own = min(of_cell * most, facts.groups * (facts.rows // facts.block + 2 * facts.sequences))
-        needs = (prompts + of_cell, prompts + max(own, of_cell))
+        needs = (blocks + of_cell, blocks + max(own, of_cell))
         sizes = self._sizes_of(cells, jobs, vectors)
         leased = yield "lease", (needs, (2, slots), (2 * records, slots * records), sizes)
         lease = msgspec.msgpack.decode(leased, type=Lease)
         loaded = {key: np.ascontiguousarray(vectors[key]) for name in lease.placement.load
                   if is_vector(key := name.removesuffix("#"))}  # fmt: skip
-        parts = [JobPrompt(job.prompt, [list(suffix) for suffix in job.suffixes], job.terms, piece.cells.count)
-                 for job, piece in zip(jobs, pieces, strict=True)]  # fmt: skip
+        prompts = [JobPrompt(job.prompt, [list(suffix) for suffix in job.suffixes], job.terms, part.cells.count)
+                   for job, part in zip(jobs, parts, strict=True)]  # fmt: skip
         window = SORTED if self.config.device_config.device_type == "cuda" else 0
-        job = Job(parts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(loaded), lease)
+        job = Job(prompts, jobs[0].kl, jobs[0].top, window, cells.to_bytes(), safetensors.numpy.save(loaded), lease)
         while LATER in (yield "open", (msgspec.msgpack.encode(job),)):
             yield "wait", (LATER_S,)
         left, rows = cells.count + len(jobs), facts.rows if window else self._batch_rows
@@ -265,7 +260,7 @@ class VllmFrontEnd(Engine):
             result = next((one for one in found if one.logprobs), found[0])  # one worker may have the logits
             for one in found:
                 result.errors.update(one.errors)
-            for number, programs in result.read(pieces, tables):
+            for number, programs in result.read(parts, tables):
                 tell(number, programs)
             left = result.left
             growth = min(max(BATCH_S / max(result.seconds, 1e-3), 0.25), 8 if result.rows > rows // 2 else 1)
@@ -322,7 +317,7 @@ class VllmFrontEnd(Engine):
 
     def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
         """Return the function that decodes a request's ids when the text is read; None if vLLM makes the text."""
-        from vllm import SamplingParams
+        from vllm.sampling_params import SamplingParams  # faster than from vllm itself, whose names are lazy
 
         processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
         if request.listener is not None or sampling.get("stop"):

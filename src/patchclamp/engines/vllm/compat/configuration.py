@@ -371,8 +371,6 @@ def _breakable() -> bool:
 
 def unread_attention(vllm_config: VllmConfig, config: Any) -> str:
     """Return the reason why an engine does not read attention patterns; "" if it does."""
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        return "each tensor-parallel worker has some of the heads, which are not gathered; use tensor_parallel_size=1"
     if (dtype := vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
         return f"keys are cached in {dtype}; use kv_cache_dtype='auto'"
     if getattr(config, "attention_chunk_size", None):

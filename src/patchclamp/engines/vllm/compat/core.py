@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,12 +20,11 @@ from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
-from patchclamp.plan.bound import APPLY, Attended, Encoded, block_key, lowest_capture
+from patchclamp.plan.bound import APPLY, Attended, Encoded, block_key
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,7 +52,7 @@ BLOCK_KEYS = seam(
     _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
     "request, start_token_idx, end_token_idx, start_mm_idx",
 )  # fmt: skip
-CACHE_SEARCH = seam(
+seam(
     _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute captured positions",
     "self, request", "self, request, max_cache_hit_length=None",
 )  # fmt: skip
@@ -124,9 +122,8 @@ def _given(params: SamplingParams | None) -> Any:
 
 
 def on_prefix_cache() -> None:
-    """Wrap vLLM's block keys and cache search."""
+    """Wrap vLLM's block keys."""
     BLOCK_KEYS.wrap(_block_keys)
-    CACHE_SEARCH.wrap(_search)
     from vllm.v1.core import block_pool
 
     setattr(block_pool, BLOCK_KEYS.name, getattr(*BLOCK_KEYS.found()))  # imported there by name
@@ -138,31 +135,6 @@ def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_id
     program = _program_of(request)
     edits = None if program is None else block_key(program.bound, start_token_idx, end_token_idx, program.seen_whole)
     return (keys if edits is None else (*(keys or ()), (KEY, edits))), following
-
-
-def _search(stock: Any, cache_manager: KVCacheManager, request: Request, *args: Any, **kwargs: Any) -> Any:
-    """Limit prefix cache hits to the tokens before a request's first capture."""
-    program = _program_of(request)
-    most = None if program is None else lowest_capture(program.bound, program.seen_whole)
-    if most is None:
-        return stock(cache_manager, request, *args, **kwargs)
-    with _shorter_search(cache_manager.coordinator, most):
-        return stock(cache_manager, request, *args, **kwargs)
-
-
-@contextmanager
-def _shorter_search(coordinator: KVCacheCoordinator, most: int) -> Iterator[None]:
-    find = coordinator.find_longest_cache_hit
-
-    @forwards(find)
-    def shorter(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
-        return find(block_hashes, min(max_cache_hit_length, most), *args, **kwargs)
-
-    coordinator.find_longest_cache_hit = shorter
-    try:
-        yield
-    finally:
-        del coordinator.find_longest_cache_hit
 
 
 def _program_of(request: Request) -> RequestProgram | None:
@@ -247,8 +219,12 @@ class _Admitting:
         admission.pool = _Blocks(cache_manager)
         self._free_blocks, self._cache_blocks = cache_manager.free, coordinator.cache_blocks
         self._reset_cache = cache_manager.reset_prefix_cache
+        self._search, self._find_hit = cache_manager.get_computed_blocks, coordinator.find_longest_cache_hit
+        self._most_cached: int | None = None  # tokens that a request may have from the cache, while it is searched
         cache_manager.free = forwards(self._free_blocks)(self.free_blocks)
         cache_manager.reset_prefix_cache = forwards(self._reset_cache)(self.reset_cache)
+        cache_manager.get_computed_blocks = forwards(self._search)(self.search)
+        coordinator.find_longest_cache_hit = forwards(self._find_hit)(self.find_hit)
         coordinator.cache_blocks = forwards(self._cache_blocks)(self.cache_proved)
         # a Mamba layer's blocks hold a state that later tokens overwrite, so they cannot be cached after the fact
         has_states = core.vllm_config.cache_config.mamba_cache_mode != "none"
@@ -292,6 +268,20 @@ class _Admitting:
                 self._add(request)
                 return
         self._scheduler.requests[request.request_id] = request  # so that it can be aborted or end with its error
+
+    def search(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Find a request's cached blocks, which end before its first capture."""
+        program = _program_of(request)
+        self._most_cached = None if program is None else program.uncaptured
+        try:
+            return self._search(request, *args, **kwargs)
+        finally:
+            self._most_cached = None
+
+    def find_hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        if self._most_cached is not None:
+            max_cache_hit_length = min(max_cache_hit_length, self._most_cached)
+        return self._find_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
 
     def cache_proved(self, request: Request, num_computed_tokens: int) -> None:
         """Add a request's full blocks to the prefix cache, but edited ones only up to the proved position.

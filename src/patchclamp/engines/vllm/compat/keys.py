@@ -66,7 +66,7 @@ class PagedKeys:
         size, batch = layer.kv_cache.shape[2], self._runtime.continuity.batch
         assert batch is not None
         rows = {slot: n for n, slot in enumerate(batch.slot.tolist())}
-        table, of_manager = self._table(group, len(rows) if self._kind == "v1" else 0)
+        table, of_manager = self._table(group, len(batch.slot) if self._kind == "v1" else 0)
         index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # waits for no kernel
         ratio = of_manager // size  # blocks of the kernel in one of the table
         block_BR = table[index, : -(-count // of_manager)]
