@@ -90,6 +90,8 @@ with lm.trace(prompt) as t:
 - `hook_pattern` and `hook_attn_scores` are [`pattern` and `attn_scores`](guide.md#attention-patterns), which are
   read, and patterns edited by [`Knockout`, `Scale` and `Replace`](guide.md#attention-knockouts). `hook_result` does not
   exist.
+- circuitsvis' attention patterns are [`run.attention`](guide.md#attention-patterns) in a notebook, and
+  `run.attention.to_html`; the head scores of its demos are [`head_scores`](guide.md#studies-of-attention).
 
 ## vllm-lens
 

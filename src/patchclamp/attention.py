@@ -6,6 +6,7 @@ T queries · H heads · K key positions, spans, or the largest keys of a head
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,12 +16,16 @@ from patchclamp.language.ops import Capture
 from patchclamp.language.site import Site, parse_site
 from patchclamp.language.tokens import every
 from patchclamp.plan.bound import AttentionReader, BoundOp, Keep
+from patchclamp.plots import AttentionMaps, save_page, save_picture, style
 
 if TYPE_CHECKING:
     import torch
 
+    from patchclamp.engines.base import Model
     from patchclamp.language import SiteOp, Tokens
     from patchclamp.sites import SiteMap, SiteRef
+
+MAX_SHOWN = 1 << 21  # numbers of a picture whose captures were not chosen
 
 
 class AttentionResult(NamedTuple):
@@ -45,7 +50,11 @@ class ReadRun(Protocol):
     """A run, as far as its attention needs it."""
 
     @property
+    def model(self) -> Model: ...
+    @property
     def site_map(self) -> SiteMap: ...
+    @property
+    def token_strings(self) -> list[str]: ...
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]: ...
     def op_at(self, path: str) -> SiteOp: ...
     def select(self, tokens: Tokens | str) -> np.ndarray: ...
@@ -64,7 +73,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         for number, op in reversed(ops):
             assert isinstance(op.action, Keep)
             assert isinstance(op.action.reader, AttentionReader)
-            for point in op.points:
+            for point in reversed(op.points):
                 layer = run.site_map.points[point].layer
                 self._ops.setdefault((op.action.reader.site, layer), []).append((number, op.action.reader, op))
 
@@ -99,6 +108,49 @@ class AttentionRead(Mapping[str, AttentionResult]):
 
     def __repr__(self) -> str:
         return f"<attention: {', '.join(self) or 'none'}>"
+
+    def picture(self, *names: Site | str) -> AttentionMaps:
+        """Plot data of whole patterns, such as "pattern[3]": the mean of their heads, and each head. Without names, of
+        those with the same queries, as many as a page holds.
+
+        Raises: `ProgramError` if there are none: spans, the largest keys and scores have no picture.
+        """
+        tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
+        for name in names or self:
+            first, end = self._heads(self._refs(parse_site(name))[0])
+            if not names and (len(maps) + end - first) * len(tokens) ** 2 > MAX_SHOWN:
+                break
+            found = self[name]
+            whole = found.keys is not None and found.keys.tolist() == list(range(found.values.shape[-1]))
+            if not whole or not found.site.startswith("pattern") or (maps and found.positions != queries):
+                continue
+            queries, layer = found.positions, parse_site(found.site).layers
+            values_THK = found.values.reshape(len(queries), end - first, -1)
+            maps |= {f"pattern[{layer}], mean": values_THK.mean(1)} if end - first > 1 else {}
+            maps |= {f"pattern[{layer}, {first + h}]": values_THK[:, h] for h in range(end - first)}
+        if not queries:
+            raise ProgramError(f"expected whole patterns, got {', '.join(map(str, names or self))}", "names")
+        stacked, model = np.stack(list(maps.values())), self._run.model
+        return AttentionMaps(
+            title="Attention patterns", explained="Each row is a query, each column its attention to a key.",
+            provenance=style.ran_on(model.name, f"{model.engine} {model.version}", model.dtype),
+            tokens=tuple(tokens[: stacked.shape[-1]]), queries=tuple(queries), names=tuple(maps), maps=stacked,
+        )  # fmt: skip
+
+    def plot(self, path: str | Path | None, *names: Site | str) -> Any:
+        """Draw the patterns into a file, PNG, SVG or PDF; without a path, return IPython's `Image`."""
+        return save_picture(self.picture(*names), path)
+
+    def to_html(self, path: str | Path | None, *names: Site | str) -> Any:
+        """Write a page of the patterns and the text into a file; without a path, return IPython's `HTML`."""
+        return save_page(self.picture(*names), path)
+
+    def _repr_html_(self) -> str | None:
+        """The text, where pointing at a token shows what it attends to; None, for the plain text, without patterns."""
+        try:
+            return self.picture().text()
+        except ProgramError:
+            return None
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
         """The results of a site's layers, of the capture at a path or of the last ones; of all layers, of those that

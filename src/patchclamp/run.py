@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
+    from patchclamp.engines.base import Model
+
 MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures at the first read, up to this size
 VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
 MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
@@ -547,6 +549,11 @@ class Run:
         """The captures of attention, each with the number under which its rows are stored."""
         return [(stored_op(op, i), op) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader)]  # fmt: skip
+
+    @property
+    def model(self) -> Model:
+        """Facts of the model that ran."""
+        return self._owner.engine.model
 
     @property
     def site_map(self) -> SiteMap:

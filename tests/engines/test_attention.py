@@ -229,3 +229,33 @@ def test_attention_within_chunks_is_refused(tmp_path):
         pytest.raises(pc.UnsupportedSite, match="attend within chunks"),
     ):
         lm.run([[5, 6, 7]], capture=pc.pattern[1])
+
+
+@BOTH
+def test_pictures_have_the_numbers_of_the_run(narrow, engine, tmp_path, monkeypatch):
+    lm = narrow.get(engine, "float32")
+    captures = [
+        pc.pattern[2:4],
+        pc.pattern[5, 1],
+        pc.Capture(pc.pattern[0], top=2),
+        pc.Capture(pc.pattern[1], "prompt[0]"),
+    ]
+    [run] = lm.run([PROMPTS[0]], capture=[*captures, pc.attn_scores[2]], **NEW)
+    shown, heads = run.attention.picture(), lm.sites.sizes.heads
+    assert list(run.attention)[:3] == ["pattern[2]", "pattern[3]", "pattern[5, 1]"]
+    assert shown.names[0] == "pattern[2], mean"
+    assert shown.names[-1] == "pattern[5, 1]"
+    assert len(shown.names) == 2 * (heads + 1) + 1  # neither the largest keys, nor scores, nor other queries
+    assert shown.tokens == tuple(run.token_strings[:-1])
+    of = dict(zip(shown.names, shown.maps, strict=True))
+    np.testing.assert_array_equal(of["pattern[3, 2]"], run[pc.pattern[3, 2]])
+    np.testing.assert_allclose(of["pattern[3], mean"], run[pc.pattern[3]].mean(1), atol=1e-6)
+    first = run.attention.picture("pattern[1]")
+    assert (first.queries, len(first.names)) == ((0,), heads + 1)
+    assert run.attention.plot(tmp_path / "heads.png", "pattern[5, 1]").exists()
+    assert "what attends to it" in run.attention._repr_html_()
+    with pytest.raises(pc.ProgramError, match=r"names: expected whole patterns, got pattern\[0\]"):
+        run.attention.picture("pattern[0]")
+    monkeypatch.setattr("patchclamp.attention.MAX_SHOWN", 1)  # nothing is read for a cell of a notebook
+    assert run.attention._repr_html_() is None
+    assert len(run.attention.picture(pc.pattern[2]).names) == heads + 1

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import attribution_patching, direct_attribution, edge_attribution
+from patchclamp.studies import (
+    attention_edges,
+    attention_rollout,
+    attribution_patching,
+    direct_attribution,
+    edge_attribution,
+    head_scores,
+)
 
 from ..models import of_family, with_words
 from ..wrong import WRONG, error_of
@@ -19,6 +26,9 @@ STUDIES = {
     attribution_patching: {**PAIR, "layers": 1, "sites": ["mlp_out"]},
     edge_attribution: PAIR,
     direct_attribution: {"prompt": IDS, "answer": 5, "by": ["layer"]},
+    attention_edges: {"prompt": IDS, "answer": 5, "foil": 6, "layers": 1, "tokens": "prompt"},
+    attention_rollout: {"prompt": IDS},
+    head_scores: {"length": 4, "sequences": 2},
 }
 cases = pytest.mark.parametrize(
     ("study", "argument"), [(study, name) for study in STUDIES for name in inspect.signature(study).parameters],

@@ -27,6 +27,18 @@ def test_a_client_of_ours_reads_them(server, local):
             assert np.array_equal(found.keys, expected.keys)
 
 
+def test_studies_run_in_a_client_too(server, local):
+    prompt = [5, 6, 7, 8, 9, 10]
+    with pc.LM(server.url, api_key=KEYS[0]) as lm:
+        there, here = (pc.studies.attention_edges(each, prompt, answer=77, layers="1:3") for each in (lm, local))
+        np.testing.assert_allclose(there.shares, here.shares, atol=1e-4)
+        there, here = (pc.studies.head_scores(each, length=5, sequences=1, layers=2) for each in (lm, local))
+        assert there.prompts == here.prompts
+        np.testing.assert_allclose(there.previous_token, here.previous_token, atol=1e-5)
+        [run] = lm.run([prompt], capture=pc.pattern[2], max_tokens=2)
+        assert "what attends to it" in run.attention._repr_html_()
+
+
 def test_attention_is_edited(server, local):
     prompt, edits = list(range(5, 25)), [
         pc.Knockout("prompt[2:6]", "pattern[:4]", "prompt[8:] | generated"),

@@ -12,6 +12,8 @@ IDS = [5, 6, 7]
 STUDIES = {
     "ablation_sweep": {"prompt": IDS, "answer": 5, "metric": "logprob"},
     "adapter_features": {"sae": "name", "prompts": [IDS], "lora": "unused"},
+    "attention_edges": {"prompt": IDS},
+    "attention_rollout": {"prompt": IDS},
     "attribution_patching": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
     "causal_trace": {"prompt": IDS, "subject": 1, "answer": 5},
     "direct_attribution": {"prompt": IDS, "answer": 5},
@@ -23,6 +25,7 @@ STUDIES = {
     "fit_probe": {"prompts": [IDS, [8, 9]], "labels": [0, 1]},
     "fuzz_sweep": {"prompts": [IDS], "strengths": [0.5]},
     "harvest": {"documents": [IDS], "folder": "unused", "sites": "embed"},
+    "head_scores": {"length": 4},
     "logit_lens": {"prompt": IDS},
     "patch_sweep": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
     "patchscope": {"source": IDS, "target": IDS},

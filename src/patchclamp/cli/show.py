@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchclamp.language.site import SPECS
-from patchclamp.plots import Curve, Curves, Heatmap, Picture, TokenGrid, style
+from patchclamp.plots import AttentionMaps, Curve, Curves, Heatmap, Picture, TokenGrid, style
 from patchclamp.plots.style import tick
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def show(console: Console, result: Any, top: int) -> None:
         return  # no prompts were held out, so there is nothing to show
     picture = result.picture()
     _head(console, picture, *(picture.notes if isinstance(picture, Curves) else
-                              [picture.explained] if isinstance(picture, TokenGrid) else []))  # fmt: skip
+                              [] if isinstance(picture, Heatmap) else [picture.explained]))  # fmt: skip
     if isinstance(picture, Heatmap):
         show_prompts(console, picture)
         show_best(console, picture, top)
@@ -52,11 +52,24 @@ def show(console: Console, result: Any, top: int) -> None:
         show_curves(console, picture)
         if isinstance(result, studies.FuzzSweepResult):
             show_answers(console, result)
+    elif isinstance(picture, AttentionMaps):
+        show_maps(console, picture, top)
     elif isinstance(picture, TokenGrid) and picture.table:
         table = _table(*picture.table[0])
         for row in picture.table[1 : top + 1]:
             table.add_row(*map(Text, row))
         console.print(table)
+
+
+def show_maps(console: Console, picture: AttentionMaps, top: int) -> None:
+    """Print the largest values from the last query."""
+    last_GK = picture.maps[:, -1]
+    table = _table("map", f"from {style.quoted(picture.tokens[picture.queries[-1]])} to", "value")
+    for place in np.argsort(-np.abs(last_GK), axis=None, kind="stable")[:top].tolist():
+        n, key = divmod(place, last_GK.shape[1])
+        value = style.number(float(last_GK[n, key]))
+        table.add_row(Text(picture.names[n]), Text(style.visible(picture.tokens[key])), value)
+    console.print(table)
 
 
 def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
@@ -111,6 +111,12 @@ def positions(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
+def ran_on(model: str, engine: str, dtype: str) -> str:
+    """Model, engine and dtype; a local folder is reduced to its name, because plots are shared."""
+    path = PurePath(model)
+    return f"{path.name if path.is_absolute() else model} · {engine} · {dtype}"
+
+
 # -- files
 
 
@@ -170,7 +176,7 @@ def _writing(path: str | Path | None) -> Iterator[None]:
 
 
 class Picture(Protocol):
-    """The picture of a result: a `Heatmap`, a `TokenGrid` or `Curves`."""
+    """The picture of a result: a `Heatmap`, a `TokenGrid`, `AttentionMaps` or `Curves`."""
 
     @property
     def title(self) -> str: ...

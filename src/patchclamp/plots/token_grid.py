@@ -123,9 +123,14 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         figure = style.new_figure(self.title, notes, width, sum(heights))
         parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)
         for part, line in zip(parts.flat, lines, strict=True):
-            grid = part.subplots(1, len(line), squeeze=False, width_ratios=[_width(panel) for panel in line])
-            for axes, panel in zip(grid.flat, line, strict=True):
+            widths = [_width(panel) for panel in line]
+            if len(line) < len(lines[0]):  # its panels stay as wide as those above
+                widths.append(width - sum(widths))
+            grid = part.subplots(1, len(widths), squeeze=False, width_ratios=widths)
+            for axes, panel in zip(grid.flat, line, strict=False):
                 _draw(axes, panel)
+            for axes in grid.flat[len(line) :]:
+                axes.set_axis_off()
         return figure
 
     def figure(self) -> Interactive:

@@ -9,6 +9,15 @@ import pkgutil
 
 from patchclamp.studies.ablation_sweep import AblationSweep, ablation_sweep
 from patchclamp.studies.adapter_features import AdapterFeatures, AdapterFeaturesResult, adapter_features
+from patchclamp.studies.attention_flow import (
+    AttentionEdge,
+    AttentionEdges,
+    AttentionEdgesResult,
+    AttentionRollout,
+    AttentionRolloutResult,
+    attention_edges,
+    attention_rollout,
+)
 from patchclamp.studies.attribution_patching import AttributionPatching, AttributionPatchingResult, attribution_patching
 from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
@@ -24,6 +33,7 @@ from patchclamp.studies.fit_lens import FitLens, FitLensResult, fit_lens, read_l
 from patchclamp.studies.fit_probe import FitProbe, FitProbeResult, fit_probe
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, HarvestResult, Project, harvest
+from patchclamp.studies.head_scores import HeadScore, HeadScores, HeadScoresResult, head_scores
 from patchclamp.studies.inputs import Column, Match
 from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.metric import Logprobs, Metric
@@ -51,21 +61,20 @@ from patchclamp.studies.sweep_result import (
 from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
-    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttributionPatching",
+    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttentionEdge",
+    "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",
     "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EdgeSweep", "EdgeSweepResult",
-    "EvaluateSAE", "EvaluateSAEResult",
-    "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens", "FitLensResult", "FitProbe",
-    "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "HarvestResult", "Harvested",
-    "LogitLens", "LogitLensResult", "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult",
-    "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering",
-    "SteeringVectors", "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts",
-    "TopContextsResult", "Zeros",
-    "ablation_sweep", "adapter_features", "attribution_patching", "causal_trace", "direct_attribution",
-    "edge_attribution", "edge_sweep", "evaluate_sae", "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep",
-    "harvest", "load",
-    "logit_lens", "parity", "patch_sweep", "patchscope", "path_patch", "read_lens", "steering_vectors",
-    "strength_curve", "top_contexts",
+    "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens",
+    "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
+    "HarvestResult", "Harvested", "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult",
+    "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
+    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
+    "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
+    "ablation_sweep", "adapter_features", "attention_edges", "attention_rollout", "attribution_patching",
+    "causal_trace", "direct_attribution", "edge_attribution", "edge_sweep", "evaluate_sae", "feature_attribution",
+    "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep",
+    "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

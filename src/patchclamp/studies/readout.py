@@ -280,7 +280,11 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
 
     def shares(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
         """The share of each number of the rows in ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
-        return rows_NW * (self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T) * self.factor
+        return rows_NW * self.towards(rows_NW, directions_ND)
+
+    def towards(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
+        """The directions among the numbers of the rows, [N, W], with the norm's scale frozen."""
+        return self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T * self.factor
 
     def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
         """The share of the biases in it, [N]."""

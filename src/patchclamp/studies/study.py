@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -46,6 +46,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
+from patchclamp.plots.style import ran_on
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import parse_header, with_sorted_header
@@ -154,9 +155,8 @@ class Provenance(PublicStruct, frozen=True):
 
     @property
     def where(self) -> str:
-        """Model, engine and dtype for plots; a local folder is reduced to its name, because plots are shared."""
-        path = PurePath(self.model)
-        return f"{path.name if path.is_absolute() else self.model} · {self.engine} · {self.dtype}"
+        """Model, engine and dtype for plots."""
+        return ran_on(self.model, self.engine, self.dtype)
 
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
