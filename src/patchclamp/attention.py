@@ -83,7 +83,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         if not isinstance(at.layers, int):
             raise ProgramError(f"expected one layer, such as {at.name}[0], got {at}")
         [found] = self.of_layers(at, path)
-        return found
+        return found._replace(values=found.values.copy())
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, (str, Site)):
@@ -154,7 +154,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
         """The results of a site's layers, of the capture at a path or of the last ones; of all layers, of those that
-        were captured."""
+        were captured. Their values may be views of the run's rows."""
         return [self._read(at, ref, path) for ref in self._refs(at)]
 
     def layers(self, at: Site, path: str = "") -> list[int]:
@@ -197,13 +197,13 @@ class AttentionRead(Mapping[str, AttentionResult]):
             values_THK, bits = values_THK[..., : op.top], values_THK[..., op.top :]
             keys = np.ascontiguousarray(bits).view(np.int32)
         elif op.spans is not None:
-            chosen = [run.select(span) for span in op.spans]
+            chosen = [_range_of(run.select(span)) for span in op.spans]
             values_THK = np.stack([values_THK[..., span].sum(-1) for span in chosen], -1)
         else:
             keys = run.select(op.keys or every)
             if not len(keys):
                 raise TokensError(f"{op.keys}: the selection has no token, so that there are no keys", "keys")
-            values_THK = values_THK[..., keys]
+            values_THK = values_THK[..., _range_of(keys)]
         if isinstance(at.index, int):
             values_THK = values_THK[:, 0]
             keys = keys[:, 0] if op.top is not None and keys is not None else keys
@@ -217,9 +217,16 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
         raise ProgramError(f"{at} was captured with top=: read run.attention[{str(several[0].site)!r}], with its keys")
     if any(each.positions != several[0].positions for each in several):
         raise ProgramError(f"{at}: its layers have different positions: read one layer at a time")
-    values = several[0].values if isinstance(at.layers, int) else np.stack([each.values for each in several])
     try:
         import torch
     except ImportError:
-        return values
-    return torch.from_numpy(np.ascontiguousarray(values))
+        return (
+            np.stack([each.values for each in several]) if not isinstance(at.layers, int) else several[0].values.copy()
+        )
+    rows = [torch.from_numpy(each.values) for each in several]  # torch copies with many threads
+    return rows[0].clone(memory_format=torch.contiguous_format) if isinstance(at.layers, int) else torch.stack(rows)
+
+
+def _range_of(index: np.ndarray) -> np.ndarray | slice:
+    """The slice of consecutive numbers, which needs no copy; other numbers unchanged."""
+    return slice(int(index[0]), int(index[-1]) + 1) if len(index) and (np.diff(index) == 1).all() else index

@@ -69,12 +69,12 @@ def differences(name: str) -> dict[str, float]:
 
 def _knocked(lm: pc.LM, net: Any, prompt: list[int]) -> float:
     """The error of `final_norm` with knocked out edges, in prompt and decode, relative to what they change."""
-    edit = pc.Knockout(pc.prompt[3:60], pc.pattern, pc.prompt[70:] | pc.generated)
+    edit = pc.Knockout(pc.prompt[66:69], pc.pattern, pc.prompt[70:] | pc.generated)  # within windows, too
     plain, run = lm.run([prompt] * 2, edits=[[], [edit]], capture=pc.final_norm, **NEW)
     rows = run[pc.final_norm]
     ids, late = [*run.prompt_token_ids, *run.token_ids[:-1]], range(70, len(rows))
     heads = range(lm.sites.sizes.heads)
-    removed = {layer: [(head, late, range(3, 60)) for head in heads] for layer in range(lm.model.layers)}
+    removed = {layer: [(head, late, range(66, 69)) for head in heads] for layer in range(lm.model.layers)}
     norms = list[torch.Tensor]()
     hook = net.get_output_embeddings().register_forward_pre_hook(lambda _, args: norms.append(args[0][0].float().cpu()))
     for edges in (removed, None):
