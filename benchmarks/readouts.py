@@ -133,6 +133,19 @@ class Bench:
             "run by run": lambda: self.lm.fetch(captured()), "means": lambda: self.lm.rows(captured(pool="mean")),
         })  # fmt: skip
 
+    def lenses(self) -> None:
+        """The five likeliest tokens of 8 layers, of every generated token, in the caller's hands."""
+        layers = list(range(0, self.lm.model.layers, max(self.lm.model.layers // 8, 1)))[:8]
+        lens = pc.Lens(pc.resid_post[layers], top=5, tokens=pc.generated)
+        options = {"max_tokens": self.new, "sampling": {"ignore_eos": True}}
+        self.compare(f"64 requests of {self.length} + {self.new} tokens, {len(layers)} layers", {
+            "no program": lambda: self.lm.run(self.prompts(self.length, count=64), **options),
+            "captured": lambda: self.lm.run(
+                self.prompts(self.length, count=64), capture=pc.resid_post[layers] @ pc.generated, **options
+            ),
+            "lenses": lambda: self.lm.lens(self.lm.run(self.prompts(self.length, count=64), capture=lens, **options)),
+        })  # fmt: skip
+
     def features(self) -> None:
         """The largest 32 of an SAE's 16,384 features, of every token, in the caller's hands; and one feature set."""
         width, at, count = self.lm.model.d_model, pc.resid_post[self.middle], 1 << 14
