@@ -7,8 +7,10 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import patchclamp as pc
+from patchclamp.engines.lenses import likeliest
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.verify import verify
@@ -380,3 +382,16 @@ def test_bound_lenses_are_verified_on_arrival(lm):
     for op in wrong:
         with pytest.raises(pc.ProgramError):
             check(op)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 511, 512, 513, 1000, 49_152])
+def test_the_likeliest_of_chunks_are_those_of_the_row(vocabulary):
+    draw = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(6, vocabulary, generator=draw)
+    logits[1] = logits[1].round()  # with ties
+    for top in (1, 5, min(128, vocabulary)):
+        ids, logprobs = likeliest(logits, min(top, vocabulary))
+        expected = logits.log_softmax(-1).topk(min(top, vocabulary))
+        torch.testing.assert_close(logprobs, expected.values)
+        torch.testing.assert_close(logits.log_softmax(-1).gather(1, ids), logprobs)
+        assert all(len(set(row)) == len(row) for row in ids.tolist())

@@ -5,7 +5,7 @@ N rows · D model width · V vocabulary · K likeliest tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # unembedded together
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+CHUNK = 512  # logits of a row, of which the largest is found first
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 
@@ -65,17 +66,45 @@ def top_tokens(
     """The ids and log-probabilities [N, K] of all rows, one after another; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
         raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
-    translate = translation(translator, device)
-    ids, logprobs, is_here = [np.zeros((0, top), np.int32)], [np.zeros((0, top), np.float32)], True
-    size = min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))
-    for part_ND in torch.cat([*rows]).split(size) if rows else ():
-        rows_ND = translate(part_ND.float().to(device))
-        logits_NV = unembed(rows_ND) if len(rows_ND) else rows_ND.new_zeros(0, sites.d_vocab)
+    translate, is_here = translation(translator, device), True
+    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that no part waits for another
+    for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):
+        rows_ND = torch.cat([each.to(device, non_blocking=True).float() for each in part])
+        logits_NV = unembed(translate(rows_ND))
         if logits_NV is None:  # another worker has them; this one takes part in every product
             is_here = False
             continue
-        logits_NV = logits_NV.float()
-        best = logits_NV.topk(top)
-        ids.append(best.indices.int().cpu().numpy())
-        logprobs.append((best.values - logits_NV.logsumexp(-1, keepdim=True)).cpu().numpy())
-    return (np.concatenate(ids), np.concatenate(logprobs)) if is_here else None
+        best, logprob_NK = likeliest(logits_NV.float(), top)
+        ids.append(best.int())
+        logprobs.append(logprob_NK)
+    if not is_here:
+        return None
+    if not ids:
+        return np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
+    return torch.cat(ids).cpu().numpy(), torch.cat(logprobs).cpu().numpy()
+
+
+def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The rows in parts of at most `size`, in order."""
+    part, count = list[torch.Tensor](), 0
+    for piece in (piece for each in rows for piece in each.split(size) if len(piece)):
+        if count + len(piece) > size:
+            yield part
+            part, count = [], 0
+        part.append(piece)
+        count += len(piece)
+    if part:
+        yield part
+
+
+def likeliest(logits_NV: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and the log-probabilities of the largest logits, [N, K]. They are in the chunks of a row with the largest
+    maxima, and the rest of the row is not sorted."""
+    chunks = logits_NV.shape[1] // CHUNK
+    largest_NC = logits_NV[:, : chunks * CHUNK].unflatten(1, (chunks, CHUNK)).amax(-1)
+    chunk_NK = largest_NC.topk(min(top, chunks)).indices
+    id_NE = (chunk_NK[..., None] * CHUNK + torch.arange(CHUNK, device=logits_NV.device)).flatten(1)
+    last_E = torch.arange(chunks * CHUNK, logits_NV.shape[1], device=logits_NV.device)
+    id_NE = torch.cat([id_NE, last_E.expand(len(id_NE), -1)], 1)
+    best = logits_NV.gather(1, id_NE).topk(top)
+    return id_NE.gather(1, best.indices), best.values - logits_NV.logsumexp(-1, keepdim=True)
