@@ -84,6 +84,7 @@ def test_what_is_kept_of_a_row(narrow, plain, engine):
     whole, *_ = lm.run(PROMPTS, capture=[pc.pattern, pc.attn_scores[0, 1]], **NEW)
     one = whole[pc.pattern[2, 3]]
     assert torch.equal(one, whole[pc.pattern][2, :, 3])
+    assert repr(whole).endswith("attention of 9 sites>")
     assert torch.equal(one, whole["blocks.2.attn.hook_pattern"][:, 3])
     assert torch.equal(whole[pc.pattern[2, 1:3]], whole[pc.pattern][2, :, 1:3])
     assert whole.positions(pc.pattern) == list(range(len(one)))
