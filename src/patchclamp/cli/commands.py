@@ -1,5 +1,5 @@
-"""Commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `push`, `run`, `serve`, `sites`), and
-the parsing of options."""
+"""Commands that are not made from a study (`demo`, `doctor`, `export`, `harvest`, `parity`, `push`, `run`, `serve`,
+`sites`), and the parsing of options."""
 
 from __future__ import annotations
 
@@ -404,6 +404,32 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
+def export(
+    model: Model,
+    program: Annotated[str, typer.Option(
+        help='As --edit of `patchclamp run`: JSON, a .json file, or named programs of --bank.')],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new checkpoint; an empty folder, or none.")],
+    bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(
+        help="A text on which the effect is measured; repeatable. Random tokens by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the written weights; the checkpoint's by default.")] = None,
+) -> None:  # fmt: skip
+    """Write a checkpoint with the effect of a program in its weights, checked against the program, with a model card.
+
+    Linear edits on all tokens at attn_out and mlp_out, and ablations of the whole stream; the rest is refused.
+    """
+    from patchclamp.exporting import export as write
+    from patchclamp.store.named import NamedBank
+
+    edits, entries = under("--program", read_edits, program), NamedBank()
+    if bank is not None:
+        under("--bank", entries.load, bank)
+    with quietly(), ERR.status("exporting …"):
+        made = write(model, edits, out, prompts=prompt, bank=entries, dtype=dtype)
+    OUT.print(f"wrote {made.folder}: {made.kl:.4g} nats from the original; log-probabilities equal the program's "
+              f"within {made.error:.2g}, as stored within {made.stored_error:.2g}", soft_wrap=True)  # fmt: skip
+
+
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in other commands, or the URL of a server.")],
     prompt: Annotated[str, typer.Argument(help="The text of the prompt.")],
@@ -672,4 +698,4 @@ def sites(
     raise typer.Exit(1 if promised and not all(proof.holds for proof in proofs) else 0)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, harvest, parity, push, run, serve, sites)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, export, harvest, parity, push, run, serve, sites)

@@ -254,7 +254,7 @@ class TransformersEngine(Engine):
             dtype = (default_dtype(name) if torch.device(self.device).type == "cpu" else None) or "auto"
         wanted = _dtype(dtype)
         try:
-            self._net = _load(name, wanted, trust_remote_code).to(self.device).eval()
+            self._net = load_net(name, wanted, trust_remote_code).to(self.device).eval()
             self.tokenizer: Tokenizer = (
                 NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
             )
@@ -608,7 +608,7 @@ def _checked_device(device: str | None) -> str:
     return str(device)
 
 
-def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
+def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
     """Load a checkpoint's model. Raises `ModelError` if Transformers initialized missing weights at random."""
     import transformers
 
