@@ -420,8 +420,9 @@ def export(
     """
     from patchclamp.exporting import export as write
     from patchclamp.store.named import NamedBank
+    from patchclamp.studies.inputs import edits_in
 
-    edits, entries = under("--program", read_edits, program), NamedBank()
+    edits, entries = under("--program", edits_in, program), NamedBank()
     if bank is not None:
         under("--bank", entries.load, bank)
     with quietly(), ERR.status("exporting …"):
@@ -449,6 +450,7 @@ def run(
     """Run one prompt with edits and captures, and print its text."""
     from patchclamp.language import Program
     from patchclamp.language.site import parse_site
+    from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
         raise ProgramError("expected a file for what is captured", "--out")
@@ -456,7 +458,7 @@ def run(
         raise ProgramError("expected a site to capture", "--capture")
     check_file(out, "--out")
     check_engine(engine)
-    edits = [op for text in edit or () for op in under("--edit", read_edits, text)]
+    edits = [op for text in edit or () for op in under("--edit", edits_in, text)]
     for text in capture or ():
         under("--capture", parse_site, text)
     options = read_options(option, dtype)
@@ -473,25 +475,6 @@ def run(
             OUT.print(f"wrote {out}: {', '.join(captured)}", soft_wrap=True)
     for path in made.idle_edits:
         ERR.print(f"note: {path} acted on no token", soft_wrap=True)
-
-
-def read_edits(text: str) -> list[Any]:
-    """The ops of `--edit`: one as JSON, a list of them, those of a file, or a mix of named programs."""
-    from patchclamp.language import Program
-
-    if text.endswith(".json"):
-        from patchclamp.studies.inputs import lines_of
-
-        text = "\n".join(lines_of(Path(text)))
-    if not text.lstrip().startswith(("{", "[")):
-        return list(Program.parse(text).edits)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
-    whole = isinstance(data, dict) and "edits" in data
-    program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    return list(Program.from_json(json.dumps(program)).edits)
 
 
 def save_captures(made: Any, captured: list[str], path: Path) -> None:
@@ -514,10 +497,11 @@ def push(
     """Upload a vector or a program to a server."""
     from patchclamp.language import Program
     from patchclamp.store.named import NamedBank
+    from patchclamp.studies.inputs import edits_in
 
     bank = NamedBank()
     if file.suffix == ".json":
-        bank[name] = Program.of(under("FILE", read_edits, str(file)))
+        bank[name] = Program.of(under("FILE", edits_in, str(file)))
     elif file.suffix == ".npy":
         bank[name] = read_array(file, "FILE")
     else:
