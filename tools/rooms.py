@@ -20,6 +20,7 @@ JOBS = {
     "doctor": "what works on this machine, and what does not",
     "trace": "pc.LM: proxies of tensors that write programs",
     "proving": "proves each site on the live model",
+    "exporting": "a program's effect as a checkpoint",
     "lm": "checks a call, binds its programs, hands it over",
     "grade": "many programs on one prompt: reads, runs as requests",
     "call": "the arguments of a call, read for each prompt",
@@ -38,7 +39,7 @@ JOBS = {
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
-    "call": ("#0969da", ("trace", "proving", "lm", "grade", "call", "stream", "run", "attention")),
+    "call": ("#0969da", ("trace", "proving", "exporting", "lm", "grade", "call", "stream", "run", "attention")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
     "know": ("#57606a", ("sites", "store", "language", "errors", "version")),

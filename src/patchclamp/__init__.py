@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.engines.base import Part
     from patchclamp.engines.grading import Grades
+    from patchclamp.exporting import export
     from patchclamp.language.tokens import Tokens, TokensLike
     from patchclamp.run import Run
     from patchclamp.stream import Stream
@@ -94,6 +95,7 @@ _LAZY = {
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),
+    "export": ("patchclamp.exporting", "export"),
     "studies": ("patchclamp.studies", None),
 }
 
@@ -145,6 +147,7 @@ __all__ = [
     "__version__",
     "between",
     "every",
+    "export",
     "generated",
     "image",
     "prompt",

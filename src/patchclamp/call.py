@@ -37,6 +37,7 @@ class CallArguments(TypedDict, total=False):
     temperature: float | None
     score: Any
     logprobs: bool | int | Sequence[bool | int]
+    prompt_logprobs: bool | int | Sequence[bool | int]
     stop_when: ProbeCondition | Sequence[ProbeCondition | None] | None
     lora: Any
     chat_template_kwargs: Mapping[str, Any] | None
@@ -62,7 +63,7 @@ def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[
     named = (isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in samplings)
     if len(samplings) != prompts or not all(named):
         raise ProgramError(f"expected names and values, or a list of {prompts} of them, one per prompt", "sampling")
-    for name in ("max_tokens", "logprobs"):
+    for name in ("max_tokens", "logprobs", "prompt_logprobs"):
         if any(name in one for one in samplings):
             raise ProgramError(f"{name} is an argument of the call: {name}=…", f"sampling.{name}")
     for name in given:
@@ -132,20 +133,20 @@ def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
     return each
 
 
-def top_logprobs_of(logprobs: Any, scores: Sequence[Any]) -> list[int | None]:
-    """For each prompt, whose tokens to score are given, the number of top tokens to report at each generated token; 0:
-    only that token; None: no log-probabilities."""
+def top_logprobs_of(logprobs: Any, scores: Sequence[Any], name: str = "logprobs") -> list[int | None]:
+    """For each prompt, whose tokens to score are given, the number of top tokens to report at each token; 0: only that
+    token; None: no log-probabilities. `name`: of the argument."""
     each = logprobs if isinstance(logprobs, (list, tuple)) else [logprobs] * len(scores)
     if len(each) != len(scores):
-        raise ProgramError(f"{len(each)} values for {len(scores)} prompts", "logprobs")
-    return [_top_logprobs_of(one, len(tokens) > 0) for one, tokens in zip(each, scores, strict=True)]
+        raise ProgramError(f"{len(each)} values for {len(scores)} prompts", name)
+    return [_top_logprobs_of(one, len(tokens) > 0, name) for one, tokens in zip(each, scores, strict=True)]
 
 
-def _top_logprobs_of(logprobs: Any, scored: bool) -> int | None:
+def _top_logprobs_of(logprobs: Any, scored: bool, name: str) -> int | None:
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:
-        raise ProgramError(f"expected True, or a number from 1 to {MAX_SCORES}, got {logprobs!r}", "logprobs")
+        raise ProgramError(f"expected True, or a number from 1 to {MAX_SCORES}, got {logprobs!r}", name)
     if scored:
         raise ProgramError("top log-probabilities are not available with score=; write logprobs=True", "logprobs")
     return int(logprobs)

@@ -185,6 +185,8 @@ class LM:
             one token, or a list of such lists, one per prompt
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
             top k tokens too (`run.top_logprobs`); or a list of these, one per prompt
+        prompt_logprobs: the same for each token of the prompt, given those before it (`run.prompt_logprobs` and
+            `run.prompt_top_logprobs`). The whole prompt is computed, even if its prefix is cached
         stop_when: a condition on probes, such as `probe > 0.8`, that ends the run at the first generated token where it
             holds, with `finish_reason` "stop" and `stop_reason` "probe:NAME"; or a list of these or None, one per
             prompt. Its probes are added to the captures
@@ -343,15 +345,22 @@ class LM:
     ) -> float: ...
     @overload
     def loglikelihood(
-        self, prompt: Sequence[str | Sequence[int]], continuation: Sequence[str | Sequence[int]], *, edits: Any = ()
+        self, prompt: str | Sequence[int], continuation: Sequence[str | Sequence[int]], *, edits: Any = ()
     ) -> list[float]: ...
+    @overload
+    def loglikelihood(
+        self, prompt: Sequence[str | Sequence[int]], continuation: Sequence[Any], *, edits: Any = ()
+    ) -> list[Any]: ...
     def loglikelihood(self, prompt: Any, continuation: Any, *, edits: Any = ()) -> Any:
         """Returns the log-probability of a continuation of a prompt, summed over its tokens, each given those before it
         (teacher forcing), in nats.
 
         prompt: text or token ids, or a list of either, for which a list is returned
-        continuation: text or token ids; a list of them for a list of prompts
+        continuation: text or token ids, or several of either, such as the choices of a question, for which a list is
+            returned; for a list of prompts a list with one of these for each
         edits: the edits of every run; `generated` is the continuation
+
+        All are graded together (`grade`). A text is tokenised by itself.
         """
         prompts, listed = self._prompts(prompt, None, None)
         continuations = list(continuation) if listed else [continuation]
@@ -359,18 +368,20 @@ class LM:
             raise ProgramError(f"expected a continuation for each of {len(prompts)} prompts", "continuation")
         bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
         jobs: list[GradeJob] = []
+        are_several = [_are_several(given) for given in continuations]
         for i, (one, given) in enumerate(zip(prompts, continuations, strict=True)):
             try:
-                [ids] = read_scores([given], self.tokenizer.bare, self.model.d_vocab)
+                scores = read_scores(given if are_several[i] else [given], self.tokenizer.bare, self.model.d_vocab)
             except PatchclampError as error:
                 raise type(error)(error.message, f"continuation[{i}]" if listed else "continuation") from None
-            terms = [[(ids[:n], token) for n, token in enumerate(ids)]]
+            terms = [[(ids[:n], token) for n, token in enumerate(ids)] for ids in scores]
             jobs.append(self._grade_job(one, [edits], terms, False, 0, bindings))
-        found: list[float] = []
-        for grades in self.graded(jobs):
+        found: list[Any] = []
+        for grades, several in zip(self.graded(jobs), are_several, strict=True):
             for error in grades.errors.values():
                 raise error
-            found.append(float(grades.logprobs[0, 0]))
+            values = grades.logprobs[0].tolist()
+            found.append(values if several else values[0])
         return found if listed else found[0]
 
     def _grade_job(
@@ -504,6 +515,7 @@ class LM:
         sampling: Any = None,
         score: Any = (),
         logprobs: bool | int | Sequence[bool | int] = False,
+        prompt_logprobs: bool | int | Sequence[bool | int] = False,
         stop_when: Any = None,
         lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -533,10 +545,11 @@ class LM:
         scores = per_prompt(() if score is None else score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
         tops = top_logprobs_of(logprobs, scores)
+        of_prompts = top_logprobs_of(prompt_logprobs, [()] * len(prompts), "prompt_logprobs")
         bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
         requests = [
             self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],
-                          f"prompt {i}" if listed else None, tops[i], bindings, number)
+                          f"prompt {i}" if listed else None, (tops[i], of_prompts[i]), bindings, number)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]  # fmt: skip
@@ -893,12 +906,12 @@ class LM:
         max_tokens: int,
         adapter: Adapter | None,
         path: str | None,
-        logprobs: int | None,
+        logprobs: tuple[int | None, int | None],
         bindings: Bindings,
         number: int,
     ) -> Request:
         """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list.
-        `number`: of its sample."""
+        `logprobs`: of generated tokens, and of the prompt's; `number`: of its sample."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -914,9 +927,9 @@ class LM:
             raise error if path is None else error.under(path) from None
         bound = None if binding.bound is None else of_sample(binding.bound, number)
         return Request(
-            key, ids, max_tokens, bound, binding.vectors, sampling, tuple(score), logprobs,
+            key, ids, max_tokens, bound, binding.vectors, sampling, tuple(score), logprobs[0],
             binding.code, text, binding.sources, adapter=adapter, chat=chat, images=images,
-            inputs=None if expanded is None else expanded.inputs,
+            inputs=None if expanded is None else expanded.inputs, prompt_logprobs=logprobs[1],
         )  # fmt: skip
 
     def scored(self, score: Any) -> list[int]:
@@ -953,6 +966,11 @@ for _method in (LM.run, LM.arun, LM.stream):
     _method.__signature__ = inspect.signature(LM._read_call).replace(  # pyright: ignore[reportFunctionMemberAccess]
         return_annotation=inspect.signature(_method).return_annotation
     )
+
+
+def _are_several(given: Any) -> bool:
+    """True for a list of texts or of lists of token ids."""
+    return isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple)) for each in given)
 
 
 class _Prompt(NamedTuple):

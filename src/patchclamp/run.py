@@ -203,6 +203,22 @@ class Run:
         return self.answer.top_logprobs
 
     @property
+    def prompt_logprobs(self) -> list[float]:
+        """The log-probability of each token of the prompt, given those before it; of the first NaN. Raises
+        `ProgramError` if the run did not request them."""
+        if self.answer.prompt_logprobs is None:
+            raise ProgramError("this run has none of its prompt: ask for them, lm.run(..., prompt_logprobs=True)")
+        return [float("nan"), *self.answer.prompt_logprobs]
+
+    @property
+    def prompt_top_logprobs(self) -> list[dict[int, float]]:
+        """The log-probabilities of the top tokens at each token of the prompt; of the first none. Raises `ProgramError`
+        if not requested."""
+        if len(self.answer.prompt_top_logprobs) != len(self.answer.prompt_logprobs or ()):
+            raise ProgramError("this run has none of its prompt: ask for some, as in lm.run(..., prompt_logprobs=5)")
+        return [{}, *self.answer.prompt_top_logprobs]
+
+    @property
     def scores(self) -> dict[int, float]:
         return self.answer.scores
 

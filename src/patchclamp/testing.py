@@ -35,6 +35,7 @@ from patchclamp.engines.base import (
     only_uniform,
     settle,
 )
+from patchclamp.engines.grading import log_softmax
 from patchclamp.engines.tokenizer import Turn, find_turns
 from patchclamp.errors import (
     EngineError,
@@ -318,7 +319,9 @@ class FakeEngine(Engine):
         for run, chunk in programs.end():
             if run in self._captured:
                 self._captured[run].append(chunk)
-        for writer, count, logits_V in zip(writers, counts, logits_NV, strict=True):
+        for writer, begin, count, logits_V in zip(writers, first, counts, logits_NV, strict=True):
+            if writer.request.prompt_logprobs is not None:
+                writer.take_prompt(self._net.unembed(self._net.normed_RD[begin : begin + count]))
             writer.take(count, logits_V)
 
 
@@ -432,6 +435,8 @@ class _ActiveRequest:
         self.computed = 0
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[float] = []
+        self.prompt_top_logprobs: list[dict[int, float]] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
         self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
@@ -460,11 +465,23 @@ class _ActiveRequest:
         if self.request.listener is not None:  # in this vocabulary every token is complete text
             self.request.listener(Part(self._tokenizer.decode([token]), [token], self.logprobs[-1:]))
 
+    def take_prompt(self, logits_NV: np.ndarray) -> None:
+        """Read the log-probabilities of the prompt's tokens from the logits at the tokens before them."""
+        top, tokens = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[self.computed + 1 :]
+        for token, logprobs_V in zip(tokens, log_softmax(logits_NV), strict=False):  # the last row is of no token of it
+            self.prompt_logprobs.append(float(logprobs_V[token]))
+            best = np.argsort(-logprobs_V, kind="stable")[:top].tolist()
+            self.prompt_top_logprobs += [{token: float(logprobs_V[token]) for token in best}] if top else []
+
     def answer(self) -> Answer:
         ids = self.tokens[len(self.request.prompt_token_ids) :]
         logprobs = None if self.request.logprobs is None else self.logprobs
         text = functools.partial(self._tokenizer.decode, ids)
-        return Answer(ids, text, logprobs, self.scores, self.reason, 0, self.top_logprobs)
+        return Answer(
+            ids, text, logprobs, self.scores, self.reason, 0, self.top_logprobs,
+            prompt_logprobs=None if self.request.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
+        )  # fmt: skip
 
 
 class _Layer(msgspec.Struct, frozen=True):
@@ -490,6 +507,7 @@ class _Net:
         self._embedding_VD = draw.standard_normal((d_vocab, d_model)).astype(np.float32)
         self._layers = [_Layer(*(weight(*shape) for shape in shapes)) for _ in range(layers)]
         self._unembedding_DV = weight(d_model, d_vocab)
+        self.normed_RD: np.ndarray = np.zeros((0, d_model), np.float32)  # of the last step
         self._heads, self._size = heads, d_model // heads
         frequency = 10000.0 ** -(np.arange(self._size // 2) / (self._size // 2))
         angle = np.arange(positions)[:, None] * frequency
@@ -534,6 +552,7 @@ class _Net:
         tap("stream_end", None, h_RD)
         h_RD = _norm(h_RD)
         tap("final_norm", None, h_RD)
+        self.normed_RD = h_RD
         logits_NV = self.unembed(h_RD[np.cumsum(counts) - 1])
         tap("logits", None, logits_NV)
         return logits_NV

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,12 @@ def stock(narrowed):
 
 
 @pytest.fixture(scope="session")
+def on_stock():
+    """`on_stock(engines, prompts)` is what prompts give on stock vLLM, as with `stock`, of other models."""
+    return lambda engines, prompts: _finish(_start("stock.py", engines, prompts))
+
+
+@pytest.fixture(scope="session")
 def compiled(shortest):
     """`compiled("float32")` is that of compiled engines, and the same of patchclamp without a program, in a process too."""
     dtypes = {"bfloat16": {"compilation_config": EMULATE}, "float32": {}}
@@ -172,8 +178,8 @@ def compiled(shortest):
     return dict(zip(dtypes, zip(*both, strict=True), strict=True)).__getitem__
 
 
-def _start(script: str, engines: list[dict]) -> subprocess.Popen:
-    asked = {"engines": [VLLM | engine for engine in engines], "prompts": PROMPTS, "max_tokens": 8}
+def _start(script: str, engines: list[dict], prompts: Sequence = PROMPTS) -> subprocess.Popen:
+    asked = {"engines": [VLLM | engine for engine in engines], "prompts": prompts, "max_tokens": 8}
     command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(asked)]
     plugins = {"VLLM_PLUGINS": ""} if script == "stock.py" else {}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **plugins}

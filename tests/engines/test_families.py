@@ -163,6 +163,16 @@ def test_values_are_their_input_times_their_weights(pair):
             assert worst_row(made.flatten(1), run[f"v[{layer}]"].reshape(len(made), -1)) <= 1e-4
 
 
+def test_log_probabilities_of_the_prompt_are_equal(pair):
+    """Of models that scale or cap their logits too."""
+    edits = [pc.Scale(0.5, pc.resid_pre[1])]
+    ours, theirs = (lm.run(PROMPTS, max_tokens=1, edits=edits, prompt_logprobs=2) for lm in (pair.lm, pair.hub))
+    for run, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(run.prompt_logprobs, other.prompt_logprobs, atol=1e-4)
+        for row, expected in zip(run.prompt_top_logprobs, other.prompt_top_logprobs, strict=True):
+            np.testing.assert_allclose(sorted(row.values()), sorted(expected.values()), atol=1e-4)
+
+
 @pytest.mark.parametrize("engine", ["lm", "hub"])
 def test_an_edit_of_a_part_leaves_the_others(pair, engine):
     lm = getattr(pair, engine)

@@ -47,6 +47,7 @@ SHARED = parity.programs(144, 8, SPAN, BEGIN)
 CASES = {
     "plain": dict(logprobs=True),
     "steered": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.generated, scale=4.0)], logprobs=3),
+    "prompt": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], scale=4.0)], prompt_logprobs=3),
     "captured": dict(capture=[pc.resid_post, pc.z[5, 3] @ pc.prompt[-1], pc.Capture(pc.embed, dtype="bfloat16")]),
     "projected": dict(
         capture=[
@@ -103,6 +104,8 @@ def check_same(a: pc.Run, b: pc.Run) -> None:
     assert (a.token_ids, a.text, a.scores, a.finish_reason) == (b.token_ids, b.text, b.scores, b.finish_reason)
     assert a.answer.logprobs == b.answer.logprobs
     assert a.answer.top_logprobs == b.answer.top_logprobs
+    assert a.answer.prompt_logprobs == b.answer.prompt_logprobs
+    assert a.answer.prompt_top_logprobs == b.answer.prompt_top_logprobs
     assert (a.sites, a.acted) == (b.sites, b.acted)
     assert list(a.probes) == list(b.probes)
     for name in a.probes:

@@ -43,6 +43,24 @@ def test_a_variant_is_its_program(server, local, calm):
     assert {chunk.model for chunk in chunks} == {calm}
 
 
+def test_likelihoods_through_a_variant(server, local, calm):
+    """As lm-evaluation-harness asks for them (`local-completions`), and by vLLM's own field."""
+    ids = local.tokens(PROMPT)
+    run = local.run(ids, max_tokens=1, edits=[STEERED], prompt_logprobs=1)
+    assert run.prompt_logprobs[1:] != local.run(ids, max_tokens=1, prompt_logprobs=1).prompt_logprobs[1:]
+    for _ in range(2):  # the second time the prefix is cached
+        asked = {"prompt": ids, "max_tokens": 1, "temperature": 0, "seed": 1234}
+        echoed = server.openai().completions.create(model=calm, **asked, logprobs=1, echo=True).choices[0].logprobs
+        assert echoed.token_logprobs[0] is None
+        assert echoed.token_logprobs[1 : len(ids)] == pytest.approx(run.prompt_logprobs[1:], abs=1e-5)
+        told = server.openai().completions.create(model=calm, **asked, extra_body={"prompt_logprobs": 1}).choices[0]
+        found = [of[str(token)]["logprob"] for of, token in zip(told.prompt_logprobs[1:], ids[1:], strict=True)]
+        assert found == pytest.approx(run.prompt_logprobs[1:], abs=1e-5)
+    assert local.loglikelihood(ids[:3], ids[3:], edits=[STEERED]) == pytest.approx(
+        sum(run.prompt_logprobs[3:]), abs=1e-4
+    )
+
+
 def test_a_mix_of_programs_is_a_model(server, local, calm):
     added = [
         msgspec.structs.replace(STEERED, scale=STEERED.scale * factor, tokens=pc.generated[1:9]) for factor in (0.5, -2)

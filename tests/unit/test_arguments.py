@@ -19,6 +19,7 @@ STUDIES = {
     "direct_attribution": {"prompt": IDS, "answer": 5},
     "edge_attribution": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
     "edge_sweep": {"prompt": IDS, "answer": 5, "metric": "logprob"},
+    "evaluate": {"samples": [{"prompt": "a", "answer": "b"}]},
     "evaluate_sae": {"sae": "name", "prompts": [IDS]},
     "feature_attribution": {"sae": "name", "prompt": IDS, "answer": 5},
     "fit_lens": {"dataset": [IDS, [8, 9]], "steps": 1},

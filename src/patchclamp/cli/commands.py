@@ -1,5 +1,5 @@
-"""Commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `push`, `run`, `serve`, `sites`), and
-the parsing of options."""
+"""Commands that are not made from a study (`demo`, `doctor`, `export`, `harvest`, `parity`, `push`, `run`, `serve`,
+`sites`), and the parsing of options."""
 
 from __future__ import annotations
 
@@ -404,6 +404,33 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
+def export(
+    model: Model,
+    program: Annotated[str, typer.Option(
+        help='As --edit of `patchclamp run`: JSON, a .json file, or named programs of --bank.')],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new checkpoint; an empty folder, or none.")],
+    bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(
+        help="A text on which the effect is measured; repeatable. Random tokens by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the written weights; the checkpoint's by default.")] = None,
+) -> None:  # fmt: skip
+    """Write a checkpoint with the effect of a program in its weights, checked against the program, with a model card.
+
+    Linear edits on all tokens at attn_out and mlp_out, and ablations of the whole stream; the rest is refused.
+    """
+    from patchclamp.exporting import export as write
+    from patchclamp.store.named import NamedBank
+    from patchclamp.studies.inputs import edits_in
+
+    edits, entries = under("--program", edits_in, program), NamedBank()
+    if bank is not None:
+        under("--bank", entries.load, bank)
+    with quietly(), ERR.status("exporting …"):
+        made = write(model, edits, out, prompts=prompt, bank=entries, dtype=dtype)
+    OUT.print(f"wrote {made.folder}: {made.kl:.4g} nats from the original; log-probabilities equal the program's "
+              f"within {made.error:.2g}, as stored within {made.stored_error:.2g}", soft_wrap=True)  # fmt: skip
+
+
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in other commands, or the URL of a server.")],
     prompt: Annotated[str, typer.Argument(help="The text of the prompt.")],
@@ -423,6 +450,7 @@ def run(
     """Run one prompt with edits and captures, and print its text."""
     from patchclamp.language import Program
     from patchclamp.language.site import parse_site
+    from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
         raise ProgramError("expected a file for what is captured", "--out")
@@ -430,7 +458,7 @@ def run(
         raise ProgramError("expected a site to capture", "--capture")
     check_file(out, "--out")
     check_engine(engine)
-    edits = [op for text in edit or () for op in under("--edit", read_edits, text)]
+    edits = [op for text in edit or () for op in under("--edit", edits_in, text)]
     for text in capture or ():
         under("--capture", parse_site, text)
     options = read_options(option, dtype)
@@ -447,25 +475,6 @@ def run(
             OUT.print(f"wrote {out}: {', '.join(captured)}", soft_wrap=True)
     for path in made.idle_edits:
         ERR.print(f"note: {path} acted on no token", soft_wrap=True)
-
-
-def read_edits(text: str) -> list[Any]:
-    """The ops of `--edit`: one as JSON, a list of them, those of a file, or a mix of named programs."""
-    from patchclamp.language import Program
-
-    if text.endswith(".json"):
-        from patchclamp.studies.inputs import lines_of
-
-        text = "\n".join(lines_of(Path(text)))
-    if not text.lstrip().startswith(("{", "[")):
-        return list(Program.parse(text).edits)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
-    whole = isinstance(data, dict) and "edits" in data
-    program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    return list(Program.from_json(json.dumps(program)).edits)
 
 
 def save_captures(made: Any, captured: list[str], path: Path) -> None:
@@ -488,10 +497,11 @@ def push(
     """Upload a vector or a program to a server."""
     from patchclamp.language import Program
     from patchclamp.store.named import NamedBank
+    from patchclamp.studies.inputs import edits_in
 
     bank = NamedBank()
     if file.suffix == ".json":
-        bank[name] = Program.of(under("FILE", read_edits, str(file)))
+        bank[name] = Program.of(under("FILE", edits_in, str(file)))
     elif file.suffix == ".npy":
         bank[name] = read_array(file, "FILE")
     else:
@@ -672,4 +682,4 @@ def sites(
     raise typer.Exit(1 if promised and not all(proof.holds for proof in proofs) else 0)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, harvest, parity, push, run, serve, sites)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, export, harvest, parity, push, run, serve, sites)

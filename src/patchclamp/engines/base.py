@@ -261,6 +261,7 @@ class Request(msgspec.Struct):
     images: the positions of each image's placeholder tokens in the prompt
     inputs: the engine's form of a prompt with images (`Expanded`)
     ended: True once `Engine.end` was called
+    prompt_logprobs: as `logprobs`, at each token of the prompt
     """
 
     run: str
@@ -280,6 +281,7 @@ class Request(msgspec.Struct):
     images: list[list[int]] = []
     inputs: Any = None
     ended: bool = False
+    prompt_logprobs: int | None = None
 
     @property
     def abandoned(self) -> bool:
@@ -356,6 +358,7 @@ class Answer(msgspec.Struct):
     monitored: the products of the engine's own probes (`Engine.monitors`) for every token that was an input, [T, K]
     stop_reason: "probe:NAME" if a condition on that probe ended the run, whose last token is then the one that it held
         at, and was an input
+    prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, of each token of the prompt after the first
     """
 
     token_ids: list[int]
@@ -369,6 +372,8 @@ class Answer(msgspec.Struct):
     drafts: Drafts | None = None
     stop_reason: str | None = None
     monitored: np.ndarray | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[dict[int, float]] = []
 
 
 class Gradients(msgspec.Struct, frozen=True):

@@ -9,9 +9,10 @@ B requests of the batch · T longest prompt · V vocabulary
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 
 from patchclamp.engines.base import Answer, Part, Request, Tokenizer, check_sampling
 from patchclamp.engines.tokenizer import complete_text
-from patchclamp.errors import PatchclampError, RunError
+from patchclamp.errors import PatchclampError, RunError, UnsupportedSite
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch
 from patchclamp.plan.cuts import Cut
 
+PROMPT_ROWS = 256  # of a prompt that are unembedded at a time
+SAME_LOGITS = 0.02  # difference of logits, of the largest; rounding to bfloat16 is a fifth of it
 UNSEEDED = -1  # means no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # lower temperatures above 0 are raised to this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
@@ -104,6 +107,8 @@ class OutputWriter:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[float] = []
+        self.prompt_top_logprobs: list[dict[int, float]] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
         self.error: PatchclampError | None = None
@@ -138,6 +143,25 @@ class OutputWriter:
         if self.request.listener is not None:
             self.request.listener(Part(self._new_text(), [token], self.logprobs[-1:]))
 
+    def take_prompt(
+        self, hidden_TD: torch.Tensor, own_logits_V: torch.Tensor, unembed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Read the log-probabilities of the prompt's tokens from the unembedding's inputs at the tokens before them.
+        Raises `UnsupportedSite` if `unembed` does not give the model's own logits after the prompt."""
+        top, ids = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[1:]
+        logits_V = unembed(hidden_TD[len(ids) : len(ids) + 1])[0].float()
+        if float((logits_V - own_logits_V).abs().max()) > SAME_LOGITS * float(own_logits_V.abs().max()):
+            raise UnsupportedSite(
+                "prompt_logprobs is not available: the model does more to its logits than unembed them"
+            )
+        for begin in range(0, len(ids), PROMPT_ROWS):
+            some = ids[begin : begin + PROMPT_ROWS]
+            logprobs_NV = unembed(hidden_TD[begin : begin + len(some)]).float().log_softmax(-1)
+            self.prompt_logprobs += logprobs_NV[range(len(some)), some].tolist()
+            best = logprobs_NV.topk(top)
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            self.prompt_top_logprobs += [dict(zip(*row, strict=True)) for row in rows if top]
+
     def _new_text(self) -> str:
         """Return the text that no later token changes and that was not yet passed to the listener."""
         text = self._stopped_text() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
@@ -162,8 +186,10 @@ class OutputWriter:
             return self.error
         logprobs = None if self.request.logprobs is None else self.logprobs
         return Answer(
-            self.ids, self._stopped_text, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
-        )
+            self.ids, self._stopped_text, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from,
+            prompt_logprobs=None if self.request.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
+        )  # fmt: skip
 
 
 class StepReadout:
@@ -208,9 +234,18 @@ class StepReadout:
 
 
 class Passes:
-    """The padded inputs of the current pass: the prompts first, then one token each."""
+    """The padded inputs of the current pass: the prompts first, then one token each.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], pads_left: bool, device: str) -> None:
+    reads_prompts: True to keep the unembedding's inputs of the first pass, [B, T, D], as `hidden_BTD`, and the logits
+        after the prompts as `logits_BV`
+    """
+
+    hidden_BTD: torch.Tensor
+    logits_BV: torch.Tensor
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], pads_left: bool, device: str, reads_prompts: bool = False
+    ) -> None:
         length = np.array([len(prompt) for prompt in prompts])
         widest = int(length.max())
         self.start = widest - length if pads_left else np.zeros(len(prompts), np.int64)
@@ -224,6 +259,7 @@ class Passes:
         self.keep: int = int(widest - last.min())
         self.last_row: torch.Tensor = to_device(last - (widest - self.keep), device)
         self._first, self._count = np.zeros(len(prompts), np.int64), length
+        self.reads_prompts: bool = reads_prompts
 
     def batch(self, slots: np.ndarray) -> Batch:
         widest = self.ids_BT.shape[1]
@@ -232,6 +268,12 @@ class Passes:
 
     def run(self, net: Any) -> torch.Tensor:
         """Run the model on the current inputs; return the logits to sample from, [B, V]."""
+        if self.reads_prompts:
+            self.reads_prompts = False
+            with self._reading(net):
+                logits_BV = self.run(net)
+            self.logits_BV = logits_BV.clone()  # a program may edit the others
+            return logits_BV
         name = cache_name(type(net))
         # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
         # along a longer mask
@@ -243,6 +285,22 @@ class Passes:
         self.cache = out[name]
         logits_BKV = out.logits[:, -self.keep :]  # some classes ignore `logits_to_keep`
         return logits_BKV[torch.arange(len(self.ids_BT), device=logits_BKV.device), self.last_row].contiguous()
+
+    @contextlib.contextmanager
+    def _reading(self, net: Any) -> Iterator[None]:
+        """Keep the unembedding's inputs of all rows, and unembed only the last."""
+        keep, self.keep = self.keep, self.ids_BT.shape[1]
+
+        def take(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            [self.hidden_BTD] = args
+            self.keep = keep
+            return (args[0][:, -keep:],)
+
+        hook = net.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def advance(self, tokens: list[int]) -> None:
         """Make the sampled tokens the next inputs."""

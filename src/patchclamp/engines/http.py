@@ -397,6 +397,7 @@ class _SentBatch:
             wire.WireRequest(
                 request.run, request.prompt_token_ids, request.max_tokens, carried, list(request.vectors),
                 request.sampling, list(request.score), request.logprobs, request.listener is not None,
+                request.prompt_logprobs,
             )
             for (request, _), carried in zip(self.pairs, self.carried, strict=True)
         ]  # fmt: skip

@@ -150,6 +150,7 @@ class PassesFromCut(Passes):
         self.mask_BT: torch.Tensor = torch.ones(count, len(trunk.prompt), dtype=torch.long, device=device)
         self.cache = trunk.cache(count, cut.position)
         self.keep, self.last_row = 1, torch.zeros(count, dtype=torch.long, device=device)
+        self.reads_prompts = False
         self._first, self._count = np.full(count, cut.position), np.full(count, length)
         self._trunk: Trunk | None = trunk
         self._layers, self._cut = layers, cut
@@ -207,6 +208,7 @@ class Recompute:
         wanted = []
         for each in requests:  # those that the proof covers may be cut
             is_covered = len(each.prompt_token_ids) + each.max_tokens - 1 <= self._longest
+            is_covered &= each.prompt_logprobs is None  # which need every row
             wanted.append(CutRequest(each.prompt_token_ids, each.bound, is_covered))
         return group(wanted, self._first_layers, self._sites.layers, size, self._pass_rows)
 

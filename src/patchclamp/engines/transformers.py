@@ -254,7 +254,7 @@ class TransformersEngine(Engine):
             dtype = (default_dtype(name) if torch.device(self.device).type == "cpu" else None) or "auto"
         wanted = _dtype(dtype)
         try:
-            self._net = _load(name, wanted, trust_remote_code).to(self.device).eval()
+            self._net = load_net(name, wanted, trust_remote_code).to(self.device).eval()
             self.tokenizer: Tokenizer = (
                 NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
             )
@@ -413,17 +413,18 @@ class TransformersEngine(Engine):
                 read.set_exception(error)
 
     def _lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
-        net, sizes = self._net, self.sites.sizes
-        norm, head = LastNorm.of(net, self.sites, "transformers"), net.get_output_embeddings()
-
-        def unembed(rows_ND: torch.Tensor) -> torch.Tensor:
-            logits_NV = head(norm(rows_ND, net.dtype)) * sizes.logit_factor
-            return logits_NV if sizes.logit_cap is None else sizes.logit_cap * (logits_NV / sizes.logit_cap).tanh()
-
+        norm = LastNorm.of(self._net, self.sites, "transformers")
         captured = [self.runtime.fetch(*each) for each in wanted]
+        unembed = lambda rows_ND: self._unembed(norm(rows_ND, self._net.dtype))  # noqa: E731
         found = top_tokens([rows for _, rows in captured], unembed, top, self.sites, self.device, translator)
         assert found is not None
         return by_capture([positions for positions, _ in captured], *found)
+
+    def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The logits of normed rows."""
+        logits_NV = self._net.get_output_embeddings()(rows_ND) * self.sites.sizes.logit_factor
+        cap = self.sites.sizes.logit_cap
+        return logits_NV if cap is None else cap * (logits_NV / cap).tanh()
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         """Serve a batch. A program without room is an error, except in a batch formed by a cut: there it waits for the
@@ -535,8 +536,13 @@ class TransformersEngine(Engine):
             prompts = [request.prompt_token_ids for request in requests]
             passes = self._recompute.passes_from(cut, prompts[0], len(prompts))
             generation.computed_from = None if passes is None else cut
-            generation.passes = passes or Passes(prompts, self._pads_left, self.device)
+            reads_prompts = any(request.prompt_logprobs is not None for request in requests)
+            generation.passes = passes or Passes(prompts, self._pads_left, self.device, reads_prompts)
             self._step(generation)
+            for b, writer in enumerate(generation.writers):
+                if writer.request.prompt_logprobs is not None:
+                    own = generation.passes
+                    writer.take_prompt(own.hidden_BTD[b, own.start[b] :], own.logits_BV[b].float(), self._unembed)
         except Exception as error:
             generation.fail(as_patchclamp_error(error))
 
@@ -608,7 +614,7 @@ def _checked_device(device: str | None) -> str:
     return str(device)
 
 
-def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
+def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
     """Load a checkpoint's model. Raises `ModelError` if Transformers initialized missing weights at random."""
     import transformers
 

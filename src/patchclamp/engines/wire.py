@@ -91,6 +91,7 @@ class WireRequest(msgspec.Struct):
     score: list[int] = []
     logprobs: int | None = None
     listens: bool = False
+    prompt_logprobs: int | None = None
 
 
 class WireBatch(msgspec.Struct):
@@ -175,16 +176,20 @@ class Answered(msgspec.Struct, tag="answer"):
     cached_tokens: int
     top_logprobs: list[dict[int, float]]
     drafts: Drafts | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[dict[int, float]] = []
 
     @classmethod
     def of(cls, i: int, receipt: str, answer: Answer) -> Answered:
         text = answer.text if isinstance(answer.text, str) else answer.text()
         return cls(i, receipt, answer.token_ids, text, answer.logprobs, answer.scores, answer.finish_reason,
-                   answer.cached_tokens, answer.top_logprobs, answer.drafts)  # fmt: skip
+                   answer.cached_tokens, answer.top_logprobs, answer.drafts, answer.prompt_logprobs,
+                   answer.prompt_top_logprobs)  # fmt: skip
 
     def answer(self) -> Answer:
         return Answer(self.token_ids, self.text, self.logprobs, self.scores, self.finish_reason, self.cached_tokens,
-                      self.top_logprobs, drafts=self.drafts)  # fmt: skip
+                      self.top_logprobs, drafts=self.drafts, prompt_logprobs=self.prompt_logprobs,
+                      prompt_top_logprobs=self.prompt_top_logprobs)  # fmt: skip
 
 
 class Failed(msgspec.Struct, tag="error"):

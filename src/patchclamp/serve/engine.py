@@ -444,7 +444,15 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     bound = None if asked.carried is None else _carried(front, owner, asked).bound
     used = {} if bound is None else _used(asked, vectors)
     return EngineRequest(
-        asked.run, ids, asked.max_tokens, bound, used, asked.sampling, tuple(asked.score), asked.logprobs
+        asked.run,
+        ids,
+        asked.max_tokens,
+        bound,
+        used,
+        asked.sampling,
+        tuple(asked.score),
+        asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 

@@ -23,6 +23,7 @@ from patchclamp.studies.causal_trace import CausalTrace, causal_trace
 from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
 from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
 from patchclamp.studies.edge_sweep import EdgeSweep, EdgeSweepResult, edge_sweep
+from patchclamp.studies.evaluate import Evaluate, EvaluateResult, Sample, evaluate
 from patchclamp.studies.evaluate_sae import EvaluateSAE, EvaluateSAEResult, evaluate_sae
 from patchclamp.studies.feature_attribution import (
     FeatureAttribution,
@@ -65,14 +66,16 @@ __all__ = [
     "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",
     "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EdgeSweep", "EdgeSweepResult",
+    "Evaluate", "EvaluateResult",
     "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens",
     "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
     "HarvestResult", "Harvested", "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult",
     "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
-    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
+    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Sample", "Steering", "SteeringVectors",
     "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
     "ablation_sweep", "adapter_features", "attention_edges", "attention_rollout", "attribution_patching",
-    "causal_trace", "direct_attribution", "edge_attribution", "edge_sweep", "evaluate_sae", "feature_attribution",
+    "causal_trace", "direct_attribution", "edge_attribution", "edge_sweep", "evaluate", "evaluate_sae",
+    "feature_attribution",
     "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep",
     "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
 ]  # fmt: skip

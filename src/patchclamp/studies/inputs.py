@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 from patchclamp.call import is_token_id
 from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
-from patchclamp.language import Op, Range, Site
+from patchclamp.language import Op, Program, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.sae import SAE
@@ -635,6 +636,21 @@ def prompts_in(file: str) -> list[str]:
     if not prompts:
         raise ProgramError(f"expected prompts, one per line, got an empty file: {file}")
     return prompts
+
+
+def edits_in(text: str) -> list[Op]:
+    """The ops of an option: one as JSON, a list of them, those of a .json file, or a mix of named programs."""
+    if text.endswith(".json"):
+        text = "\n".join(lines_of(Path(text)))
+    if not text.lstrip().startswith(("{", "[")):
+        return list(Program.parse(text).edits)
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
+    whole = isinstance(data, dict) and "edits" in data
+    program = data if whole else {"edits": data if isinstance(data, list) else [data]}
+    return list(Program.from_json(json.dumps(program)).edits)
 
 
 def sae_of(text: str) -> SAE | str:

@@ -299,7 +299,7 @@ class VllmFrontEnd(Engine):
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
         if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored
-        if request.logprobs is not None or request.score:
+        if request.logprobs is not None or request.score or request.prompt_logprobs is not None:
             tables_of(self._processor)[request.run] = underway.tables
         return underway
 
@@ -385,6 +385,7 @@ class Underway:
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._scores: dict[int, float] = {}
+        self._prompt: Table | None = None
         self._cached_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
@@ -392,6 +393,8 @@ class Underway:
         request, new = self.request, output.outputs[0]
         ids, tables = list(new.token_ids), self.tables.copy()
         self.tables.clear()
+        if tables and request.prompt_logprobs is not None and self._prompt is None:
+            self._prompt = tables.pop(0)
         has_logprobs = request.logprobs is not None
         logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if has_logprobs else []
         if tables and request.score and not self._ids:
@@ -420,12 +423,16 @@ class Underway:
     def answer(self, output: RequestOutput | None = None) -> Answer:
         """Return the answer, after the last output, or (None) the answer of a request that was ended early."""
         ids, decode, last = self._ids, self._decode, None if output is None else output.outputs[0]
+        tokens, numbers = ([], []) if self._prompt is None else (each.tolist() for each in self._prompt)
+        likeliest = zip(tokens, numbers, strict=True) if self.request.prompt_logprobs else ()
         reason = "stop" if last is None else last.finish_reason
         return Answer(
             ids, "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop"),
             None if self.request.logprobs is None else self._logprobs, self._scores, reason, self._cached_tokens,
             self._top_logprobs[: len(ids)], drafts=None if last is None else drafts_of(last),
             monitored=None if (run := self.monitored.get(0)) is None else run.products(),
+            prompt_logprobs=None if self._prompt is None else [row[0] for row in numbers],
+            prompt_top_logprobs=[dict(zip(ids[1:], row[1:], strict=True)) for ids, row in likeliest],
         )  # fmt: skip
 
 
@@ -484,11 +491,12 @@ def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
 
 
 NOT_RETURNED = (
-    "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
     "routed_experts_prompt_start",
 )  # fmt: skip
 SET_BY_US = (
-    "max_tokens", "logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize", "skip_clone",
+    "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize",
+    "skip_clone",
 )  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> 
     return SamplingParams(
         max_tokens=request.max_tokens,
         logprobs=len(arguments["logprob_token_ids"]) if request.score else request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if listens else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # made for this request alone
         detokenize=has_text and (listens or bool(request.sampling.get("stop"))),
@@ -125,7 +126,8 @@ class Submitter:
         """Add a request, with its encoded program. Raises vLLM's errors."""
         engine, run = self._engine, request.run
         settings = (
-            request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None, adapter
+            request.sampling, request.max_tokens, request.score, request.logprobs, request.prompt_logprobs,
+            request.listener is None, adapter,
         )  # fmt: skip
         # a limit that vLLM sets, max_tokens=None, depends on the prompt
         is_shared = request.inputs is None and request.max_tokens is not None and switches.enabled("alike_requests")
@@ -207,6 +209,10 @@ def on_outputs() -> None:
             _file_scores(log, processor, engine_core_outputs)
         for output in engine_core_outputs if tables else ():
             state = processor.request_states.get(output.request_id)  # None: aborted
+            if output.new_prompt_logprobs_tensors is not None and state is not None and state.external_req_id in tables:
+                tensors, output.new_prompt_logprobs_tensors = output.new_prompt_logprobs_tensors, None
+                table = np.asarray(tensors.logprob_token_ids), np.asarray(tensors.logprobs)
+                tables[state.external_req_id].append(table)  # before those of generated tokens
             if output.new_logprobs is not None and state is not None and state.external_req_id in tables:
                 lists, output.new_logprobs = output.new_logprobs, None
                 table = np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)

@@ -1,0 +1,448 @@
+"""Export: write the effect of a program into the weights of a checkpoint, where linear algebra allows it.
+
+An edit h → A h + c on all tokens at the output of a projection, h = f · (W z + b), is the projection
+f · (A W z + A b + c / f). Directional ablation of the whole stream is the ablation of every write to it: with a
+projector P, P P = P, and the stream s + a after a write `a` becomes P s + P a.
+Source: weight orthogonalisation; Arditi et al. 2024 (arXiv:2406.11717), section 4.1.
+
+An export proves itself: the new model's log-probabilities equal the program's in fp32 (`MAX_ERROR`), and so do those of
+the folder when it is read again. Otherwise nothing is left on disk.
+
+    N rows · D model width · I width of a projection's input · V vocabulary
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from patchclamp.engines.grading import kl, log_softmax
+from patchclamp.engines.tokenizer import HubTokenizer
+from patchclamp.engines.transformers import load_net
+from patchclamp.errors import ModelError, PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.grade import read_program
+from patchclamp.language import Op, Program, Site, Vector, every
+from patchclamp.language.ops import Ablate, Add, LowRank, SiteOp, Use
+from patchclamp.language.values import Named, as_dtype, orthonormal
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.runtime.taps import find
+from patchclamp.version import __version__
+
+MAX_ERROR = 1e-4  # of log-probabilities, in fp32
+MAX_RTOL = 1e-4  # of a projection's output, from the rows at its site
+RANDOM_PROMPTS, RANDOM_TOKENS = 4, 16
+INPUT = {"attn_out": "z", "mlp_out": "neurons"}  # the site at the input of a projection, by the site at its output
+STREAM = ("resid_pre", "resid_mid", "resid_post")
+ENDINGS = ("wpe", "embed_positions")  # of the path of a table of learned positions
+# Config flags that give the projections of a block biases, in Transformers' class and in vLLM's
+BIAS_FLAGS = {"attn_out": "attention_bias", "mlp_out": "mlp_bias"}
+WITH_FLAGS = ("LlamaForCausalLM",)
+# vLLM's classes read the embedding as the unembedding, whatever the config says
+ALWAYS_TIED = ("CohereForCausalLM", "Cohere2ForCausalLM", "Gemma2ForCausalLM")
+CARD = """---
+base_model: {model}
+tags: [patchclamp]
+---
+
+# {name}
+
+`{model}` with the effect of a patchclamp program written into its weights (patchclamp {version}, {dtype}).
+{changes}
+
+## Measured
+
+| | |
+|---|---|
+| KL(original ‖ this model) of the next token, mean over {count} prompts | {kl:.4g} nats |
+| largest difference of a next-token log-probability from the program's, weights in fp32 | {error:.2g} |
+| the same of the weights in this folder, {dtype} | {stored_error:.2g} |
+
+The differences are over the same prompts and {random} of random tokens.
+
+## Program
+
+Whole in `program.json`:
+
+```json
+{program}
+```
+"""
+SHOWN = 64  # characters of a vector's data in the card
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """A model written by `export`.
+
+    folder: the checkpoint
+    kl: the mean KL(original ‖ exported) of the next token over the prompts, in nats
+    error: the largest difference of a log-probability from the program's, with the weights in fp32
+    stored_error: the same with the weights as they are stored
+    """
+
+    folder: Path
+    kl: float
+    error: float
+    stored_error: float
+
+
+class _Edit(NamedTuple):
+    """path: of the op in its program · change: of rows [N, D] in fp64, with the constant part or without"""
+
+    path: str
+    change: Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+def export(
+    model: str | LM, program: Any, out: str | os.PathLike[str], *, prompts: Sequence[Any] | None = None,
+    bank: Mapping[str, Any] | None = None, dtype: str | None = None, skip_tokenizer_init: bool = False,
+) -> Exported:  # fmt: skip
+    """Write a checkpoint that computes without patchclamp what a model computes with a program.
+
+    Exported are `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
+    projection; `Ablate` at `embed`; and `Ablate` at every `resid_pre`, `resid_mid` and `resid_post`, with the same
+    directions. A constant needs a bias: of the architecture, or of a Llama, whose config has flags for them. A tied
+    unembedding is kept as it is, and stored beside an embedding that changes.
+
+    model: a hub id, a folder, or an `LM` of one, whose bank is used. It is loaded on Transformers, on the CPU in fp32
+    program: an op, a list of ops, or a `Program`
+    out: a folder, which must be empty or not exist
+    prompts: texts or token ids, on which the effect is measured; default: random tokens
+    bank: the vectors and programs that the program names
+    dtype: of the written weights; default: the checkpoint's
+    skip_tokenizer_init: export a model that has no tokenizer
+
+    Raises `ProgramError` or `UnsupportedSite` with the path of an op that cannot be exported, and `ModelError` if the
+    new model is not equal to the program.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ProgramError(f"expected an empty folder or none, got {out}", "out")
+    name, own_bank = (model.model.name, model.bank) if isinstance(model, LM) else (model, None)
+    made = read_program(program, "program")
+    stored = None if dtype is None else getattr(torch, as_dtype(dtype))
+    options = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": skip_tokenizer_init}
+    with LM(name, "transformers", **options) as lm:
+        for each, entry in (own_bank if bank is None and own_bank is not None else bank or {}).items():
+            lm.bank[each] = entry
+        plan = _Plan(lm, made)
+        rng = np.random.default_rng(0)
+        random = rng.integers(lm.model.d_vocab, size=(RANDOM_PROMPTS, RANDOM_TOKENS)).tolist()
+        ids = [lm.tokens(each) if isinstance(each, str) else list(each) for each in prompts or ()] + random
+        before = _program_logprobs(lm, ids, Program())
+        wanted = _program_logprobs(lm, ids, made)
+        source, tokenizer = lm.engine.model.name, lm.tokenizer
+    net, original = _load(source)
+    changes = plan.apply(net)
+    error = _largest(_logprobs(net, ids), wanted)
+    if not error <= MAX_ERROR:
+        raise ModelError(f"the new weights are not equal to the program: a log-probability differs by {error:.2g}")
+    stored = original if stored is None else stored
+    for tensor in net.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.to(stored))  # but not buffers that are computed, such as rotary frequencies
+    expected = _logprobs(net, ids)
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        net.to(stored).save_pretrained(partial)
+        if isinstance(tokenizer, HubTokenizer):
+            tokenizer.inner.save_pretrained(partial)
+        del net
+        found = _logprobs(_load(str(partial))[0], ids)
+        if not _largest(found, expected) <= MAX_ERROR:
+            raise ModelError(f"the folder does not read as it was written: {_largest(found, expected):.2g} apart")
+        count = len(prompts or ()) or RANDOM_PROMPTS
+        result = Exported(
+            out, float(np.mean([kl(p, q) for p, q in zip(before[:count], found, strict=False)])), error,
+            _largest(found, wanted),
+        )  # fmt: skip
+        text = CARD.format(
+            model=name, name=out.name, version=__version__, dtype=str(stored).removeprefix("torch."),
+            changes="\n".join(changes), count=count, random=RANDOM_PROMPTS, kl=result.kl, error=error,
+            stored_error=result.stored_error, program=json.dumps(_shown(json.loads(plan.program.to_json())), indent=1),
+        )  # fmt: skip
+        (partial / "program.json").write_text(plan.program.to_json())
+        (partial / "README.md").write_text(text)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return result
+
+
+class _Plan:
+    """The edits of a program at each projection (site and layer), at the embedding, and of every write.
+
+    Raises `ProgramError` or `UnsupportedSite` for an op that is not one of weights, with its path.
+    """
+
+    def __init__(self, lm: LM, program: Program) -> None:
+        self._lm, self._sites = lm, lm.sites
+        if program.capture:
+            raise ProgramError("a checkpoint captures nothing: export a program of edits", "capture[0]")
+        if not program.edits:
+            raise ProgramError("expected at least one edit", "edits")
+        rng = np.random.default_rng(1)
+        self._prompt: list[int] = rng.integers(lm.model.d_vocab, size=RANDOM_TOKENS).tolist()
+        lm.run(self._prompt, max_tokens=1, edits=program.edits)  # raises what is wrong with the program itself
+        self.program = Program()  # without names
+        self.at: dict[tuple[str, int], list[_Edit]] = {}
+        self.embed: list[_Edit] = []
+        self._stream: dict[int, str] = {}  # points that are ablated, with the op's path
+        self._basis: np.ndarray | None = None  # of these ablations
+        self._captures: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for i, op in enumerate(program.edits):
+            self._read(op, f"edits[{i}]")
+        if self._basis is not None:
+            self._every_write(self._basis)
+        self._read_projections()
+
+    def _read(self, op: Op, path: str) -> None:
+        if isinstance(op, Use):
+            used = self._lm.bank[op.name]
+            assert isinstance(used, Program)  # or the run had failed
+            for i, edit in enumerate(used.edits):
+                self._read(op.scaled(edit), f"{path}.{op.name}[{i}]")
+            return
+        if not isinstance(op, (Add, Ablate, LowRank)):
+            raise ProgramError(
+                f"{type(op).__name__} is not exported: Add, Ablate and LowRank are linear maps of one projection", path
+            )
+        if op.tokens != every:
+            raise ProgramError(f"weights act on all tokens, got {op.tokens}", f"{path}.tokens")
+        try:
+            fields = [field for field in ("value", "directions", "weight", "rotation") if hasattr(op, field)]
+            op = msgspec.structs.replace(op, **{field: self._vector(getattr(op, field), field) for field in fields})
+            self.program = Program((*self.program.edits, op))
+            change = self._change(op)
+            if op.at.name in STREAM:
+                self._of_stream(op, path)
+            elif op.at.name == "embed" and isinstance(op, Ablate):
+                self.embed.append(_Edit(path, change))
+            elif op.at.name in INPUT:
+                for ref in self._sites.resolve(op.at):
+                    assert ref.layer is not None
+                    self.at.setdefault((op.at.name, ref.layer), []).append(_Edit(path, change))
+            else:
+                raise UnsupportedSite(
+                    f"{type(op).__name__} at {op.at} is not exported: expected attn_out or mlp_out, or an Ablate of "
+                    "embed, or of every resid_pre, resid_mid and resid_post", "at"
+                )  # fmt: skip
+        except PatchclampError as error:
+            raise error.under(path) from None
+
+    def _change(self, op: Add | Ablate | LowRank) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+        if isinstance(op, Add):
+            if op.norm is not None:
+                raise ProgramError("an Add of matched norm depends on the row, and is not exported", "norm")
+            added_D = op.scale * _rows(op.value)[0]
+            return lambda h_ND, constant: h_ND + added_D if constant else h_ND
+        if isinstance(op, Ablate):
+            basis_kD = _rows(orthonormal(op.directions))
+            return lambda h_ND, _: h_ND - op.strength * (h_ND @ basis_kD.T) @ basis_kD
+        rotation_kD = _rows(op.rotation)
+        along_kD = _rows(op.weight) - rotation_kD
+        bias_k = 0.0 if op.bias is None else torch.tensor(op.bias.array()).double()
+        return lambda h_ND, constant: h_ND + (h_ND @ along_kD.T + (bias_k if constant else 0.0)) @ rotation_kD
+
+    def _vector(self, value: Any, field: str) -> Vector:
+        found = self._lm.bank[value.name] if isinstance(value, Named) else value
+        if not isinstance(found, Vector) or (field == "value" and len(found.shape) != 1):
+            raise ProgramError("expected one vector for all tokens, as numbers or by its name in the bank", field)
+        return found
+
+    def _of_stream(self, op: Op, path: str) -> None:
+        assert isinstance(op, SiteOp)
+        if not isinstance(op, Ablate) or op.strength != 1.0:
+            raise UnsupportedSite(
+                f"{type(op).__name__} at {op.at} adds up from layer to layer, and is not exported: expected an "
+                "Ablate of strength 1, or attn_out or mlp_out", "at"
+            )  # fmt: skip
+        basis = _rows(orthonormal(op.directions)).numpy()
+        if self._basis is None:
+            self._basis = basis
+        elif not np.allclose(basis.T @ basis, self._basis.T @ self._basis, atol=1e-6):
+            raise ProgramError("expected the directions of the other ablations of the stream", "directions")
+        self._stream |= {ref.point: path for ref in self._sites.resolve(op.at)}
+
+    def _every_write(self, basis: np.ndarray) -> None:
+        """Turn an ablation at every point of the stream into ablations of all that is written to it."""
+        path = next(iter(self._stream.values()))
+        left = [point.number for point in self._sites.points
+                if point.kind in ("stream", "mid", "stream_end") and point.number not in self._stream]  # fmt: skip
+        if left:
+            raise UnsupportedSite(
+                f"the stream is not ablated at {self._sites.label(left[0])}: weights ablate what is written to it, "
+                "which is every resid_pre, resid_mid and resid_post", path
+            )  # fmt: skip
+        if self.embed:
+            raise ProgramError("expected embed or the stream, which begins with it, got both", self.embed[0].path)
+        written = [(name, layer) for name in INPUT for layer in self._sites.layers_with(name)]
+        change = self._change(Ablate(basis, Site("attn_out")))
+        run = self._captured(Site("resid_pre", 0), Site("resid_post", -1), *{Site(name) for name, _ in written})
+        end, start = run[f"resid_post[{self._sites.layers - 1}]"], run["resid_pre[0]"]
+        if not _is_close(sum((run[f"{name}[{layer}]"] for name, layer in written), start), end):
+            raise UnsupportedSite("more is written to the stream than attn_out and mlp_out", path)
+        self.embed.append(_Edit(path, change))
+        for place in written:
+            self.at.setdefault(place, []).append(_Edit(path, change))
+
+    def _captured(self, *sites: Site) -> Run:
+        return self._lm.run(self._prompt, max_tokens=1, capture=list(sites))
+
+    def _read_projections(self) -> None:
+        """Capture the rows at each site and at the input of its projection."""
+        for (name, layer), edits in self.at.items():
+            if not self._has_projection(name, layer):
+                raise UnsupportedSite(f"{name}[{layer}] is not the output of one projection", edits[0].path)
+        run = self._captured(*{Site(each) for name, _ in self.at for each in (name, INPUT[name])})
+        for name, layer in self.at:
+            self._captures[name, layer] = run[f"{INPUT[name]}[{layer}]"].flatten(1), run[f"{name}[{layer}]"]
+
+    def _factor(self, module: Any, name: str, layer: int, path: str) -> float:
+        """The site's rows as a multiple of the projection's output. Raises `UnsupportedSite` if they are none."""
+        (weight_ID, bias_D), (input_NI, rows_ND) = _matrix(module), self._captures[name, layer]
+        made_ND = input_NI @ weight_ID + (0.0 if bias_D is None else bias_D)
+        factor = float((rows_ND * made_ND).sum() / (made_ND * made_ND).sum())
+        if not _is_close(factor * made_ND, rows_ND):
+            raise UnsupportedSite(
+                f"{name}[{layer}] is not a multiple of its projection's output: a norm follows, or other code", path
+            )
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=MAX_RTOL) else factor
+
+    def _has_projection(self, name: str, layer: int) -> bool:
+        kind = self._sites.family.points.get(INPUT[name])
+        return kind is not None and kind.transformers.moment == "in" and layer in self._sites.layers_with(INPUT[name])
+
+    def module(self, name: str, layer: int) -> str:
+        """The path of a projection's module."""
+        return self._sites.family.points[INPUT[name]].transformers.module.format(l=layer)
+
+    def apply(self, net: Any) -> list[str]:
+        """Edit a model's weights. Returns a line of text for each kind of change."""
+        changes = []
+        with torch.no_grad():
+            if self.embed:
+                changes += self._untie(net)
+                tables = [net.get_input_embeddings()]
+                if self._basis is not None:
+                    tables += [module for path, module in net.named_modules() if path.endswith(ENDINGS)]
+                for table in tables:
+                    table.weight.copy_(_edited(table.weight, self.embed))
+                changes.append("Its embedding is edited.")
+            for (name, layer), edits in self.at.items():
+                self._project(net, name, layer, edits)
+            for name in INPUT:
+                if layers := sorted(layer for each, layer in self.at if each == name):
+                    changes.append(f"The projection to `{name}` is edited in layers {layers}.")
+        return changes
+
+    def _untie(self, net: Any) -> list[str]:
+        """Give a tied unembedding weights of its own."""
+        head, path = net.get_output_embeddings(), self.embed[0].path
+        if head.weight is not net.get_input_embeddings().weight:
+            return []
+        if type(net).__name__ in ALWAYS_TIED:
+            raise UnsupportedSite(f"vLLM's {type(net).__name__} ties the unembedding to the embedding", path)
+        head.weight = torch.nn.Parameter(head.weight.clone())
+        net.config.tie_word_embeddings = False
+        return ["The unembedding was tied to the embedding; it is stored as it was."]
+
+    def _project(self, net: Any, name: str, layer: int, edits: list[_Edit]) -> None:
+        module = find(net, self.module(name, layer))
+        factor = self._factor(module, name, layer, edits[0].path)
+        weight_ID, bias_D = _matrix(module)
+        constant_D = torch.zeros(weight_ID.shape[1]).double() if bias_D is None else bias_D.double()
+        edited_ID, constant_D = _edited(weight_ID, edits), _edited(factor * constant_D[None], edits, True)[0] / factor
+        weight_ID.copy_(edited_ID)  # a view of the module's own
+        if bias_D is None and constant_D.any():
+            _add_biases(net, self, name, edits[0].path)
+            _, bias_D = _matrix(module)
+        if bias_D is not None:
+            bias_D.copy_(constant_D)
+
+
+def _rows(vector: Any) -> torch.Tensor:
+    return torch.tensor(vector.rows()).double()
+
+
+def _shown(data: Any) -> Any:
+    """A program's plain data with the vectors' numbers cut short."""
+    if isinstance(data, dict):
+        return {name: _shown(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_shown(value) for value in data]
+    return f"{data[:SHOWN]} …" if isinstance(data, str) and len(data) > SHOWN else data
+
+
+def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
+    """Give every projection of a kind of block a bias of zeros, as the config's flag does."""
+    if type(net).__name__ not in WITH_FLAGS:
+        raise UnsupportedSite(
+            f"{type(net).__name__} has no bias at {name}, which a constant needs: export an Ablate, or a LowRank "
+            "without bias", path
+        )  # fmt: skip
+    setattr(net.config, BIAS_FLAGS[name], True)
+    for layer in range(net.config.num_hidden_layers):
+        block = find(net, plan.module(name, layer).rpartition(".")[0])
+        for projection in block.children():
+            if isinstance(projection, torch.nn.Linear):
+                projection.bias = torch.nn.Parameter(torch.zeros(projection.out_features))
+
+
+def _matrix(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A projection's weight as it multiplies rows, [I, D], and its bias [D]; both views."""
+    weight = module.weight.detach()
+    bias = None if getattr(module, "bias", None) is None else module.bias.detach()
+    return weight if type(module).__name__ == "Conv1D" else weight.T, bias
+
+
+def _edited(rows_ND: torch.Tensor, edits: Iterable[_Edit], constant: bool = False) -> torch.Tensor:
+    edited = rows_ND.double()
+    for edit in edits:
+        edited = edit.change(edited, constant)
+    return edited
+
+
+def _is_close(made: Any, rows: Any) -> bool:
+    return bool(torch.linalg.vector_norm(made - rows) <= MAX_RTOL * torch.linalg.vector_norm(rows))
+
+
+def _load(model: str) -> tuple[Any, torch.dtype]:
+    """A model in fp32, and the dtype of its checkpoint."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    if getattr(config, "quantization_config", None) is not None or config.get_text_config() is not config:
+        raise ModelError("expected the checkpoint of a text model that is not quantised", "model")
+    return load_net(model, torch.float32).eval(), cast(torch.dtype, config.dtype or torch.float32)
+
+
+def _logprobs(net: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Next-token log-probabilities [V] after each prompt, of a plain forward pass."""
+    with torch.inference_mode():
+        return [log_softmax(net(torch.tensor([ids])).logits[0, -1].numpy()) for ids in prompts]
+
+
+def _program_logprobs(lm: LM, prompts: list[list[int]], program: Program) -> list[np.ndarray]:
+    runs = lm.run(prompts, max_tokens=1, edits=program.edits, capture=[Site("logits")])
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+    return [log_softmax(np.asarray(run["logits"])[-1]) for run in runs]
+
+
+def _largest(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+    """The largest difference of log-probabilities; infinite ones, of masked logits, must be equal."""
+    return max(float(np.abs(np.where(a == b, 0.0, a - b)).max()) for a, b in zip(found, wanted, strict=True))

@@ -1,0 +1,208 @@
+"""The evaluation of variants of a model, which are programs, on questions: scores of each, and how they differ from the
+first, in one batch.
+
+A choice's score is its log-probability after the prompt (teacher forcing), and the answer of a variant is the choice
+with the largest. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired: of the
+same questions, with intervals by resampling these (Efron and Tibshirani 1993, chapter 13).
+
+M metrics · V variants · N samples
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.grade import read_program
+from patchclamp.language import Program
+from patchclamp.language.values import as_items
+from patchclamp.lm import LM
+from patchclamp.plots import GridPanel, TokenGrid, style
+from patchclamp.studies import inputs
+from patchclamp.studies.study import Arg, Study, StudyResult, keeping, progress, provenance
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
+
+if TYPE_CHECKING:
+    import pandas
+
+METRICS = ("acc", "acc_norm", "logprob")
+RESAMPLES = 2000
+LEVEL = 95  # percent, of the intervals
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question. answer: the number of the right choice, or its text; without choices the only text that is scored."""
+
+    prompt: str
+    answer: int | str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.choices or (str(self.answer),)
+
+    @property
+    def right(self) -> int:
+        """The number of the right text."""
+        return self.answer if isinstance(self.answer, int) else self.texts.index(self.answer)
+
+
+def samples_in(file: str) -> list[Any]:
+    """The lines of a file, each the JSON object of a `Sample`."""
+    found = []
+    for number, line in enumerate(inputs.lines_of(Path(file)), 1):
+        try:
+            found += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ProgramError(f"line {number} of {file} is not JSON: {error}") from None
+    return found
+
+
+def _samples(value: Any, path: str) -> tuple[Sample, ...]:
+    given = samples_in(str(value)) if isinstance(value, (str, Path)) else as_items(value, path)
+    found = []
+    for i, one in enumerate(given):
+        try:
+            sample = one if isinstance(one, Sample) else msgspec.convert(one, Sample)
+        except msgspec.ValidationError as error:
+            raise ProgramError(str(error), f"{path}[{i}]") from None
+        if isinstance(sample.answer, str) and sample.answer not in sample.texts:
+            raise ProgramError(f"expected an answer among the choices, got {sample.answer!r}", f"{path}[{i}].answer")
+        if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
+            raise ProgramError(
+                f"expected the number of one of {len(sample.choices)} choices, got {sample.answer}",
+                f"{path}[{i}].answer",
+            )
+        found.append(sample)
+    if not found:
+        raise ProgramError("expected at least one sample, got none", path)
+    return tuple(found)
+
+
+def _variants(value: Any, path: str) -> dict[str, Program]:
+    named = isinstance(value, Mapping)
+    programs: Any = value.values() if isinstance(value, Mapping) else as_items(value, path)
+    read = [read_program(None if one == () else one, f"{path}[{i}]") for i, one in enumerate(programs)]
+    if not read:
+        raise ProgramError("expected at least one variant, got none", path)
+    names = list(map(str, value)) if named else [f"{i}" if one else "unedited" for i, one in enumerate(read)]
+    return dict(zip(names, read, strict=True))
+
+
+class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
+    """`values` [M, V, N]: the score of each sample: `acc` (1 if the likeliest choice is right), `acc_norm` (the same,
+    with log-probabilities divided by the choices' lengths in characters), `logprob` (of the right choice, in nats).
+    `intervals` [M, V, 2]: 95 % intervals of the mean difference from the first variant."""
+
+    metrics: tuple[str, ...]
+    variants: tuple[str, ...]
+    samples: tuple[str, ...]
+    values: np.ndarray
+    intervals: np.ndarray
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per variant and metric: the mean, its difference from the first variant, and the interval's ends."""
+        import pandas
+
+        means = self.values.mean(-1)
+        return pandas.DataFrame([
+            {"variant": variant, "metric": metric, "mean": means[m, v], "difference": means[m, v] - means[m, 0],
+             "low": self.intervals[m, v, 0], "high": self.intervals[m, v, 1]}
+            for v, variant in enumerate(self.variants) for m, metric in enumerate(self.metrics)
+        ])  # fmt: skip
+
+    def picture(self) -> TokenGrid:
+        """Plot data: the mean differences from the first variant, with its means and the intervals as text."""
+        means_MV = self.values.mean(-1)
+        texts = [tuple(
+            f"{style.number(means_MV[m, v])} ({style.signed(low)} … {style.signed(high)})"
+            for m, (low, high) in enumerate(self.intervals[:, v])) for v in range(len(self.variants))]  # fmt: skip
+        return TokenGrid(
+            title=f"Evaluation of {len(self.variants)} variants on {len(self.samples)} samples",
+            provenance=self.provenance.where,
+            explained=f"Mean scores. Colour and brackets: the difference from {self.variants[0]}, and its {LEVEL} % "
+                      "interval over resampled samples.",
+            panels=(GridPanel(
+                name="difference", row_name="variant", column_name="metric", values=(means_MV - means_MV[:, :1]).T,
+                rows=self.variants, columns=self.metrics, texts=tuple(texts)),),
+            table=(("variant", *self.metrics), *zip(self.variants, *zip(*texts, strict=True), strict=True)),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<EvaluateResult of {len(self.samples)} samples>\n{self.to_frame().to_string(index=False)}"
+
+
+class Evaluate(Study):
+    """Score variants of a model on multiple-choice questions or texts, and compare them with the first.
+
+    Raises: `TokensError` for a choice without tokens, and the error of any run.
+    """
+
+    command = "evaluate"
+    positional = 2
+    not_served = "its programs are the caller's; run it with pc.LM of the server's URL"
+
+    samples: Annotated[Any, Arg(_samples, samples_in)]
+    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the right choice's number or text.
+    Without choices the answer's log-probability alone is measured."""
+    variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
+    """Programs: a list, or a mapping by name, None for the unedited model. The first is compared with. On the command
+    line JSON, a .json file, or [] for the unedited model."""
+    seed: inputs.Whole = 0
+    """Seed of the resampled samples."""
+
+    def _run(
+        self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
+    ) -> EvaluateResult:  # fmt: skip
+        samples: tuple[Sample, ...] = self.samples
+        items: list[Forced] = []
+        for i, (sample, program) in enumerate(itertools.product(samples, self.variants.values())):
+            try:
+                items += [Forced(*_tokens(lm, sample.prompt, text), program.edits) for text in sample.texts]
+            except PatchclampError as error:
+                raise error.under(f"samples[{i // len(self.variants)}]") from None
+        with (
+            keeping(lm, self.to_dict(), resume) as journal,
+            progress("evaluating", len(items), show_progress, "choices") as advance,
+        ):
+            found = iter(forced_logprobs(lm, items, batch, advance, journal))
+        metrics = METRICS if all(sample.choices for sample in samples) else METRICS[-1:]
+        values = np.array([
+            [_scores(sample, [float(next(found).sum()) for _ in sample.texts])[-len(metrics) :] for _ in self.variants]
+            for sample in samples
+        ]).transpose(2, 1, 0)  # fmt: skip
+        draw = np.random.default_rng(self.seed).integers(len(samples), size=(RESAMPLES, len(samples)))
+        means = (values - values[:, :1])[:, :, draw].mean(-1)  # [M, V, resamples]
+        ends = np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2], axis=-1)
+        return EvaluateResult(
+            provenance=provenance(lm, (self.seed,)), metrics=metrics, variants=tuple(self.variants),
+            samples=tuple(sample.prompt for sample in samples), values=values, intervals=np.moveaxis(ends, 0, -1),
+        )  # fmt: skip
+
+
+def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens of a prompt and of what follows it, tokenised together; spaces between them belong to the latter."""
+    before = prompt.rstrip()
+    count = len(lm.tokenizer.encode(before))
+    ids = lm.tokenizer.encode(prompt + text)
+    if not 0 < count < len(ids):
+        raise TokensError(f"expected tokens before and in {text!r}, got {count} and {len(ids) - count}")
+    return tuple(ids[:count]), tuple(ids[count:])
+
+
+def _scores(sample: Sample, logprobs: Sequence[float]) -> tuple[float, float, float]:
+    """The sample's value of each metric, from its texts' log-probabilities."""
+    by_length = [logprob / max(len(text), 1) for logprob, text in zip(logprobs, sample.texts, strict=True)]
+    right = [float(np.argmax(each) == sample.right) for each in (logprobs, by_length)]
+    return right[0], right[1], logprobs[sample.right if sample.choices else 0]
+
+
+evaluate: Callable[..., EvaluateResult] = Evaluate.short_form("evaluate")

@@ -1,0 +1,175 @@
+"""Evaluation packages, unchanged, against variants of a running server: lm-evaluation-harness and Inspect.
+
+They run in an environment of their own, `.venv-evals` (`make evals`) or that of PATCHCLAMP_EVALS, since some of what they
+need is newer than what vLLM takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.language.program import to_dict
+
+from ..reference.hooks import PlainModel
+from .conftest import KEYS
+from .test_openai import STEERED
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("PATCHCLAMP_EVALS", ROOT / ".venv-evals")) / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is missing: make evals installs lm-eval and inspect-ai"),
+]
+SAMPLES = [
+    {"prompt": f"Question: which is a {kind}?\nAnswer:", "choices": choices, "answer": i % 3}
+    for i, (kind, choices) in enumerate({
+        "colour": [" red", " the number seven", " walking"], "city": [" hot", " Paris", " a blue whale"],
+        "drink": [" stone", " seventy", " black tea"], "animal": [" dog", " Tuesday", " to swim"],
+        "season": [" wood", " winter", " a glass of it"], "metal": [" soft", " song", " iron ore"],
+    }.items())
+]  # fmt: skip
+TASK = """
+task: tiny
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+CHAT_TASK = """
+task: tiny_chat
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: answer
+generation_kwargs: {max_gen_toks: 5, temperature: 0, until: ["@@"]}
+metric_list: [{metric: exact_match}]
+"""
+INSPECT_TASK = """
+import json
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import includes
+from inspect_ai.solver import generate
+
+@task
+def colours():
+    samples = [Sample(input="Name a colour.", target="red", metadata=each) for each in json.loads(%r)]
+    return Task(samples, solver=generate(), scorer=includes(), config=GenerateConfig(max_tokens=6, temperature=0))
+"""
+
+
+@pytest.fixture
+def calm(server):
+    """The model that is `STEERED`."""
+    with server.http() as http:
+        text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
+        yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
+        http.delete("/v1/patchclamp/programs/calm")
+
+
+def run(server, folder: Path, *words: str) -> None:
+    """Runs a module of the environment in a folder."""
+    keys = dict.fromkeys(("OPENAI_API_KEY", "PATCHCLAMP_API_KEY"), KEYS[0])
+    keys |= {"PATCHCLAMP_BASE_URL": f"{server.url}/v1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    done = subprocess.run(
+        [str(PYTHON), "-m", *words], env={**os.environ, **keys}, cwd=folder, capture_output=True, text=True, timeout=400,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def harness(server, folder: Path, name: str, text: str, model: str, *words: str) -> list[dict]:
+    """The logged samples of a task under lm-evaluation-harness."""
+    data = folder / f"{name}.jsonl"
+    data.write_text("\n".join(map(json.dumps, SAMPLES)))
+    (folder / f"{name}.yaml").write_text(text % data)
+    run(server, folder, "lm_eval", "--tasks", name, "--include_path", str(folder), "--output_path", str(folder / "out"),
+        "--log_samples", "--model", model, *words)  # fmt: skip
+    [logged] = (folder / "out").rglob(f"samples_{name}_*.jsonl")
+    found = [json.loads(line) for line in logged.read_text().splitlines()]
+    return sorted(found, key=lambda sample: sample["doc_id"])
+
+
+def hooked_logprob(plain: PlainModel, ids: list[int], rest: list[int]) -> float:
+    """The log-probability of what follows a prompt, with `STEERED` as a plain hook."""
+    vector = STEERED.scale * torch.tensor(STEERED.value.array())
+
+    def steer(module, args, output):
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    hook = plain.net.model.layers[STEERED.at.layers].register_forward_hook(steer)
+    with torch.no_grad():
+        logprobs_TV = plain.net(torch.tensor([ids + rest])).logits[0].log_softmax(-1)
+    hook.remove()
+    return float(logprobs_TV[range(len(ids) - 1, len(ids) + len(rest) - 1), rest].sum())
+
+
+def test_the_harness_scores_a_variant_as_plain_hooks_do(server, local, calm, model, tmp_path):
+    arguments = f"model={calm},base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=2"
+    logged = harness(server, tmp_path, "tiny", TASK, "local-completions", "--model_args", arguments)
+    plain = PlainModel(model)
+    ours = pc.studies.evaluate(local, SAMPLES, {"plain": None, "calm": [STEERED]}, show_progress=False)
+    assert len(logged) == len(SAMPLES)
+    for i, (sample, given) in enumerate(zip(logged, SAMPLES, strict=True)):
+        found = [float(each[0][0]) for each in sample["resps"]]
+        ids = local.tokens(given["prompt"])
+        wanted = [
+            hooked_logprob(plain, ids, local.tokens(given["prompt"] + text)[len(ids) :]) for text in given["choices"]
+        ]
+        assert found == pytest.approx(wanted, abs=1e-4)
+        assert found[given["answer"]] == pytest.approx(ours.values[2, 1, i], abs=1e-4)
+        assert [sample["acc"], sample["acc_norm"]] == ours.values[:2, 1, i].tolist()
+    assert np.abs(ours.values[2, 1] - ours.values[2, 0]).min() > 0.01
+
+
+def test_the_harness_chats_with_a_variant(server, local, calm, tmp_path):
+    arguments = f"model={calm},base_url={server.url}/v1/chat/completions,num_concurrent=1"
+    words = ("--model_args", arguments, "--apply_chat_template", "--limit", "2")
+    logged = harness(server, tmp_path, "tiny_chat", CHAT_TASK, "local-chat-completions", *words)
+    for sample, given in zip(logged, SAMPLES[:2], strict=True):
+        messages = [{"role": "user", "content": given["prompt"]}]
+        assert sample["resps"] == [[local.run(messages=messages, max_tokens=5, edits=[STEERED]).text]]
+
+
+def inspected(server, folder: Path, model: str, programs: list[pc.Program | None]) -> list[str]:
+    metadata = [{} if each is None else {"patchclamp": json.loads(each.to_json())} for each in programs]
+    (folder / "task.py").write_text(INSPECT_TASK % json.dumps(metadata))
+    run(server, folder, "inspect_ai", "eval", "task.py", "--model", model, "--log-format", "json",
+        "--log-dir", str(folder / "logs"), "--display", "none")  # fmt: skip
+    [log] = (folder / "logs").glob("*.json")
+    told = json.loads(log.read_text())
+    assert told["status"] == "success"
+    return [sample["output"]["choices"][0]["message"]["content"] for sample in told["samples"]]
+
+
+@pytest.mark.parametrize("provider", ["patchclamp", "openai-api/patchclamp"])
+def test_inspect_runs_a_variant(server, local, calm, tmp_path, provider):
+    messages = [{"role": "user", "content": "Name a colour."}]
+    [text] = inspected(server, tmp_path, f"{provider}/{calm}", [None])
+    assert text == local.run(messages=messages, max_tokens=6, edits=[STEERED]).text
+    assert text != local.run(messages=messages, max_tokens=6).text
+
+
+def test_inspect_runs_samples_with_programs_of_their_own(server, local, tmp_path):
+    messages = [{"role": "user", "content": "Name a colour."}]
+    edits = [[], [STEERED], [pc.Scale(0.5, pc.mlp_out[2])]]
+    programs = [pc.Program.of(each) if each else None for each in edits]
+    texts = inspected(server, tmp_path, f"patchclamp/{server.model}", programs)
+    assert texts == [local.run(messages=messages, max_tokens=6, edits=each).text for each in edits]
+    assert texts[0] != texts[1]
