@@ -1,4 +1,4 @@
-"""A model provider of Inspect for a server: `inspect eval task.py --model patchclamp/NAME --model-base-url URL`.
+"""Inspect's model provider of a running server: `inspect eval task.py --model patchclamp/NAME --model-base-url URL`.
 
 NAME is a model that the server lists, or a mix of kept programs, as `smollm2:0.5 calm + honest`. PATCHCLAMP_BASE_URL
 is the default of the URL, which ends in /v1, and PATCHCLAMP_API_KEY the key. A sample's own program, the `patchclamp`

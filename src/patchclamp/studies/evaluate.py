@@ -10,7 +10,6 @@ M metrics · V variants · N samples
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -164,11 +163,12 @@ class Evaluate(Study):
     ) -> EvaluateResult:  # fmt: skip
         samples: tuple[Sample, ...] = self.samples
         items: list[Forced] = []
-        for i, (sample, program) in enumerate(itertools.product(samples, self.variants.values())):
+        for i, sample in enumerate(samples):
             try:
-                items += [Forced(*_tokens(lm, sample.prompt, text), program.edits) for text in sample.texts]
+                texts = [_tokens(lm, sample.prompt, text) for text in sample.texts]
             except PatchclampError as error:
-                raise error.under(f"samples[{i // len(self.variants)}]") from None
+                raise error.under(f"samples[{i}]") from None
+            items += [Forced(*both, program.edits) for program in self.variants.values() for both in texts]
         with (
             keeping(lm, self.to_dict(), resume) as journal,
             progress("evaluating", len(items), show_progress, "choices") as advance,
