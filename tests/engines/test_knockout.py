@@ -97,6 +97,15 @@ def test_edits_join_in_order(narrow, plain, engine):
 
 
 @BOTH
+def test_values_may_be_zero(narrow, engine):
+    """Attention to zeros is 0, with and without the edit."""
+    lm, knockout = narrow.get(engine, "float32"), pc.Knockout("prompt[3]", pc.pattern[1], "prompt[5:]")
+    run = lm.run(IDS_OF_PROMPT, edits=[pc.Zero(pc.v[1]), knockout], capture=[pc.z[1], pc.pattern[1]], max_tokens=1)
+    assert not run[pc.z[1]].any()
+    assert not run[pc.pattern[1]][5:, :, 3].any()
+
+
+@BOTH
 def test_patching_a_pattern(narrow, plain, engine):
     """The pattern of another run, written into this one."""
     lm = narrow.get(engine, "float32")
@@ -256,7 +265,22 @@ def test_an_edge_sweep_is_its_knockouts(narrow, engine):
         pc.studies.edge_sweep(
             lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[:2]"], positions=["prompt[0]"]
         )
-    with pytest.raises(pc.TokensError, match="no query sees one of the keys"):
-        pc.studies.edge_sweep(
-            lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[0]"], positions=["prompt[3]"]
-        )
+    for wrong in (
+        {"queries": "prompt[0]", "positions": "prompt[3]"}, {"queries": "prompt[0]", "positions": ["prompt[0]", "prompt[3]"]},
+    ):  # fmt: skip
+        with pytest.raises(pc.TokensError, match="positions"):
+            pc.studies.edge_sweep(lm, **(options | wrong))
+
+
+@BOTH
+def test_an_edge_sweep_has_the_same_edges_in_every_prompt(narrow, engine):
+    """As many edges are not enough: a mean is over prompts of one edge."""
+    lm, prompts = narrow.get(engine, "float32"), [IDS_OF_PROMPT[:6], IDS_OF_PROMPT[10:20]]
+    options = {"answer": 9, "metric": "logprob", "queries": ["prompt[3]", "prompt[4]"], "layers": 1, "window": 1}
+    crossed = {"a": ["prompt[0]", "prompt[4]"], "b": ["prompt[4]", "prompt[0]"]}
+    with pytest.raises(pc.TokensError, match="in every prompt"):
+        pc.studies.edge_sweep(lm, prompt=prompts, positions=crossed, **options)
+    sweep = pc.studies.edge_sweep(lm, prompt=prompts, positions={"a": "prompt[1]", "b": ["prompt[4]"] * 2}, **options)
+    assert [column.label for column in sweep.columns] == ["a → prompt[3]", "a → prompt[4]", "b → prompt[4]"]
+    alone = [pc.studies.edge_sweep(lm, prompt=ids, positions=["prompt[1]"], **options).values for ids in prompts]
+    np.testing.assert_allclose(sweep.values[:, :2], np.mean(alone, 0), atol=1e-5)

@@ -522,6 +522,9 @@ def _attended(action: Attended, op: BoundOp, frame: Frame, width: int) -> None:
     size = frame.sites.sizes.d_head
     _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "a part of a head")
     _need(all(0 <= first < end <= frame.limit for first, end in action.keys), "keys that there are not")
+    _need(bool(op.ranges), "an edit of attention at no position")
+    for ranges in (action.keys, [each[:2] for each in op.ranges]):
+        _need(all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), "queries or keys twice")
     _need(bool(action.keys) or action.factor is not None, "no keys that are removed")
     if action.factor is not None:
         _check_numbers(action.factor)

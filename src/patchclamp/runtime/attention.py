@@ -173,8 +173,8 @@ class EditedAttention:
     ) -> None:  # fmt: skip
         """Check that the engine's result of a query, without edits, is that of its pattern."""
         result_HE = torch.einsum("ht,the->he", pattern(scores_1HT[None], facts, self._first)[0, 0], value_THE)
-        error = float((result_HE - engines_HE).norm() / engines_HE.norm())
-        if not error <= MAX_ERROR[dtype]:
+        error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
+        if not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
-                f"attention of this model is not its patterns times its values (a difference of {error:.1g}): edit z"
+                f"attention of this model is not its patterns times its values ({error:.1g} off, of {size:.1g}): edit z"
             )

@@ -60,28 +60,31 @@ class EdgeSweep(PromptGrid):
         if self.metric == "recovered":
             raise ProgramError("a knockout has no other prompt to recover; take logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
-        cases = [
-            GridCase(words, Words((), (), ""), graded, Alignment((), (), ()), self._columns(lm, words, i, len(prompts)))
-            for i, (words, graded) in enumerate(prompts)
-        ]
+        columns = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
+        if any(each.keys() != columns[0].keys() for each in columns):
+            raise TokensError("expected each query to see the same columns of keys in every prompt", "queries")
+        cases = [GridCase(words, Words((), (), ""), graded, Alignment((), (), ()), tuple(of_prompt.values()))
+                 for (words, graded), of_prompt in zip(prompts, columns, strict=True)]  # fmt: skip
         rows = inputs.rows_of(lm, "pattern", self.layers, self.group, self.window, parse_site)
         return _EdgePlan(lm, self, EdgeSweepResult, cases, rows, direction="noising", source=sources.Zeros(),
                          seed=self.seed, verb="knocking out")  # fmt: skip
 
-    def _columns(self, lm: LM, words: Words, number: int, count: int) -> tuple[Column, ...]:
+    def _columns(self, lm: LM, words: Words, number: int, count: int) -> dict[tuple[int, int], Column]:
+        """The columns of a prompt, by the numbers of queries and keys; none where no query sees a key."""
         keys = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, number, count,
                                  lambda label, at, _: Column(label, (), at))  # fmt: skip
-        listed = [self.queries] if isinstance(self.queries, str) else list(self.queries or ())
-        columns = list[Column]()
+        listed = list(self.queries) if isinstance(self.queries, (list, tuple)) else [self.queries]
+        columns = dict[tuple[int, int], Column]()
         for i, selection in enumerate(listed):
             queries = inputs.chosen_positions(lm, words, selection, f"queries[{i}]")
-            arrow = "" if len(listed) == 1 else f" → {''.join(words.tokens[p] for p in queries)}"
-            for key in keys:
-                seeing = tuple(query for query in queries if query >= min(key.corrupt))
-                columns += [Column(key.label + arrow, seeing, key.corrupt)] if seeing else []
-        if not columns:
-            raise TokensError("no query sees one of the keys, so nothing would be knocked out", "queries")
-        return tuple(columns)
+            arrow = "" if len(listed) == 1 else f" → {selection}"
+            for j, key in enumerate(keys):
+                if seeing := tuple(query for query in queries if query >= min(key.corrupt)):
+                    columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
+        unseen = {*range(len(keys))} - {j for _, j in columns}
+        if not columns or (unseen and self.positions is not None):
+            raise TokensError("expected keys that a query sees, got some that none sees", "positions")
+        return columns
 
 
 edge_sweep: Callable[..., EdgeSweepResult] = EdgeSweep.short_form("edge_sweep")
