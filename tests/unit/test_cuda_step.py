@@ -51,11 +51,16 @@ class Engine:
         self.runtime = Runtime(self.sites, self.limits)
         ring = self.rng.choice([1 << 8, 1 << 10, 1 << 11, 1 << 13])  # a step may capture more than the ring holds
         self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, ring, 1 << 15)
+        draw = np.random.default_rng(seed)
+        self.sae = pc.SAE(*(draw.standard_normal(shape) for shape in ((8, WIDTH), 8, (8, WIDTH), WIDTH)))
+        self.sites.dictionaries["a"] = placed(self.sae, self.sites, "a", "resid_post[0]", None, "bfloat16")
+        self.runtime.dictionaries.attach("a", self.sae, torch.float32)
         self.admitter = Admitter(self.runtime)
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
-        self.count = self.went_on = self.planned = self.replayed = self.moved = self.pooled = self.kept_bytes = 0
+        self.count = self.went_on = self.planned = self.replayed = self.moved = self.kept_bytes = 0
+        self.read = self.pooled = 0
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
@@ -81,6 +86,8 @@ class Engine:
             elif self.rng.random() < 0.3:
                 pool = self.rng.choice(["mean", "max"])
                 captures.append(pc.Capture(pc.site(self.rng.choice(names)), tokens, dtype=dtype, pool=pool))
+            elif self.rng.random() < 0.3:
+                captures.append(pc.Features("a", tokens, top=self.rng.randint(1, 8)))
             else:
                 captures.append(pc.Capture(pc.site(self.rng.choice(names)), tokens, dtype=dtype))
         longest = 60 if self.calm else 25
@@ -159,11 +166,21 @@ class Engine:
         assert request.program is not None
         prompt = Prompt(list(range(request.prompt)), lambda: ("", []))
         bound = bind(request.program, request.run, prompt, request.most, self.sites, None)
-        checked = 0
-        for point in {point for op in bound.ops for point in op.points}:
-            wanted = {at for op in bound.ops if point in op.points for bounds in op.ranges for at in range(*bounds[:2])}
+        checked, captures = 0, [op for op in bound.ops if op.action.reader is None]
+        for number, op in enumerate(bound.ops):
+            if op in captures:
+                continue
+            positions, found = self.runtime.fetch(request.run, op.points[0], PROBE + number)
+            wanted = [at for bounds in op.ranges for at in range(*bounds[:2]) if at < request.computed]
+            assert positions.tolist() == wanted
+            for at, row in zip(wanted, found[:, : op.action.top].tolist(), strict=True):
+                values = self.sae.encode([[self.value(request, at, op.points[0])] * WIDTH])[0]
+                assert row == pytest.approx(np.sort(values)[::-1][: op.action.top], rel=1e-5, abs=1e-4)
+            self.read += len(wanted)
+        for point in {point for op in captures for point in op.points}:
+            wanted = {at for op in captures if point in op.points for bounds in op.ranges for at in range(*bounds[:2])}
             lowest = request.prompt - 1 if self.sites.points[point].rows == "sampled" else 0
-            [how] = {(op.action.pool, op.action.in_step) for op in bound.ops if point in op.points}
+            [how] = {(op.action.pool, op.action.in_step) for op in captures if point in op.points}
             if how[1] and max(wanted) >= request.computed:  # it is pooled when all rows are there
                 continue
             wanted = {at for at in wanted if lowest <= at < request.computed}
@@ -195,7 +212,7 @@ class Engine:
 @pytest.mark.parametrize("calm", [False, True])
 def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes, calm):
     cuda_on_cpu.stub(monkeypatch)
-    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=3).tolist(), 0, np.zeros(5, int)
+    seeds, rows, counts = np.random.default_rng(0).integers(1 << 30, size=3).tolist(), 0, np.zeros(6, int)
     for seed in seeds:
         random.seed(seed)
         engine = Engine(seed, sizes, calm)
@@ -216,14 +233,14 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes
         assert engine.runtime.store.bytes == 0
         engine.step.flush()
         assert engine.step.drain.bytes == engine.kept_bytes  # nothing but what is kept leaves the device
-        counts += [engine.went_on, engine.planned, engine.replayed, engine.pooled, engine.moved]
+        counts += [engine.went_on, engine.planned, engine.replayed, engine.read, engine.pooled, engine.moved]
         engine.step.close()
     assert rows > 1000
-    # steps that went on with a plan, that were planned, that replayed a graph; pooled captures; and how often the ring was
-    # at its end
-    assert (counts[:3] > 30).all(), counts
-    assert counts[3] > 5, counts
-    assert counts[4] > 0, counts
+    # steps that went on with a plan, that were planned, that replayed a graph; rows that an SAE read; pooled captures; and
+    # how often the ring was at its end
+    assert (counts[:4] > 30).all(), counts
+    assert counts[4] > 5, counts
+    assert counts[5] > 0, counts
 
 
 @pytest.mark.parametrize("kept", [1 << 12, 0])  # 0: every step captures too much to allocate it when it begins

@@ -67,7 +67,7 @@ class DeviceSAE:
         if self.k is None:
             return values_NF
         best = values_NF.topk(self.k)
-        return torch.zeros_like(values_NF).scatter_(1, best.indices, best.values)
+        return (0 * values_NF).scatter_(1, best.indices, best.values)  # keeps NaN
 
     def decode(self, values_NF: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
         """The output, [N, O], for features of these rows."""
