@@ -134,6 +134,23 @@ def test_vllm_edits_what_comes_in_chunks_and_behind_cached_prefixes(narrow, plai
             assert logits[len(each.prompt_token_ids) - 1 :].argmax(-1).tolist() == each.token_ids
 
 
+@pytest.mark.parametrize(("engine", "options"), [("transformers", {}), ("vllm", CHUNKED)], ids=str)
+def test_queries_and_keys_far_apart(narrow, plain, engine, options):
+    """Chunks between edited queries have none, and rows between them keep their pattern."""
+    lm, ids = narrow.get(engine, "float32", **options), list(range(20, 110))
+    edits = [
+        pc.Knockout("prompt[1::2]", pc.pattern[1, 1], "prompt[10] | prompt[60::3]"),
+        pc.Replace(np.full((2, 9), 0.1), pc.pattern[1, 2], "prompt[9, 80]"),
+    ]
+    [run] = lm.run([ids], edits=edits, capture=SEEN, max_tokens=1)
+
+    def change(layer: int, pattern: torch.Tensor) -> None:
+        if layer == 1:
+            pattern[2, [9, 80]] = torch.nn.functional.pad(torch.full((9,), 0.1), (0, len(ids) - 9))
+
+    check(plain, run, {1: [(1, [10, *range(60, 90, 3)], range(1, 90, 2))]}, change)
+
+
 @BOTH
 def test_an_edit_of_nothing_changes_no_bit(narrow, engine):
     lm = narrow.get(engine, "float32")

@@ -39,11 +39,10 @@ from patchclamp.plan.bound import (
     Factored,
     Keep,
     Noisy,
+    PositionRange,
     RunCode,
     own_point,
     pack_columns,
-    position_array,
-    position_ranges,
     source_of,
 )
 from patchclamp.plan.room import Placement, resident_name
@@ -661,7 +660,12 @@ class Runtime:
                 rows = self.bank.data[begin : begin + count * width].view(count, width)
             for point in op.points:
                 first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
-                edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
+                queries, keys = (
+                    torch.tensor(ranges, device=self.bank.data.device) if ranges else None
+                    for ranges in (op.ranges, action.keys)
+                )
+                assert queries is not None
+                edit = PatternEdit(first // size, end // size, queries, keys, action.factor, rows)
                 edits[point].append(edit)
         return edits
 
@@ -673,7 +677,8 @@ class Runtime:
         for point, edits in attention.items():
             assert self.keys is not None
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
-            ranges = position_ranges(position_array(tuple(each for op in mine for each in op.ranges)), None)
+            # one call for all queries of a step, and those between: each call reads all keys
+            ranges = (PositionRange(min(op.ranges[0].start for op in mine), max(op.ranges[-1].stop for op in mine)),)
             edited = EditedAttention(point, arrival.placement.slot, self._heads(point), edits, self.keys)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             for at, function in ((point, edited.hold), (z.point, edited.change)):
