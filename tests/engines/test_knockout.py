@@ -202,7 +202,7 @@ def test_what_cannot_be_edited_says_why(narrow, engine):
             pc.Knockout("prompt[0]", at))  # fmt: skip
     refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0", pc.Knockout("every", at), IDS_OF_PROMPT[:1])
     both = [pc.Knockout("prompt[0:2]", at, "prompt[2]"), pc.Knockout("prompt[2]", at, "prompt[2]")]
-    with pytest.raises(pc.RunError, match="position 2 would attend to nothing"):
+    with pytest.raises(pc.TokensError, match="position 2 would attend to nothing"):
         lm.run(IDS_OF_PROMPT, edits=both, max_tokens=2, capture=pc.z[1])[pc.z[1]]
     refused(pc.TokensError, r"edits\[0\].keys: expected positions", pc.Knockout(pc.token(9), at, "prompt[5:]"))
     refused(pc.TokensError, r"edits\[0\].tokens: expected positions", pc.Knockout("prompt[0]", at, pc.token(21)))
@@ -227,7 +227,7 @@ def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected
         knockout = pc.Knockout("prompt[5:40]", pc.pattern[0], "prompt[39]")
         edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")]]
         runs = lm.run([IDS_OF_PROMPT] * 3, edits=edits, max_tokens=2, capture=pc.z[1])
-        with pytest.raises(pc.RunError, match="position 39 would attend to nothing"):
+        with pytest.raises(pc.TokensError, match="position 39 would attend to nothing"):
             runs[0][pc.z[1]]
         assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
 

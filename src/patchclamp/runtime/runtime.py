@@ -25,7 +25,16 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
+from patchclamp.errors import (
+    MissingSource,
+    ModelError,
+    Packed,
+    PatchclampError,
+    ShapeError,
+    UnsupportedSite,
+    not_finite,
+    pack,
+)
 from patchclamp.kernels.attention import PatternEdit
 from patchclamp.kernels.code import call
 from patchclamp.language import Site
@@ -465,7 +474,7 @@ class Runtime:
             return None
         try:
             return call(code, rows, point, position)
-        except RunError as error:
+        except PatchclampError as error:
             self._code_errors[run] = pack(error)
             return None
 
