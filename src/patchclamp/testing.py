@@ -42,7 +42,6 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
-    RunError,
     TokensError,
     as_patchclamp_error,
     not_finite,
@@ -297,7 +296,7 @@ class FakeEngine(Engine):
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
         return rows
 
-    def _generate(self, writers: list[_ActiveRequest], values: dict[str, np.ndarray]) -> dict[str, RunError]:
+    def _generate(self, writers: list[_ActiveRequest], values: dict[str, np.ndarray]) -> dict[str, PatchclampError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
         capturing = (bound for bound in bounds if any(op.kind == CAPTURE for op in bound.ops))
         self._captured |= {bound.run: [] for bound in capturing}  # other runs are never released
@@ -361,7 +360,7 @@ class _Programs:
             begin += len(records)
         self._run = {slot: run for run, slot in self.slot.items()}
         self._code, self._sites = code, sites
-        self.errors: dict[str, RunError] = {}
+        self.errors: dict[str, PatchclampError] = {}
         self._plan: StepPlan | None = None
         self._buffer = np.zeros(0, np.float32)
 
@@ -407,7 +406,7 @@ class _Programs:
         run, code = self._code[number]
         try:
             return None if run in self.errors else call(code, torch.from_numpy(rows), point, position).numpy()
-        except RunError as error:
+        except PatchclampError as error:
             self.errors[run] = error
             return None
 

@@ -134,6 +134,23 @@ def test_vllm_edits_what_comes_in_chunks_and_behind_cached_prefixes(narrow, plai
             assert logits[len(each.prompt_token_ids) - 1 :].argmax(-1).tolist() == each.token_ids
 
 
+@pytest.mark.parametrize(("engine", "options"), [("transformers", {}), ("vllm", CHUNKED)], ids=str)
+def test_queries_and_keys_far_apart(narrow, plain, engine, options):
+    """Chunks between edited queries have none, and rows between them keep their pattern."""
+    lm, ids = narrow.get(engine, "float32", **options), list(range(20, 110))
+    edits = [
+        pc.Knockout("prompt[1::2]", pc.pattern[1, 1], "prompt[10] | prompt[60::3]"),
+        pc.Replace(np.full((2, 9), 0.1), pc.pattern[1, 2], "prompt[9, 80]"),
+    ]
+    [run] = lm.run([ids], edits=edits, capture=SEEN, max_tokens=1)
+
+    def change(layer: int, pattern: torch.Tensor) -> None:
+        if layer == 1:
+            pattern[2, [9, 80]] = torch.nn.functional.pad(torch.full((9,), 0.1), (0, len(ids) - 9))
+
+    check(plain, run, {1: [(1, [10, *range(60, 90, 3)], range(1, 90, 2))]}, change)
+
+
 @BOTH
 def test_an_edit_of_nothing_changes_no_bit(narrow, engine):
     lm = narrow.get(engine, "float32")
@@ -185,7 +202,7 @@ def test_what_cannot_be_edited_says_why(narrow, engine):
             pc.Knockout("prompt[0]", at))  # fmt: skip
     refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0", pc.Knockout("every", at), IDS_OF_PROMPT[:1])
     both = [pc.Knockout("prompt[0:2]", at, "prompt[2]"), pc.Knockout("prompt[2]", at, "prompt[2]")]
-    with pytest.raises(pc.RunError, match="position 2 would attend to nothing"):
+    with pytest.raises(pc.TokensError, match="position 2 would attend to nothing"):
         lm.run(IDS_OF_PROMPT, edits=both, max_tokens=2, capture=pc.z[1])[pc.z[1]]
     refused(pc.TokensError, r"edits\[0\].keys: expected positions", pc.Knockout(pc.token(9), at, "prompt[5:]"))
     refused(pc.TokensError, r"edits\[0\].tokens: expected positions", pc.Knockout("prompt[0]", at, pc.token(21)))
@@ -210,7 +227,7 @@ def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected
         knockout = pc.Knockout("prompt[5:40]", pc.pattern[0], "prompt[39]")
         edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")]]
         runs = lm.run([IDS_OF_PROMPT] * 3, edits=edits, max_tokens=2, capture=pc.z[1])
-        with pytest.raises(pc.RunError, match="position 39 would attend to nothing"):
+        with pytest.raises(pc.TokensError, match="position 39 would attend to nothing"):
             runs[0][pc.z[1]]
         assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
 

@@ -80,16 +80,16 @@ def pattern(scores_BNHT: torch.Tensor, facts: AttentionFacts, first: int) -> tor
 class PatternEdit(msgspec.Struct, frozen=True):
     """An edit of the patterns of heads first … end − 1.
 
-    queries: ranges of positions, each with its first row of `rows` and the step from row to row
-    keys: ranges of positions; (): all
+    queries: ascending ranges of positions, [R, 4]: begin and end, the first row of `rows`, and the step from row to row
+    keys: ascending ranges of positions, [R, 2]; None: all
     factor: as in `plan.bound.Attended`
     rows: probabilities [n, K]; None: the pattern's own
     """
 
     first: int
     end: int
-    queries: tuple[tuple[int, int, int, int], ...]
-    keys: tuple[tuple[int, int], ...]
+    queries: torch.Tensor
+    keys: torch.Tensor | None
     factor: float | None
     rows: torch.Tensor | None = None
 
@@ -97,22 +97,29 @@ class PatternEdit(msgspec.Struct, frozen=True):
         """Its heads among those from `first` on."""
         return slice(max(self.first - first, 0), max(min(self.end - first, heads), 0))
 
+    def is_query(self, position_N: torch.Tensor) -> torch.Tensor:
+        """True for its queries, [N]."""
+        return _within(position_N, self.queries)[0]
+
     def where(self, position_N: torch.Tensor, length: int) -> torch.Tensor:
         """True for its queries and keys, [N, 1, T]."""
-        is_key_T = position_N.new_zeros(length, dtype=torch.bool)
-        for first, end in self.keys or ((0, length),):
-            is_key_T[first:end] = True
-        is_query_N = torch.zeros_like(position_N, dtype=torch.bool)
-        for first, end, *_ in self.queries:
-            is_query_N |= (first <= position_N) & (position_N < end)
-        return is_query_N[:, None, None] & is_key_T
+        is_query_N11 = self.is_query(position_N)[:, None, None]
+        if self.keys is None:
+            return is_query_N11.expand(-1, 1, length)
+        return is_query_N11 & _within(torch.arange(length, device=position_N.device), self.keys)[0]
 
     def row_of(self, position_N: torch.Tensor) -> torch.Tensor:
         """The row of each query, [N]; 0 for others."""
-        row_N = torch.zeros_like(position_N)
-        for first, end, row, step in self.queries:
-            row_N = torch.where((first <= position_N) & (position_N < end), row + (position_N - first) * step, row_N)
-        return row_N
+        is_query_N, range_N = _within(position_N, self.queries)
+        begin_N, _, row_N, step_N = self.queries[range_N].T
+        return torch.where(is_query_N, row_N + (position_N - begin_N) * step_N, 0)
+
+
+def _within(position_N: torch.Tensor, ranges_RX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """True for positions in one of some ascending ranges, and its number; both [N]."""
+    range_N = torch.bucketize(position_N, ranges_RX[:, 0].contiguous(), right=True).sub(1).clamp(min=0)
+    begin_N, end_N = ranges_RX[range_N, 0], ranges_RX[range_N, 1]
+    return (begin_N <= position_N) & (position_N < end_N), range_N
 
 
 def edited(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from patchclamp.errors import EngineError, PatchclampError, RunError
+from patchclamp.errors import EngineError, RunError, TokensError, UnsupportedSite
 from patchclamp.plan.bind import Code
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def check_outside() -> None:
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `RunError` for any exception in the code, and for a result of another shape.
+    Raises `TokensError` and `UnsupportedSite` of the code, and `RunError` for any other exception in it or a result of
+    another shape.
     """
     import torch
 
@@ -49,8 +50,8 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
-    except PatchclampError as error:
-        raise RunError(error.message, code.path) from error
+    except (TokensError, UnsupportedSite) as error:  # of an edit of attention
+        raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"Apply raised {type(error).__name__}{_text_of(error)}", code.path) from error
     finally:

@@ -3,7 +3,7 @@
 What is read is computed at the end of a step. Edits act in a layer, right after its attention: they replace the result
 of the queries that they change by one computed from the edited pattern.
 
-B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size
+B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size · M edited queries
 """
 
 from __future__ import annotations
@@ -147,24 +147,26 @@ class EditedAttention:
         engine has."""
         first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
         query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
+        edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]
+        if not len(edited_M):
+            return rows_NZ
         keys, new_NHE = self._keys, rows_NZ.clone().view(len(rows_NZ), self._heads, -1)
         facts, cached_TKE = keys.facts(self._point), keys.values(self._point, self._slot, count)
         value_TKE = cached_TKE.float()
         seen_from = max(first - facts.window + 1, 0) if facts.window else 0
         value_TKE[:seen_from] = 0  # of blocks that may be free already
         value_THE = value_TKE.repeat_interleave(self._heads // value_TKE.shape[1], 1)[:, self._first : self._end]
-        size = max(MAX_SCORES // (heads * count), 1)
-        for query, position, out_NHE in zip(query_NHE.split(size), positions.split(size), new_NHE.split(size)):  # noqa: B905
-            found_NHT = keys.scores(self._point, [self._slot], query[None], position[None], self._first, heads, count)[
-                0
-            ]
-            self._check(found_NHT[-1:], facts, value_THE, out_NHE[-1, self._first : self._end], cached_TKE.dtype)
+        for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
+            position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
+            [found_NHT] = keys.scores(
+                self._point, [self._slot], query_NHE[part][None], position[None], self._first, heads, count
+            )
+            self._check(found_NHT[-1:], facts, value_THE, out_NHE[-1], cached_TKE.dtype)
             pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
             if bool((blind_N := pattern_NHT.isnan().any(2).any(1)).any()):
                 raise TokensError(f"the token at position {int(position[blind_N][0])} would attend to nothing")
             result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
-            part_NHE = out_NHE[:, self._first : self._end]
-            part_NHE.copy_(torch.where(touched_NH[..., None], result_NHE, part_NHE))
+            new_NHE[part, self._first : self._end] = torch.where(touched_NH[..., None], result_NHE, out_NHE)
         return new_NHE.flatten(1)
 
     def _check(

@@ -25,7 +25,16 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
+from patchclamp.errors import (
+    MissingSource,
+    ModelError,
+    Packed,
+    PatchclampError,
+    ShapeError,
+    UnsupportedSite,
+    not_finite,
+    pack,
+)
 from patchclamp.kernels.attention import PatternEdit
 from patchclamp.kernels.code import call
 from patchclamp.language import Site
@@ -39,11 +48,10 @@ from patchclamp.plan.bound import (
     Factored,
     Keep,
     Noisy,
+    PositionRange,
     RunCode,
     own_point,
     pack_columns,
-    position_array,
-    position_ranges,
     source_of,
 )
 from patchclamp.plan.room import Placement, resident_name
@@ -466,7 +474,7 @@ class Runtime:
             return None
         try:
             return call(code, rows, point, position)
-        except RunError as error:
+        except PatchclampError as error:
             self._code_errors[run] = pack(error)
             return None
 
@@ -661,7 +669,12 @@ class Runtime:
                 rows = self.bank.data[begin : begin + count * width].view(count, width)
             for point in op.points:
                 first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
-                edit = PatternEdit(first // size, end // size, op.ranges, action.keys, action.factor, rows)
+                queries, keys = (
+                    torch.tensor(ranges, device=self.bank.data.device) if ranges else None
+                    for ranges in (op.ranges, action.keys)
+                )
+                assert queries is not None
+                edit = PatternEdit(first // size, end // size, queries, keys, action.factor, rows)
                 edits[point].append(edit)
         return edits
 
@@ -673,7 +686,8 @@ class Runtime:
         for point, edits in attention.items():
             assert self.keys is not None
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
-            ranges = position_ranges(position_array(tuple(each for op in mine for each in op.ranges)), None)
+            # one call for all queries of a step, and those between: each call reads all keys
+            ranges = (PositionRange(min(op.ranges[0].start for op in mine), max(op.ranges[-1].stop for op in mine)),)
             edited = EditedAttention(point, arrival.placement.slot, self._heads(point), edits, self.keys)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             for at, function in ((point, edited.hold), (z.point, edited.change)):
