@@ -125,7 +125,7 @@ def test_two_parts_are_in_memory_and_the_engine_waits_for_the_reader(documents, 
         next(batches)
         assert 0 < settled(ran) < len(documents) / 2
         assert len(most) == 2
-        assert sum(map(lambda batch: len(batch[SITES[0]]), batches)) == stream.rows - 7
+        assert sum(len(batch[SITES[0]]) for batch in batches) == stream.rows - 7
         assert len(ran) == len(documents)
     assert (len(most), max(most)) == (10, 2 * len(SITES))
     assert not any(rows() is not None for rows in alive)

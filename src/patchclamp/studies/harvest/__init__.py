@@ -1,5 +1,5 @@
-"""Activations of a data set: `harvest` writes them to disk, `Harvested` reads them, and `Harvest.stream` passes them to a
-trainer without a disk. docs/harvest.md has the format.
+"""Activations of a data set: `harvest` writes them to disk, `Harvested` reads them, and `Harvest.stream` passes them to
+a trainer without a disk. docs/harvest.md has the format.
 
 `Harvest` writes the activations of documents, shuffled, from any engine. Linear reductions of rows save disk space:
 projections (`Project`) and sums over documents. A projection is done by a projected capture where possible, so that
@@ -67,19 +67,9 @@ from patchclamp.studies.harvest.shards import (
     allow_files,
     open_folder,
 )
-from patchclamp.studies.inputs import (
-    Flag,
-    OptionalText,
-    Progress,
-    PythonOnly,
-    Sites,
-    Whole,
-    as_lm,
-    as_texts,
-    check_whole,
-)
+from patchclamp.studies.inputs import Flag, OptionalText, Progress, PythonOnly, Sites, Whole, as_texts, check_whole
 from patchclamp.studies.sources import width_of
-from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
+from patchclamp.studies.study import Arg, Study, StudyResult, as_lm, model_identity, progress, provenance, run_batches
 
 if TYPE_CHECKING:
     from patchclamp.studies.harvest.stream import HarvestStream
@@ -229,8 +219,9 @@ OptionalCount = Annotated[int | None, Arg(_from_one, int)]
 
 
 class Harvest(Study):
-    """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed. `stream`
-    passes the same rows to a trainer instead.
+    """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed.
+
+    `stream` passes the same rows to a trainer instead.
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
@@ -512,8 +503,8 @@ def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
     free = shutil.disk_usage(place).free
     if needs > free:
         raise CapacityError(
-            f"{needs / 1e9:.1f} GB are to be written to {place}, where {free / 1e9:.1f} GB are free: choose fewer sites, "
-            "a narrower dtype, a projection, or another disk"
+            f"{needs / 1e9:.1f} GB are to be written to {place}, where {free / 1e9:.1f} GB are free: choose "
+            "fewer sites, a narrower dtype, a projection, or another disk"
         )
     shards = max((len(manifest.shards_of(number)) for number in unsealed), default=0)
     allow_files(OPEN_PARTS * shards * len(recipe.written), WRITING)
