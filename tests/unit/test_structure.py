@@ -181,7 +181,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (4_005, 12), "sites": (2_019, 4), "plan": (4_635, 10), "kernels": (1_864, 12), "store": (1_806, 7),
     "runtime": (2_964, 9), "engines": (4_295, 13), "engines/vllm": (8_307, 24), "trace": (2_441, 5),
-    "studies": (12_660, 37), "plots": (1_553, 6), "serve": (4_241, 14), "cli": (1_315, 4), "": (5_040, 13),
+    "studies": (12_965, 38), "plots": (1_553, 6), "serve": (4_241, 14), "cli": (1_315, 4), "": (5_040, 13),
 }  # fmt: skip
 
 

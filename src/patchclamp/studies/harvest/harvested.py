@@ -286,8 +286,9 @@ class Harvested:
 
 def with_kept(index: Any, kept: Any) -> Any:
     """The index of rows with the kept columns of their documents, `kept`, if there are any."""
-    for name in () if kept is None else kept.column_names:
-        index = index.append_column(name, kept[name].take(index["document"]))
+    if kept is not None:
+        for name in kept.column_names:
+            index = index.append_column(name, kept[name].take(index["document"]))
     return index
 
 
