@@ -3,15 +3,17 @@
     pip install 'patchclamp[harvest]'
     python examples/train_sae.py smollm2 work --site "resid_post[10]"            # on texts that the model writes itself
     python examples/train_sae.py smollm2 work --documents documents.txt --steps 20000
+    python examples/train_sae.py smollm2 work --documents documents.txt --stream              # without rows on disk
 
-The rows come from a harvest. The SAE is a TopK one, with an auxiliary loss that revives dead features (Gao et al. 2024,
-arXiv:2406.04093), and is saved in SAELens' format.
+The rows come from a harvest, on disk or streamed. The SAE is a TopK one, with an auxiliary loss that revives dead
+features (Gao et al. 2024, arXiv:2406.04093), and is saved in SAELens' format.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ OPENINGS = ("The", "In 1969,", "Once upon a time", "Dear", "To make", "def", "Sh
 LATER = "every[1:]"  # the first token's row is tens of times longer than all others
 
 
-def train_topk(rows: torch.utils.data.IterableDataset, width: int, features: int, k: int, steps: int) -> pc.SAE:
+def train_topk(rows: Iterable[torch.Tensor], width: int, features: int, k: int, steps: int) -> pc.SAE:
     """A TopK SAE of batches of rows [N, D].
 
     x = (row − mean) / scale is reconstructed as D · topk(E · x + e) + d, with unit columns of D, which starts as Eᵀ.
@@ -62,14 +64,22 @@ def train_topk(rows: torch.utils.data.IterableDataset, width: int, features: int
         return pc.SAE(encoder, bias - encoder @ mean, decoder, mean + out * scale, k=k)
 
 
-def demonstrate(lm: pc.LM, documents: list[str], folder: Path, site: str, features: int, k: int, steps: int) -> dict:
+def demonstrate(
+    lm: pc.LM, documents: list[str], folder: Path, site: str, features: int, k: int, steps: int, stream: bool = False
+) -> dict:
     """Everything from a harvest to the evaluation. The last tenth of the documents is held out."""
     kept = len(documents) - max(len(documents) // 10, 1)
-    data = pc.studies.harvest(
-        lm, documents[:kept], folder / "rows", sites=[site], context=128, overlong="cut",
+    harvest = pc.studies.Harvest(
+        documents=documents[:kept], folder=folder / "rows", sites=[site], context=128, overlong="cut",
         filters=pc.studies.Filters(positions=((1, None),)),
-    ).open()  # fmt: skip
-    trained = train_topk(data.batches(site, 512, repeat=True), data.width(site), features, k, steps)
+    )  # fmt: skip
+    if stream:
+        rows = harvest.stream(lm, batch_rows=512)
+        again = itertools.chain.from_iterable(itertools.repeat(rows))  # runs the documents in each round
+        trained = train_topk(again, rows.widths[site], features, k, steps)
+    else:
+        data = harvest.run(lm).open()
+        trained = train_topk(data.batches(site, 512, repeat=True), data.width(site), features, k, steps)
     trained.save(folder / "sae")
 
     sae = pc.SAE.load(folder / "sae", site=site, model=lm.model.name)
@@ -115,6 +125,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=2048)
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--stream", action="store_true", help="compute rows while training instead of writing them")
     args = parser.parse_args()
     torch.manual_seed(0)
     with pc.LM(args.model, engine=args.engine) as lm:
@@ -124,7 +135,7 @@ def main() -> None:
                          for opening, run in zip(OPENINGS, runs, strict=True)]  # fmt: skip
         else:
             documents = [line for line in args.documents.read_text(encoding="utf-8").splitlines() if line.strip()]
-        demonstrate(lm, documents, args.folder, args.site, args.features, args.k, args.steps)
+        demonstrate(lm, documents, args.folder, args.site, args.features, args.k, args.steps, args.stream)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,15 @@ def test_every_example_of_the_guide_runs(thin, tmp_path, monkeypatch):
     run_guide(thin.get("vllm", "float32"), monkeypatch, tmp_path)
 
 
+def test_the_probe_of_the_harvest_page_is_trained(thin):
+    page = (ROOT / "docs" / "harvest.md").read_text(encoding="utf-8")
+    names = {"pc": pc, "lm": thin.get("vllm", "float32")}
+    exec(page.partition("## Straight into a trainer")[2].partition("```python\n")[2].partition("```")[0], names)
+    assert names["stream"].rows == sum(len(names["lm"].tokens(text)) for text in (
+        "The capital of France is Paris.", "What a lovely evening it was!"))  # fmt: skip
+    assert names["weight"].abs().max() > 0
+
+
 def run_guide(lm: pc.LM, monkeypatch, tmp_path: Path) -> dict:
     names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
     assert names["rows"].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)

@@ -1,15 +1,18 @@
-"""The example that trains an SAE, small: it explains held-out rows, and its features steer the model."""
+"""The examples that train, small: an SAE explains held-out rows, and its features steer the model; a probe separates texts."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import patchclamp as pc
+from tests.reference.harvest import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,11 +22,17 @@ def texts() -> list[str]:
     return [each[:200] for each in re.sub(r"```.*?```", "", text, flags=re.S).split("\n\n") if len(each) > 200][:26]
 
 
-@pytest.mark.slow  # what it calls is tested in test_sae_studies.py
-def test_an_sae_is_trained_read_steered_and_evaluated(engines, tmp_path):
-    spec = importlib.util.spec_from_file_location("train_sae", ROOT / "examples" / "train_sae.py")
+def loaded(name: str):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.slow  # what it calls is tested in test_sae_studies.py
+def test_an_sae_is_trained_read_steered_and_evaluated(engines, tmp_path):
+    example = loaded("train_sae")
     torch.manual_seed(0)
     lm, site = engines.get("transformers", "float32"), "resid_post[6]"
     made = example.demonstrate(lm, texts(), tmp_path, site, features=512, k=24, steps=60)
@@ -42,3 +51,38 @@ def test_an_sae_is_trained_read_steered_and_evaluated(engines, tmp_path):
     assert abs(made["needed"].faithfulness[-1] - 1) < 1e-3
     assert len(made["shown"].contexts) > 10
     assert (tmp_path / "contexts.html").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_sae_of_a_stream_is_that_of_captured_rows(engine, narrow):
+    """The rows of plain captures, in the stream's order, give the same SAE; it explains held-out rows."""
+    lm, site, example = narrow.get(engine, "float32"), "resid_post[6]", loaded("train_sae")
+    documents = [lm.tokens(text)[:48] for text in texts()]
+    stream = pc.studies.Harvest(documents=documents[:-4], sites=[site], dtype="float32", parts=3).stream(
+        lm, batch_rows=128, index=True
+    )
+    captured = rows_of(lm, documents, [site])[site]
+    batches = list(stream)
+    plain = [torch.tensor(np.array([captured[place] for place in zip(
+        batch["document"].tolist(), batch["position"].tolist(), strict=True)])) for batch in batches]  # fmt: skip
+    held = np.array([row for (document, _), row in captured.items() if document >= len(documents) - 4])
+
+    def unexplained(rows: list[torch.Tensor], steps: int) -> float:
+        torch.manual_seed(0)
+        sae = example.train_topk(itertools.cycle(rows), stream.widths[site], 256, 16, steps)
+        return float(((held - sae.decode(sae.encode(held))) ** 2).sum() / ((held - held.mean(0)) ** 2).sum())
+
+    of_stream, of_plain = (unexplained(rows, 60) for rows in ([batch[site] for batch in batches], plain))
+    assert of_stream < 0.8 * unexplained(plain, 1)
+    assert of_stream == pytest.approx(of_plain, rel=0.02)
+
+
+def test_a_probe_is_trained_on_a_stream(narrow):
+    prose = texts()
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(encoding="utf-8"), flags=re.S)
+    written = [text[:120] for pair in zip(prose, code, strict=False) for text in pair]
+    labels = [0, 1] * (len(written) // 2)
+    lm, example = narrow.get("transformers", "float32"), loaded("train_probe")
+    probe, accuracy = example.demonstrate(lm, written, labels, "resid_post[2]", passes=4)
+    assert accuracy > 0.85  # half of the held-out texts have either label
+    assert (probe.pool, str(probe.at)) == ("mean", "resid_post[2]")

@@ -573,14 +573,15 @@ def run_batches(
     read: Callable[[list[Run]], None],
     under_way: int = UNDER_WAY,
     pace: Pace | None = None,
+    stopped: Future[None] | None = None,
 ) -> None:
     """Call `lm.arun` with each of `calls`, keyword arguments for a list of prompts, and pass the runs to `read` in call
     order. Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
-    `read` is called on another thread. The first error of a call or of `read`, or an interrupt, cancels the calls in
-    flight and is raised.
+    `read` is called on another thread. The first error of a call or of `read`, an interrupt, or a result of `stopped`
+    cancels the calls in flight, closes the runs that have not been read, and is raised.
     """
-    stopped: Future[None] = Future()
+    stopped = stopped or Future()
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -591,7 +592,12 @@ def run_batches(
                 loop.call_soon_threadsafe(task.cancel)
 
         async def read_one() -> None:
-            read(await tasks.popleft())
+            runs = await tasks.popleft()
+            try:
+                read(runs)
+            except BaseException:
+                close(runs)
+                raise
             if pace is not None:
                 pace.done()
 
@@ -608,7 +614,12 @@ def run_batches(
         finally:
             for one in tasks:
                 one.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for runs in await asyncio.gather(*tasks, return_exceptions=True):
+                close(() if isinstance(runs, BaseException) else runs)
+
+    def close(runs: Iterable[Run]) -> None:
+        for run in runs:  # not left to the garbage collector: the error's traceback refers to them
+            run.close()
 
     # a thread, because a notebook already has an event loop on this one
     with base.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
@@ -620,7 +631,8 @@ def run_batches(
             while not wait([ended], timeout=LOOK_EVERY_S).done:
                 pass
         except BaseException:
-            stopped.set_result(None)
+            if not stopped.done():
+                stopped.set_result(None)
             raise
         ended.result()
 

@@ -1,4 +1,5 @@
-"""Activations of a data set on disk: `harvest` writes them, `Harvested` reads them. docs/harvest.md has the format.
+"""Activations of a data set: `harvest` writes them to disk, `Harvested` reads them, and `Harvest.stream` passes them to
+a trainer without a disk. docs/harvest.md has the format.
 
 `Harvest` writes the activations of documents, shuffled, from any engine. Linear reductions of rows save disk space:
 projections (`Project`) and sums over documents. A projection is done by a projected capture where possible, so that
@@ -13,9 +14,10 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,13 +62,17 @@ from patchclamp.studies.harvest.shards import (
     WRITING,
     HarvestBatch,
     HarvestWriter,
+    OpenPart,
     PartWriter,
     allow_files,
     open_folder,
 )
 from patchclamp.studies.inputs import Flag, OptionalText, Progress, PythonOnly, Sites, Whole, as_texts, check_whole
 from patchclamp.studies.sources import width_of
-from patchclamp.studies.study import Arg, Study, StudyResult, model_identity, progress, provenance, run_batches
+from patchclamp.studies.study import Arg, Study, StudyResult, as_lm, model_identity, progress, provenance, run_batches
+
+if TYPE_CHECKING:
+    from patchclamp.studies.harvest.stream import HarvestStream
 
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "as_harvested", "harvest"]
 
@@ -215,6 +221,8 @@ OptionalCount = Annotated[int | None, Arg(_from_one, int)]
 class Harvest(Study):
     """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed.
 
+    `stream` passes the same rows to a trainer instead.
+
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
     """
@@ -224,8 +232,9 @@ class Harvest(Study):
 
     documents: PythonOnly
     """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
-    folder: Annotated[Any, Arg(as_file, served=False)]
-    """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on."""
+    folder: Annotated[Any, Arg(as_file, served=False)] = None
+    """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on. A stream has
+    none."""
     sites: Sites
     """Sites to keep, as `capture=` takes them, and `Features` of attached SAEs; each layer is a site of its own."""
     column: OptionalText = None
@@ -268,8 +277,69 @@ class Harvest(Study):
             would take longer than about 2 s are smaller. Three are in flight, and a few more are being written
         checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
         """
+        if self.folder is None:
+            raise ProgramError("expected a folder to write to; without a disk, use Harvest(...).stream(lm)", "folder")
         needed("pyarrow.parquet")
-        filters, (machine, machines) = self.filters or Filters(), shard
+        machine, machines = shard
+        plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
+        place = _write_plan(Path(self.folder), manifest, plan, columns)
+        numbers = range(machine, plan.parts, machines)
+        unsealed = [number for number in numbers if not _is_sealed(place, manifest, number)]
+        _check_room(place, manifest, unsealed)
+        parts = (PartWriter(place, manifest.recipe, plan.tokens, plan.part(number)) for number in unsealed)
+        with progress("harvesting", plan.tokens_to_run(unsealed), show_progress, "tokens") as advance:
+            ran = job().run(parts, checkpoint_bytes, advance)
+        data = Harvested(place)
+        data.write_statistics()
+        return HarvestResult(
+            provenance=provenance(lm, (self.seed,)), folder=str(place), sites=tuple(data.sites), dtype=self.dtype,
+            features=tuple(one.name for one in manifest.recipe.features), documents=manifest.documents,
+            tokens=manifest.tokens, cut_tokens=manifest.cut_tokens, rows=sum(manifest.part_rows), ran=ran,
+            complete=data.complete,
+        )  # fmt: skip
+
+    def stream(
+        self, lm: LM, *, batch_rows: int = 4096, index: bool = False, shard: tuple[int, int] = (0, 1),
+        batch_tokens: int | None = None,
+    ) -> HarvestStream:  # fmt: skip
+        """The rows as a `torch.utils.data.IterableDataset` of batches, computed while they are read, without a disk:
+        those of the harvest in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
+
+        At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
+        Each iteration runs the documents. Ending one early stops the engine's work. An error of a document is raised
+        after the parts before its own.
+
+        batch_rows: rows in a batch; the last one may have fewer
+        index: batches are dicts that also have document, position, token and the columns of `keep`
+        shard: (i, n) for process i of n, each of which reads its own parts
+        batch_tokens: largest number of tokens run at a time
+
+        Raises: the errors of a harvest
+        """
+        from patchclamp.studies.harvest.stream import HarvestStream
+
+        as_lm(lm, "lm")
+        check_whole(batch_rows, "batch_rows", 1)
+        as_flag(index, "index")
+        machine, machines = _shard(shard, "shard")
+        if any(isinstance(site, Features) for site in self.sites):
+            raise ProgramError("a stream has rows of sites; features need a folder", "sites")
+        if batch_tokens is not None:
+            check_whole(batch_tokens, "batch_tokens", 1)
+        plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
+
+        def run(parts: Iterable[OpenPart], stopped: Future[None]) -> None:
+            job().run(parts, CHECKPOINT_BYTES, lambda _: None, stopped)
+
+        numbers = [number for number in range(machine, plan.parts, machines) if manifest.part_rows[number]]
+        kept = needed("pyarrow.parquet").read_table(io.BytesIO(_stored(columns))) if columns and index else None
+        return HarvestStream(plan, manifest, numbers, run, batch_rows, index, kept)
+
+    def _prepare(
+        self, lm: LM, machines: int, batch_tokens: int | None
+    ) -> tuple[HarvestPlan, Manifest, dict[str, list[Any]], Callable[[], _HarvestJob]]:
+        """The plan, the manifest, the kept columns of documents by name, and a function that makes the job."""
+        filters = self.filters or Filters()
         reductions = _reductions(lm, self.sites, self.project, self.sums, filters.caps_norms)
         if self.parts is not None and self.parts < machines:
             raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
@@ -288,20 +358,11 @@ class Harvest(Study):
         )  # fmt: skip
         columns = dict(zip(self.keep, map(list, zip(*kept, strict=True)), strict=True)) if self.keep else {}
         manifest = self._manifest(lm, plan, reductions, features, filters, columns)
-        place = _write_plan(Path(self.folder), manifest, plan, columns)
         if batch_tokens is None:
             captured = [one.site.captured * (4 if one.changes else ARRAYS[self.dtype].itemsize) for one in reductions]
             captured += [4 * width_of(lm, lm.sites.dictionaries[one.name].at) for one in features]
             batch_tokens = min(max(BATCH_BYTES // sum(captured), LEAST_TOKENS), MOST_TOKENS)
-        job = _HarvestJob(lm, plan, manifest, place, reductions, batch_tokens)
-        ran = job.run(range(machine, plan.parts, machines), checkpoint_bytes, show_progress)
-        data = Harvested(place)
-        data.write_statistics()
-        return HarvestResult(
-            provenance=provenance(lm, (self.seed,)), folder=str(place), sites=tuple(data.sites), dtype=self.dtype,
-            features=tuple(one.name for one in features), documents=manifest.documents, tokens=manifest.tokens,
-            cut_tokens=manifest.cut_tokens, rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
-        )  # fmt: skip
+        return plan, manifest, columns, functools.partial(_HarvestJob, lm, plan, manifest, reductions, batch_tokens)
 
     def _manifest(
         self, lm: LM, plan: HarvestPlan, reductions: list[SiteReduction], features: tuple[StoredFeatures, ...],
@@ -407,78 +468,83 @@ def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan, columns: di
         arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
         write_whole(place / DOCUMENTS, safetensors.numpy.save(arrays))
     if columns and not (place / COLUMNS).exists():
-        arrow, file = needed("pyarrow"), io.BytesIO()
-        try:
-            needed("pyarrow.parquet").write_table(arrow.table(columns), file)
-        except arrow.ArrowException as error:
-            raise ProgramError(f"a column cannot be stored: {error}", "keep") from None
-        write_whole(place / COLUMNS, file.getvalue())
+        write_whole(place / COLUMNS, _stored(columns))
     if not (place / MANIFEST).exists():
         write_whole(place / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return place
+
+
+def _stored(columns: dict[str, list[Any]]) -> bytes:
+    """A Parquet file with the kept columns of documents."""
+    arrow, file = needed("pyarrow"), io.BytesIO()
+    try:
+        needed("pyarrow.parquet").write_table(arrow.table(columns), file)
+    except arrow.ArrowException as error:
+        raise ProgramError(f"a column cannot be stored: {error}", "keep") from None
+    return file.getvalue()
+
+
+def _is_sealed(place: Path, manifest: Manifest, number: int) -> bool:
+    """True if all shards of a part exist, and its open folder is gone."""
+    shards = manifest.shards_of(number)
+    return all((place / name).exists() for name in shards) and not open_folder(place, number).exists()
+
+
+def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
+    """Raise `CapacityError` if the disk is too small, or too few files may be open."""
+    recipe = manifest.recipe
+    needs, size = 0, recipe.shard_rows
+    for number in unsealed:
+        for shard, name in enumerate(manifest.shards_of(number)):
+            if not (place / name).exists():
+                needs += min(size, manifest.part_rows[number] - shard * size) * recipe.row_bytes
+        files = open_folder(place, number).rglob("*.safetensors")
+        needs -= sum(path.stat().st_blocks * 512 for path in files)
+    free = shutil.disk_usage(place).free
+    if needs > free:
+        raise CapacityError(
+            f"{needs / 1e9:.1f} GB are to be written to {place}, where {free / 1e9:.1f} GB are free: choose "
+            "fewer sites, a narrower dtype, a projection, or another disk"
+        )
+    shards = max((len(manifest.shards_of(number)) for number in unsealed), default=0)
+    allow_files(OPEN_PARTS * shards * len(recipe.written), WRITING)
 
 
 class _HarvestJob:
     """Runs the prompts of some parts and passes their rows to the writer."""
 
     def __init__(
-        self, lm: LM, plan: HarvestPlan, manifest: Manifest, place: Path, reductions: list[SiteReduction],
-        batch_tokens: int,
-    ) -> None:  # fmt: skip
-        self._lm, self._plan, self._manifest, self._place = lm, plan, manifest, place
+        self, lm: LM, plan: HarvestPlan, manifest: Manifest, reductions: list[SiteReduction], batch_tokens: int
+    ) -> None:
+        self._lm, self._plan = lm, plan
         self._recipe, self._reductions = manifest.recipe, reductions
         self._first, self._tokens = _window(self._recipe.filters, plan)
         self._lengths = np.diff(plan.tokens.prompts)
-        self._parts: list[PartWriter] = []  # those that are open: their places take much memory
-        self._asked: list[tuple[PartWriter, list[int]]] = []
+        self._parts: list[OpenPart] = []  # those that are open: their places take much memory
+        self._asked: list[tuple[OpenPart, list[int]]] = []
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
-    def run(self, numbers: range, checkpoint_bytes: int, show: Any) -> int:
-        """Make some parts. Returns the number of tokens run."""
-        unsealed = [number for number in numbers if not self._is_sealed(number)]
-        self._check_room(unsealed)
-        self._writer = HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
-        total = self._plan.tokens_to_run(unsealed)
+    def run(
+        self, parts: Iterable[OpenPart], checkpoint_bytes: int, advance: Callable[[int], None],
+        stopped: Future[None] | None = None,
+    ) -> int:  # fmt: skip
+        """Make some parts. Returns the number of tokens run. `advance` is notified of tokens that are done; setting
+        `stopped` cancels the rest."""
+        self._advance, self._writer = advance, HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
         try:
-            with progress("harvesting", total, show, "tokens") as self._advance:
-                run_batches(self._lm, self._calls(unsealed), self._read, UNDER_WAY, self._pace)
-                self._writer.finish()
+            run_batches(self._lm, self._calls(parts), self._read, UNDER_WAY, self._pace, stopped)
+            self._writer.finish()
         finally:
             self._writer.stop()
             for part in self._parts:
                 part.close()
         return self._ran
 
-    def _is_sealed(self, number: int) -> bool:
-        """True if all shards of a part exist, and its open folder is gone."""
-        shards = self._manifest.shards_of(number)
-        return all((self._place / name).exists() for name in shards) and not open_folder(self._place, number).exists()
-
-    def _check_room(self, unsealed: list[int]) -> None:
-        """Raise `CapacityError` if the disk is too small, or too few files may be open."""
-        needs, size = 0, self._recipe.shard_rows
-        for number in unsealed:
-            for shard, name in enumerate(self._manifest.shards_of(number)):
-                if not (self._place / name).exists():
-                    rows = min(size, self._manifest.part_rows[number] - shard * size)
-                    needs += rows * self._recipe.row_bytes
-            files = open_folder(self._place, number).rglob("*.safetensors")
-            needs -= sum(path.stat().st_blocks * 512 for path in files)
-        free = shutil.disk_usage(self._place).free
-        if needs > free:
-            raise CapacityError(
-                f"{needs / 1e9:.1f} GB are to be written to {self._place}, where {free / 1e9:.1f} GB are free: choose "
-                "fewer sites, a narrower dtype, a projection, or another disk"
-            )
-        shards = max((len(self._manifest.shards_of(number)) for number in unsealed), default=0)
-        allow_files(OPEN_PARTS * shards * len(self._recipe.written), WRITING)
-
-    def _calls(self, unsealed: list[int]) -> Iterator[dict[str, Any]]:
+    def _calls(self, parts: Iterable[OpenPart]) -> Iterator[dict[str, Any]]:
         """The calls that run every batch, part by part."""
         captures = [*(one.capture(self._tokens, self._recipe.dtype) for one in self._reductions),
                     *(one.op(self._tokens) for one in self._recipe.features)]  # fmt: skip
-        for number in unsealed:
-            part = PartWriter(self._place, self._recipe, self._plan.tokens, self._plan.part(number))
+        for part in parts:
             self._parts = [*(one for one in self._parts if one.is_open), part]
             lengths = self._lengths[part.part.prompts]
             self._advance(int(lengths.sum() - lengths[part.left].sum()))
@@ -501,7 +567,7 @@ class _HarvestJob:
         self._advance(tokens)
 
     def _rows(
-        self, part: PartWriter, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
+        self, part: OpenPart, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
     ) -> Iterator[list[np.ndarray]]:
         """The rows of some prompts, site by site, then features. Runs are closed at the end."""
         kept = [self._kept(part.part.prompts[i]) for i in prompts]
@@ -530,12 +596,12 @@ class _HarvestJob:
         for run in runs:
             run.close()
 
-    def _document(self, part: PartWriter, prompt: int) -> str:
+    def _document(self, part: OpenPart, prompt: int) -> str:
         """The path of one of a part's prompts in errors."""
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 
-    def _fetch(self, part: PartWriter, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
+    def _fetch(self, part: OpenPart, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
         """The rows of every run by site; features are read as well. Raises the error of the document whose rows
         overflow."""
         sites = [one.site.name for one in self._reductions]

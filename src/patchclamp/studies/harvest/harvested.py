@@ -153,10 +153,7 @@ class Harvested:
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
         table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
-        if self._kept is not None:
-            kept = self._kept.take(table["document"])
-            for name in kept.column_names:
-                table = table.append_column(name, kept[name])
+        table = with_kept(table, self._kept)
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def features(self, name: str | None = None, ids: Sequence[int] | None = None, shard: str | None = None) -> Any:
@@ -191,13 +188,6 @@ class Harvested:
         path = self.folder / COLUMNS
         return needed("pyarrow.parquet").read_table(path) if path.exists() else None
 
-    def _is_numeric(self, name: str) -> bool:
-        """True if a column of the index has numbers in every row of the data set."""
-        if self._kept is None or name not in self._kept.column_names:
-            return name == "document" or not self.manifest.recipe.sums
-        kind, types = self._kept.schema.field(name).type, needed("pyarrow").types
-        return (types.is_integer(kind) or types.is_floating(kind)) and not self._kept[name].null_count
-
     def to_frame(self, sites: Any = ()) -> pandas.DataFrame:
         """One line per row in reading order: its document, position and token, the columns that the harvest kept, and
         for each of some sites the row, a float32 array [D]."""
@@ -228,10 +218,7 @@ class Harvested:
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
-            index = self.index(self.shards[shard])
-            columns = {name: index[name].to_numpy() if self._is_numeric(name)  # np.array would stack lists
-                       else np.fromiter(index[name].to_pylist(), object, len(index))
-                       for name in index.column_names}  # fmt: skip
+            columns = index_arrays(self.index(self.shards[shard]), self._kept, self.manifest.recipe.sums)
             return columns | {site: self.array(site, self.shards[shard]) for site in sites}
 
         return of
@@ -295,6 +282,30 @@ class Harvested:
         there = len(self.shards)
         what = ", ".join([*self.sites, *(f"features of {one.name}" for one in self.manifest.recipe.features)])
         return f"<Harvested {self.folder.name}: {what}; {there} of {there + len(self.missing)} shards>"
+
+
+def with_kept(index: Any, kept: Any) -> Any:
+    """The index of rows with the kept columns of their documents, `kept`, if there are any."""
+    if kept is not None:
+        for name in kept.column_names:
+            index = index.append_column(name, kept[name].take(index["document"]))
+    return index
+
+
+def index_arrays(index: Any, kept: Any, sums: bool) -> dict[str, np.ndarray]:
+    """The columns of an index as arrays: of numbers if a column has one for every row of the data set, otherwise of
+    objects."""
+    types = needed("pyarrow").types
+
+    def is_numeric(name: str) -> bool:
+        if kept is None or name not in kept.column_names:
+            return name == "document" or not sums
+        kind = kept.schema.field(name).type
+        return (types.is_integer(kind) or types.is_floating(kind)) and not kept[name].null_count
+
+    return {name: index[name].to_numpy() if is_numeric(name)  # np.array would stack lists
+            else np.fromiter(index[name].to_pylist(), object, len(index))
+            for name in index.column_names}  # fmt: skip
 
 
 def as_harvested(value: Any, path: str) -> Harvested:

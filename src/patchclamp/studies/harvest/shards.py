@@ -25,6 +25,7 @@ import mmap
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -222,57 +223,43 @@ class HarvestBatch(NamedTuple):
     rows: Iterator[list[np.ndarray]]
 
 
-class PartWriter:
-    """Fills and seals the shards of one part, in a folder of its own.
+class OpenPart(ABC):
+    """A part that is being filled: on disk (`PartWriter`), or in memory (`stream.StreamedPart`).
 
     left: the prompts still to run, by their numbers in the part
     """
 
     part: HarvestPart
+    left: np.ndarray
 
-    def __init__(self, folder: Path, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
+    def __init__(self, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
         self.part, self._recipe, self._documents = part, recipe, documents
-        self._folder = open_folder(folder, part.number)
-        self._folder.mkdir(exist_ok=True)
-        self._journal = Journal(self._folder / "ledger").open(f"{recipe.name}, part {part.number}")
-        self._shards = [shard for shard in range(-(-len(part.places) // recipe.shard_rows))
-                        if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
-        self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
-        if not all(path.exists() for path in self._paths.values()):
-            self._journal.clear()  # the rows that it lists are gone
-        finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
-        for prompts in self._journal.take(list[int]):
-            finished[prompts] = True
-        self.left: np.ndarray = np.flatnonzero(~finished)
-        self._files: dict[tuple[str, int], np.ndarray] = {}
-
-    def _path(self, site: StoredSite, shard: int) -> Path:
-        """The file of a site in a shard that is being filled. Features and norms are outside the shard's folder."""
-        if site not in self._recipe.sites:
-            return self._folder / f"{site.name}-{shard:05d}.safetensors"
-        return self._folder / f"shard-{shard:05d}" / site.file
+        self._rows: dict[tuple[str, int], np.ndarray] = {}  # by site and shard, in the stored dtype
 
     @property
+    @abstractmethod
     def is_open(self) -> bool:
         """False once it is sealed."""
-        return self._journal.is_open
+
+    @abstractmethod
+    def open(self) -> None:
+        """Make room for its rows."""
+
+    @abstractmethod
+    def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
+        """Wait for some writes."""
+
+    @abstractmethod
+    def seal(self, pool: ThreadPoolExecutor) -> None:
+        """Finish it; all its rows have been written."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop filling it."""
 
     def rows_of(self, prompts: list[int]) -> int:
         """The number of rows of some prompts."""
         return int((self.part.first[np.array(prompts) + 1] - self.part.first[prompts]).sum())
-
-    def open(self) -> None:
-        """Create or open the files of its shards."""
-        for site in self._recipe.written:
-            for shard in self._shards:
-                path = self._paths[site.name, shard]
-                path.parent.mkdir(exist_ok=True)
-                rows = min(self._recipe.shard_rows, len(self.part.places) - shard * self._recipe.shard_rows)
-                header = shard_header(self._recipe, self.part.number, shard, site, rows)
-                dtype = self._recipe.dtype_of(site)
-                self._files[site.name, shard] = create_rows(path, header, dtype, rows, site.width)
-        for folder in {path.parent for path in self._paths.values()} | {self._folder, self._folder.parent}:
-            sync(folder)
 
     def write(self, batch: HarvestBatch) -> None:
         """Write a batch's rows to their places."""
@@ -282,8 +269,8 @@ class PartWriter:
                 if block.shape != (shape := (self.rows_of([prompt]), site.width)):
                     raise RunError(f"{site.name}: expected rows {list(shape)} of a prompt, got {list(block.shape)}")
                 for shard, rows, places in of_prompt:
-                    if (site.name, shard) in self._files:  # otherwise it is sealed
-                        self._files[site.name, shard][places] = block[rows]
+                    if (site.name, shard) in self._rows:  # otherwise it is sealed
+                        self._rows[site.name, shard][places] = block[rows]
 
     def _pieces(self, prompt: int) -> list[tuple[int, np.ndarray | slice, np.ndarray]]:
         """Each shard with rows of a prompt: its number, those rows, and their places in it."""
@@ -296,6 +283,49 @@ class PartWriter:
             pieces.append((shard, rows, places[rows]))
         return pieces
 
+
+class PartWriter(OpenPart):
+    """Fills and seals the shards of one part, in a folder of its own."""
+
+    def __init__(self, folder: Path, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
+        super().__init__(recipe, documents, part)
+        self._folder = open_folder(folder, part.number)
+        self._folder.mkdir(exist_ok=True)
+        self._journal = Journal(self._folder / "ledger").open(f"{recipe.name}, part {part.number}")
+        self._shards = [shard for shard in range(-(-len(part.places) // recipe.shard_rows))
+                        if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
+        self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
+        if not all(path.exists() for path in self._paths.values()):
+            self._journal.clear()  # the rows that it lists are gone
+        finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
+        for prompts in self._journal.take(list[int]):
+            finished[prompts] = True
+        self.left = np.flatnonzero(~finished)
+
+    def _path(self, site: StoredSite, shard: int) -> Path:
+        """The file of a site in a shard that is being filled. Features and norms are outside the shard's folder."""
+        if site not in self._recipe.sites:
+            return self._folder / f"{site.name}-{shard:05d}.safetensors"
+        return self._folder / f"shard-{shard:05d}" / site.file
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is sealed."""
+        return self._journal.is_open
+
+    def open(self) -> None:
+        """Create or open the files of its shards."""
+        for site in self._recipe.written:
+            for shard in self._shards:
+                path = self._paths[site.name, shard]
+                path.parent.mkdir(exist_ok=True)
+                rows = min(self._recipe.shard_rows, len(self.part.places) - shard * self._recipe.shard_rows)
+                header = shard_header(self._recipe, self.part.number, shard, site, rows)
+                dtype = self._recipe.dtype_of(site)
+                self._rows[site.name, shard] = create_rows(path, header, dtype, rows, site.width)
+        for folder in {path.parent for path in self._paths.values()} | {self._folder, self._folder.parent}:
+            sync(folder)
+
     def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
         """Wait for some writes and sync them to disk, then add their prompts to the journal."""
         for write, _ in writes:
@@ -306,7 +336,7 @@ class PartWriter:
 
     def seal(self, pool: ThreadPoolExecutor) -> None:
         """Give all shards, whose rows are on disk, their final names, and remove the folder."""
-        self._files.clear()
+        self._rows.clear()
         passing = {shard: self._within_caps(shard) for shard in self._shards}
         sites = {(shard, site.name): pool.submit(self._finish, site, shard, passing[shard])
                  for shard in self._shards for site in self._recipe.sites}  # fmt: skip
@@ -314,7 +344,8 @@ class PartWriter:
             rows = slice(shard * self._recipe.shard_rows, (shard + 1) * self._recipe.shard_rows)
             tokens = self.part.tokens[rows]
             place, final = self._folder / f"shard-{shard:05d}", shard_name(self.part.number, shard)
-            write_whole(place / INDEX, index_of(self._documents, tokens[passing[shard]], self._recipe.sums))
+            index = index_of(self._documents, tokens[passing[shard]], self._recipe.sums)
+            write_whole(place / INDEX, _parquet(index))
             for one in self._recipe.features:
                 found = RowsFile.open(self._paths[one.filling.name, shard]).mapped()
                 content = features_of(self._documents, tokens[passing[shard]], found[passing[shard]])
@@ -331,10 +362,7 @@ class PartWriter:
         """A mask of a shard's rows within the caps on norms at every site, bool [n]."""
         if self._recipe.norms is None:
             return slice(None)
-        norms = RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped()
-        if self._recipe.sums:
-            return np.asarray(np.isfinite(norms).all(axis=1))
-        return np.asarray(np.stack([self._recipe.filters.passing(of_site) for of_site in norms.T]).all(axis=0))
+        return within_caps(self._recipe, RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped())
 
     def _finish(self, site: StoredSite, shard: int, passing: np.ndarray | slice) -> SiteStatistics:
         """Remove the rows above the caps from a site's file. Returns the statistics of the others. It may be
@@ -355,8 +383,15 @@ class PartWriter:
 
     def close(self) -> None:
         """Close its files; the next harvest repeats what is not in the journal."""
-        self._files.clear()
+        self._rows.clear()
         self._journal.close()
+
+
+def within_caps(recipe: Recipe, norms: np.ndarray) -> np.ndarray:
+    """A mask of a shard's rows within the caps on norms at every site, bool [n], by their norms [n, sites]."""
+    if recipe.sums:
+        return np.asarray(np.isfinite(norms).all(axis=1))
+    return np.asarray(np.stack([recipe.filters.passing(of_site) for of_site in norms.T]).all(axis=0))
 
 
 Writes = list[tuple["Future[None]", list[int]]]
@@ -368,17 +403,16 @@ def open_folder(folder: Path, part: int) -> Path:
     return folder / f"part-{part:04d}.open"
 
 
-def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> bytes:
-    """A Parquet file with each row's document, position in it and token id; a sum has only the document."""
+def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any:
+    """A `pyarrow.Table` with each row's document, position in it and token id; a sum has only the document."""
     arrow = needed("pyarrow")
     document = documents.document_of(rows)
     nowhere = np.full(len(rows), sums)
-    table = arrow.table({
+    return arrow.table({
         "document": arrow.array(document, arrow.int64()),
         "position": arrow.array((rows - documents.documents[document]).astype(np.int32), arrow.int32(), mask=nowhere),
         "token": arrow.array(documents.ids[rows], arrow.int32(), mask=nowhere),
     })  # fmt: skip
-    return _parquet(table)
 
 
 def features_of(documents: TokenizedDocuments, rows: np.ndarray, found: np.ndarray) -> bytes:
@@ -442,7 +476,7 @@ class HarvestWriter:
         self._row_bytes, self._checkpoint_bytes = row_bytes, checkpoint_bytes
         self._writers, self._files = _threads("write", WRITERS), _threads("files", SYNCERS)
         self._checkpoints, self._sealers = _threads("checkpoint", 1), _threads("seal", OPEN_PARTS - 1)
-        self._part: PartWriter | None = None  # which is being filled
+        self._part: OpenPart | None = None  # which is being filled
         self._left = 0  # its prompts that have not been put
         self._writing: collections.deque[Future[None]] = collections.deque()
         self._unlisted: Writes = []  # of the part, since its last checkpoint
@@ -450,7 +484,7 @@ class HarvestWriter:
         self._checkpoint = _done()  # the last one of the part
         self._sealing: collections.deque[Future[None]] = collections.deque()
 
-    def put(self, part: PartWriter, batch: HarvestBatch) -> None:
+    def put(self, part: OpenPart, batch: HarvestBatch) -> None:
         """Queue a batch. Blocks while there are too many; raises the error of an earlier one."""
         if part is not self._part:
             self._begin(part)
@@ -469,7 +503,7 @@ class HarvestWriter:
             self._checkpoint = self._checkpoints.submit(part.checkpoint, self._unlisted, self._files)
             self._unlisted, self._unlisted_bytes, self._listed_at = [], 0, time.monotonic()
 
-    def _begin(self, part: PartWriter) -> None:
+    def _begin(self, part: OpenPart) -> None:
         while len(self._sealing) >= OPEN_PARTS - 1 or (self._sealing and self._sealing[0].done()):
             self._sealing.popleft().result()
         part.open()
@@ -477,7 +511,7 @@ class HarvestWriter:
         self._unlisted_bytes, self._listed_at = 0, time.monotonic()
         self._checkpoint = _done()
 
-    def seal(self, part: PartWriter) -> None:
+    def seal(self, part: OpenPart) -> None:
         """Queue the sealing of a part whose prompts have all been put, now or before a stop."""
         writes, checkpoint = [], _done()
         if part is self._part:

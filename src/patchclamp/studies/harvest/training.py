@@ -100,10 +100,7 @@ class HarvestBatches(IterableDataset[Values]):
 
     def _read(self, begin: int, end: int) -> Iterator[Values]:
         for batch in chunks(self._pieces(begin, end), self.size):
-            values = {name: tensor(column, self.data.dtype) if name in self.sites
-                      else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
-                      for name, column in batch.items()}  # fmt: skip
-            yield values if len(values) > 1 else next(iter(values.values()))
+            yield as_values(batch, self.sites, self.data.dtype)
 
 
 def chunks(pieces: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
@@ -132,6 +129,14 @@ def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
     """Rows as a tensor in the stored dtype."""
     values = torch.from_numpy(rows)
     return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+
+
+def as_values(batch: dict[str, np.ndarray], sites: list[str], dtype: str) -> Values:
+    """Columns as tensors, those of objects as lists: a dict by name, or a single column alone."""
+    values = {name: tensor(column, dtype) if name in sites
+              else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
+              for name, column in batch.items()}  # fmt: skip
+    return values if len(values) > 1 else next(iter(values.values()))
 
 
 def to_datasets(data: Any, sites: list[str], size: int) -> Any:
