@@ -16,7 +16,7 @@ import patchclamp
 ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = (
-    "cli", "serve", "studies", "doctor", "trace", "proving", "lm", "grade", "call", "stream", "run", "attention", "plots", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "studies", "doctor", "trace", "proving", "exporting", "lm", "grade", "call", "stream", "run", "attention", "plots", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors", "version",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`
