@@ -97,7 +97,8 @@ def carry_out(part: str) -> None:
         else:
             exact = modes.IEEE if part.endswith("graded") else {}
             runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {}
-            invariant = {"VLLM_BATCH_INVARIANT": "1"} if part.endswith("invariant") else {}
+            batch = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # it would turn these on
+            invariant = batch if part.endswith("invariant") else {}
             os.environ.update(fresh("ours", part) | exact | runner | invariant)
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
