@@ -54,7 +54,8 @@ class Stock:
 
 
 class Ours:
-    """`harvest`, and what it takes without writing: the same captures, fetched and dropped."""
+    """`harvest`, and two ways without writing: the same captures, fetched and dropped, and a stream whose batches are
+    dropped."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import patchclamp as pc
@@ -72,6 +73,8 @@ class Ours:
 
         if asked.get("fetched"):
             return {"seconds": self._fetched(documents, self.sites(asked["sites"]))}
+        if asked.get("streamed"):
+            return {"seconds": self._streamed(documents, self.sites(asked["sites"]), asked["parts"])}
         place = Path(tempfile.mkdtemp(prefix="harvest-", dir=asked["folder"]))
         began = time.perf_counter()
         made = pc.studies.harvest(self.lm, documents, place, sites=self.sites(asked["sites"]), parts=asked["parts"],
@@ -85,6 +88,15 @@ class Ours:
 
     def close(self) -> None:
         self.lm.close()
+
+    def _streamed(self, documents: list[list[int]], sites: list[Any], parts: int | None) -> float:
+        import patchclamp as pc
+
+        began = time.perf_counter()
+        stream = pc.studies.Harvest(documents=documents, sites=sites, parts=parts).stream(self.lm)
+        rows = sum(len(batch if len(sites) == 1 else batch[str(sites[0])]) for batch in stream)
+        assert rows == sum(map(len, documents))
+        return time.perf_counter() - began
 
     def _fetched(self, documents: list[list[int]], sites: list[Any]) -> float:
         import patchclamp as pc
@@ -168,7 +180,9 @@ def measure(args: argparse.Namespace, sides: dict[str, Remote]) -> dict[str, Any
     count = args.documents or count
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, list[float]] = {name: [] for name in ("stock", "disk", "1", "4", "1 fetched", "4 fetched")}
+    ways = ("fetched", "streamed")
+    names = ["stock", "disk", *(name for sites in "14" for name in (sites, *(f"{sites} {way}" for way in ways)))]
+    figures: dict[str, list[float]] = {name: [] for name in names}
     size_of: dict[str, float] = {}
     for number in range(args.rounds + 1):
         draw = np.random.default_rng(number)
@@ -184,7 +198,9 @@ def measure(args: argparse.Namespace, sides: dict[str, Remote]) -> dict[str, Any
             answer = sides["ours"].seconds(documents(), sites=int(name), folder=str(folder), parts=args.parts,
                                            checkpoint_bytes=args.checkpoint_mib << 20)  # fmt: skip
             taken[name], size_of[name] = answer["seconds"], answer["bytes"]
-            taken[f"{name} fetched"] = sides["ours"].seconds(documents(), sites=int(name), fetched=True)["seconds"]
+            for way in ways:
+                answer = sides["ours"].seconds(documents(), sites=int(name), parts=args.parts, **{way: True})
+                taken[f"{name} {way}"] = answer["seconds"]
         taken["disk"] = disk_seconds(folder, int(size_of["4"])) / size_of["4"]
         for name, seconds in taken.items() if number else ():  # the first round is not counted
             figures[name].append(seconds)
@@ -208,14 +224,15 @@ def table(result: dict[str, Any]) -> str:
         f"{result['machine']}, vLLM {result['vllm']}, shape {result['shape']}, {result['tokens']} tokens a round, "
         f"medians of {result['rounds']} rounds. `{result['command']}`", "",
         f"Stock prefill {speeds['stock']} tokens/s; the disk writes {result['disk_bytes_per_s'] / 1e9:.2f} GB/s.", "",
-        "| sites | harvest tokens/s | of stock's prefill | GB/s | of the disk | bar tokens/s | captured and fetched |",
-        "|---|---|---|---|---|---|---|",
+        "| sites | harvest tokens/s | of stock's prefill | GB/s | of the disk | bar tokens/s | fetched | streamed |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name in ("1", "4"):
         rate = speeds[name] * result["bytes_per_token"][name]
         lines.append(
             f"| {name} | {speeds[name]} | {speeds[name] / speeds['stock']:.2f} | {rate / 1e9:.2f} | "
-            f"{rate / result['disk_bytes_per_s']:.2f} | {bars[name]:.0f} | {speeds[f'{name} fetched']} |"
+            f"{rate / result['disk_bytes_per_s']:.2f} | {bars[name]:.0f} | {speeds[f'{name} fetched']} | "
+            f"{speeds[f'{name} streamed']} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,15 @@ from patchclamp.studies import patch_sweep
 from patchclamp.studies.study import run_batches
 
 
+class Closing(str):
+    """A run, which notes that it was closed."""
+
+    log: Log
+
+    def close(self) -> None:
+        self.log.events.append(f"close {self}")
+
+
 class Log:
     """Stands for an LM: notes when a call begins, ends and is stopped. A call takes a few turns of the event loop."""
 
@@ -35,7 +44,9 @@ class Log:
                 await asyncio.sleep(0)
             while prompt == "endless":
                 await asyncio.sleep(0.001)
-            return [prompt]
+            run = Closing(prompt)
+            run.log = self
+            return [run]
         except asyncio.CancelledError:
             self.events.append(f"stop {prompt}")
             raise
@@ -72,7 +83,7 @@ def test_what_reading_raises_stops_the_other_batch():
 
     with pytest.raises(pc.RunError, match="it failed"):
         run_batches(lm, calls("a", "endless", "b"), read)
-    assert lm.events == ["begin a", "begin endless", "stop endless"]
+    assert lm.events == ["begin a", "begin endless", "close a", "stop endless"]
 
 
 @pytest.mark.parametrize("_", range(20))  # it comes while the thread starts, or later
