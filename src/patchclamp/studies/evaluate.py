@@ -65,7 +65,10 @@ def samples_in(file: str) -> list[Any]:
 
 
 def _samples(value: Any, path: str) -> tuple[Sample, ...]:
-    given = samples_in(str(value)) if isinstance(value, (str, Path)) else as_items(value, path)
+    try:
+        given = samples_in(str(value)) if isinstance(value, (str, Path)) else as_items(value, "")
+    except PatchclampError as error:
+        raise error.under(path) from None
     found = []
     for i, one in enumerate(given):
         try:

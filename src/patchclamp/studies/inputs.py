@@ -702,7 +702,7 @@ def lines_of(file: Path) -> list[str]:
     """The lines of a text file."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ProgramError(f"{file} cannot be read: {error}") from None
 
 
