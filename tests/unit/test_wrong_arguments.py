@@ -453,7 +453,8 @@ def test_a_wrong_field_of_a_study_is_named(kind):
         with pytest.raises(pc.ProgramError) as caught:
             kind()
         assert (caught.value.path, name in str(caught.value)) == (required[0].name, True)
-    given = {"folder": "path", "lora": "path", "sae": "attached"}
+    sample = {"prompt": "a", "choices": ["b", "c"], "answer": 0}
+    given = {"folder": "path", "lora": "path", "sae": "attached", "samples": [sample]}
     right = {field.name: given.get(field.name, IDS) for field in required}
     for field in kind.fields().values():
         for label, given in WRONG.items():
