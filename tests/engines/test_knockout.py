@@ -1,15 +1,16 @@
 """Edits of attention equal Transformers' eager attention with the same edits, however a prompt is computed."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import patchclamp as pc
 from patchclamp.language.program import from_dict, to_dict
 
 from ..models import of_family
-from ..reference.attention import edited
+from ..reference.attention import eager_model, edited
 from .conftest import CHUNKED
 from .test_attention import BOTH, FAMILIES, IDS, NEW
 
@@ -20,9 +21,7 @@ SEEN = [pc.final_norm, pc.pattern[1]]
 
 @pytest.fixture(scope="module")
 def plain(narrow):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        narrow.folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return eager_model(narrow.folder)
 
 
 def check(net, run: pc.Run, removed=None, change=None) -> None:
@@ -45,9 +44,7 @@ def test_families(name, engine, tmp_path, inspected_here):
     """A knockout of one head and of all, through grouped heads, windows, caps and sinks."""
     folder = of_family(tmp_path, name)
     options = {"enforce_eager": True, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 26}
-    net = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    net = eager_model(folder)
     draw = np.random.default_rng(1)
     with pc.LM(folder, engine=engine, **IDS, **(options if engine == "vllm" else {})) as lm:
         ids = draw.integers(3, lm.model.d_vocab, 60).tolist()
@@ -230,6 +227,14 @@ def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected
         with pytest.raises(pc.TokensError, match="position 39 would attend to nothing"):
             runs[0][pc.z[1]]
         assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
+
+
+def test_what_fails_within_an_edit_of_attention_is_told_as_that(narrow, monkeypatch):
+    lm = narrow.get("transformers", "float32")
+    monkeypatch.setattr(sys.modules["patchclamp.runtime.attention"], "edited", lambda *args: 1 / 0)
+    knockout = pc.Knockout("prompt[0]", pc.pattern[1], "prompt[5:]")
+    with pytest.raises(pc.RunError, match=r"edits\[0\]: the edit of attention raised ZeroDivisionError"):
+        lm.run(IDS_OF_PROMPT, edits=knockout, max_tokens=1)
 
 
 def test_the_text_form_is_read_back():

@@ -18,7 +18,7 @@ from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # unembedded together
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
-CHUNK = 512  # logits of a row, of which the largest is found first
+CHUNK = 512  # logits of a row whose maximum is taken first
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 

@@ -53,7 +53,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
     except (TokensError, UnsupportedSite) as error:  # of an edit of attention
         raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
-        raise RunError(f"Apply raised {type(error).__name__}{_text_of(error)}", code.path) from error
+        raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error
     finally:
         _within.code = False
 

@@ -409,12 +409,14 @@ class Code(NamedTuple):
     path: the op's path in its program
     arguments: the names of the arguments that `fn` takes besides the rows
     sites: the site's text form, by point
+    what: a name for what runs, in errors
     """
 
     path: str
     fn: Callable[..., Any]
     arguments: tuple[str, ...] = ()
     sites: Mapping[int, str] = {}
+    what: str = "Apply"
 
 
 code_numbers = itertools.count(1)

@@ -8,6 +8,7 @@ B requests · N queries of each · T key positions · H query heads · K key/val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -152,10 +153,12 @@ class EditedAttention:
             return rows_NZ
         keys, new_NHE = self._keys, rows_NZ.clone().view(len(rows_NZ), self._heads, -1)
         facts, cached_TKE = keys.facts(self._point), keys.values(self._point, self._slot, count)
-        value_TKE = cached_TKE.float()
+        group = self._heads // cached_TKE.shape[1]  # heads that read one value
+        low, high = self._first // group, (self._end - 1) // group + 1
+        value_TKE = cached_TKE[:, low:high].float()
         seen_from = max(first - facts.window + 1, 0) if facts.window else 0
         value_TKE[:seen_from] = 0  # of blocks that may be free already
-        value_THE = value_TKE.repeat_interleave(self._heads // value_TKE.shape[1], 1)[:, self._first : self._end]
+        value_THE = value_TKE.repeat_interleave(group, 1)[:, self._first - low * group :][:, :heads]
         for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
             position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
             [found_NHT] = keys.scores(
@@ -163,7 +166,8 @@ class EditedAttention:
             )
             self._check(found_NHT[-1:], facts, value_THE, out_NHE[-1], cached_TKE.dtype)
             pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
-            if bool((blind_N := pattern_NHT.isnan().any(2).any(1)).any()):
+            blind_NH = pattern_NHT.isnan().any(2) & ~found_NHT.isnan().any(2)
+            if bool((blind_N := blind_NH.any(1)).any()):
                 raise TokensError(f"the token at position {int(position[blind_N][0])} would attend to nothing")
             result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
             new_NHE[part, self._first : self._end] = torch.where(touched_NH[..., None], result_NHE, out_NHE)
@@ -176,7 +180,7 @@ class EditedAttention:
         """Check that the engine's result of a query, without edits, is that of its pattern."""
         result_HE = torch.einsum("ht,the->he", pattern(scores_1HT[None], facts, self._first)[0, 0], value_THE)
         error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
-        if not error <= MAX_ERROR[dtype] * size:
+        if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
                 f"attention of this model is not its patterns times its values ({error:.1g} off, of {size:.1g}): edit z"
             )

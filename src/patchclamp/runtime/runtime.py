@@ -692,7 +692,10 @@ class Runtime:
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             for at, function in ((point, edited.hold), (z.point, edited.change)):
                 number = next(code_numbers)
-                self.hold_code(arrival.bound.run, {number: Code(mine[0].path, function, ("positions",))})
+                self.hold_code(
+                    arrival.bound.run,
+                    {number: Code(mine[0].path, function, ("positions",), what="the edit of attention")},
+                )
                 made.append(BoundOp(mine[0].path, RunCode(number), (at,), (), ranges))
         return made
 
@@ -709,7 +712,11 @@ class Runtime:
         """The ops, with the edits that run a whole encoder as code of this worker."""
         numbers = {i: (next(code_numbers), function) for i, function in self.dictionaries.code_of(ops).items()}
         self.hold_code(
-            run, {number: Code(ops[i].path, function, ("positions",)) for i, (number, function) in numbers.items()}
+            run,
+            {
+                number: Code(ops[i].path, function, ("positions",), what="the edit of features")
+                for i, (number, function) in numbers.items()
+            },
         )
         return [msgspec.structs.replace(op, action=RunCode(numbers[i][0])) if i in numbers else op
                 for i, op in enumerate(ops)] if numbers else ops  # fmt: skip

@@ -311,7 +311,7 @@ class Harvest(Study):
 
         batch_rows: rows in a batch; the last one may have fewer
         index: batches are dicts that also have document, position, token and the columns of `keep`
-        shard: (i, n) for process i of n, each of which reads its own parts
+        shard: (i, n) for process i of n; each reads its own parts
         batch_tokens: largest number of tokens run at a time
 
         Raises: the errors of a harvest
