@@ -8,13 +8,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import patchclamp as pc
 from patchclamp.language.program import from_dict
 
 from ..models import of_family
-from ..reference.attention import eager
+from ..reference.attention import eager, eager_model
 from .conftest import CHUNKED, PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -33,9 +32,7 @@ def expected(net, run: pc.Run) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 @pytest.fixture(scope="module")
 def plain(narrow):
     """The model of `narrow` with eager attention."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        narrow.folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return eager_model(narrow.folder)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -45,9 +42,7 @@ def plain(narrow):
 def test_whole_patterns_and_scores_of_families(name, engine, tmp_path, inspected_here):
     folder = of_family(tmp_path, name)
     options = {"enforce_eager": True, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 26}
-    net = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    net = eager_model(folder)
     draw = np.random.default_rng(0)
     with pc.LM(folder, engine=engine, **IDS, **(options if engine == "vllm" else {})) as lm:
         prompts = [draw.integers(3, lm.model.d_vocab, length).tolist() for length in (70, 20, 1)]
@@ -66,9 +61,7 @@ def test_whole_patterns_and_scores_of_families(name, engine, tmp_path, inspected
 @pytest.mark.parametrize("name", ["bloom", "falcon", "mistral"])  # ALiBi; one key for all heads; windows
 def test_families_that_only_vllm_reads(name, tmp_path, inspected_here):
     folder = of_family(tmp_path, name)
-    net = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    net = eager_model(folder)
     ids = np.random.default_rng(0).integers(3, 300, 50).tolist()
     with pc.LM(folder, engine="vllm", **IDS, enforce_eager=True, kv_cache_memory_bytes=1 << 26) as lm:
         run = lm.run(ids, capture=pc.pattern, max_tokens=1)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import patchclamp as pc
 from patchclamp.studies import attention_edges, attention_rollout, direct_attribution, head_scores
 
 from ..models import of_family
-from ..reference.attention import eager
+from ..reference.attention import eager, eager_model
 from ..reference.circuit import induction
 
 both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -22,8 +21,8 @@ IDS = list(range(5, 17))
 @pytest.fixture(scope="module")
 def patterns(narrowed):
     """The eager patterns of token ids in `narrow`, [L, T, H, T]."""
-    net = transformers.AutoModelForCausalLM.from_pretrained(narrowed, dtype="float32", attn_implementation="eager")
-    return lambda ids: np.stack([one.numpy() for one in eager(net.eval(), list(ids))[0]])
+    net = eager_model(narrowed)
+    return lambda ids: np.stack([one.numpy() for one in eager(net, list(ids))[0]])
 
 
 class TestHeadScores:

@@ -7,6 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
+
+
+def eager_model(folder: Any) -> Any:
+    """A model in fp32 with the implementation "eager"."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 import patchclamp as pc
+from patchclamp.language.program import to_dict
 
 from ..conftest import WIDTH
 
@@ -192,3 +193,14 @@ def lm(server) -> Iterator[pc.LM]:
 def http(server) -> Iterator[httpx.Client]:
     with server.http() as client:
         yield client
+
+
+@pytest.fixture
+def calm(server: Server) -> Iterator[str]:
+    """The model that is `STEERED`."""
+    from .test_openai import STEERED  # which imports this file
+
+    with server.http() as http:
+        text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
+        yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
+        http.delete("/v1/patchclamp/programs/calm")

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.language.program import to_dict
 
 from ..reference.hooks import PlainModel
 from .conftest import KEYS
@@ -72,15 +71,6 @@ def colours():
     samples = [Sample(input="Name a colour.", target="red", metadata=each) for each in json.loads(%r)]
     return Task(samples, solver=generate(), scorer=includes(), config=GenerateConfig(max_tokens=6, temperature=0))
 """
-
-
-@pytest.fixture
-def calm(server):
-    """The model that is `STEERED`."""
-    with server.http() as http:
-        text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
-        yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
-        http.delete("/v1/patchclamp/programs/calm")
 
 
 def run(server, folder: Path, *words: str) -> None:

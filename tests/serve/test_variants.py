@@ -7,18 +7,8 @@ import openai
 import pytest
 
 import patchclamp as pc
-from patchclamp.language.program import to_dict
 
 from .test_openai import PROMPT, STEERED, complete, program
-
-
-@pytest.fixture
-def calm(server):
-    """The model that is `STEERED`."""
-    with server.http() as http:
-        text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
-        yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
-        http.delete("/v1/patchclamp/programs/calm")
 
 
 def ask(server, model, extra=None, key="one-key", **options):
