@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import numpy as np
@@ -23,6 +24,8 @@ import patchclamp as pc
 from patchclamp.language.program import to_dict
 
 from ..conftest import WIDTH
+
+T = TypeVar("T")
 
 KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
@@ -204,3 +207,12 @@ def calm(server: Server) -> Iterator[str]:
         text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
         yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
         http.delete("/v1/patchclamp/programs/calm")
+
+
+def in_parts(stream: Callable[[], T], count: Callable[[T], int], least: int) -> T:
+    """The first of several streams that comes in at least so many parts: a loaded machine sends many tokens at once."""
+    for _ in range(8):
+        found = stream()
+        if count(found) >= least:
+            return found
+    raise AssertionError(f"no stream came in {least} parts, the last one in {count(found)}")

@@ -24,7 +24,7 @@ from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from ..engines.test_modes import BEGIN, SPAN, TEXT
 from ..reference import parity
-from .conftest import KEYS, becomes
+from .conftest import KEYS, becomes, in_parts
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
 VECTOR = np.random.default_rng(5).standard_normal(144).astype(np.float32)
@@ -162,15 +162,19 @@ def test_chats_and_the_bank(lm, local, tokens):
 def test_a_stream_and_asyncio(lm, local):
     edits = [pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)]
     here = local.run(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
-    stream = lm.stream(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
-    parts = [next(stream)]
-    so_far = stream.so_far["embed"]  # of the prompt, and of tokens that came in the meantime
-    assert len(so_far) >= len(here.prompt_token_ids)
-    assert torch.equal(so_far, here["embed"][: len(so_far)])
-    parts += stream
-    assert "".join(part.text for part in parts) == here.text == stream.run.text
-    assert len(parts) > 2
-    assert torch.equal(stream.run["embed"], here["embed"])
+
+    def streamed() -> list:
+        stream = lm.stream(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
+        parts = [next(stream)]
+        so_far = stream.so_far["embed"]  # of the prompt, and of tokens that came in the meantime
+        assert len(so_far) >= len(here.prompt_token_ids)
+        assert torch.equal(so_far, here["embed"][: len(so_far)])
+        parts += stream
+        assert "".join(part.text for part in parts) == here.text == stream.run.text
+        assert torch.equal(stream.run["embed"], here["embed"])
+        return parts
+
+    in_parts(streamed, len, 3)
     lenses = [pc.Lens(pc.resid_post[1:3], top=3), pc.Lens(pc.mlp_out[5] @ pc.generated, translators={5: MATRIX})]
     parts, run = (
         list(lm.stream(PROMPTS[0], capture=lenses, max_tokens=6)),

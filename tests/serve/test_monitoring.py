@@ -22,7 +22,7 @@ from patchclamp.engines.vllm.server import ProbeLog, with_config
 from patchclamp.errors import ProgramError
 from patchclamp.serve.monitoring import BUCKETS, ScoreLog, ScoreWatch, observe
 
-from .conftest import KEYS, Server, becomes, start, stop
+from .conftest import KEYS, Server, becomes, in_parts, start, stop
 from .test_openai import program
 
 PROMPT, LONG = "The capital of France is", "Water boils at a temperature of one hundred degrees, and it freezes at " * 6
@@ -100,9 +100,16 @@ def test_a_plain_client_gets_scores(client, model, local, probes):
 def test_each_chunk_of_a_stream_has_new_scores(client, model, local, probes):
     run = local.run(LONG, max_tokens=8)
     given = {"model": model, "max_tokens": 8, "temperature": 0, "stream": True}
-    chunks = [chunk.to_dict() for chunk in client.completions.create(prompt=LONG, **given)]
+    given["extra_body"] = {"return_token_ids": True}
+    chunks = in_parts(
+        lambda: [chunk.to_dict() for chunk in client.completions.create(prompt=LONG, **given)],
+        lambda chunks: sum("patchclamp" in chunk["choices"][0] for chunk in chunks), 5,
+    )  # fmt: skip
     check(joined(chunks), expected(local, probes, run))
-    assert sum("patchclamp" in chunk["choices"][0] for chunk in chunks) > 4
+    for i, choice in enumerate(chunk["choices"][0] for chunk in chunks):
+        tokens = sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks[: i + 1])
+        for told in choice["patchclamp"]["probes"].values():  # up to the token before the newest
+            assert told["positions"][-1] == len(run.prompt_token_ids) + tokens - 2
 
 
 def test_choices_of_several_prompts_have_their_own(client, model, local, probes):

@@ -19,7 +19,7 @@ from patchclamp.engines import wire
 from patchclamp.engines.base import Wanted
 from patchclamp.engines.vllm.server import with_config
 
-from .conftest import KEYS, Server
+from .conftest import KEYS, Server, in_parts
 from .test_openai import program
 from .test_sweeps import events
 
@@ -92,17 +92,22 @@ def test_features_come_with_each_chunk(server: Server, here: pc.LM, saes, n: int
     """Of both clients: those of the rows, which the engine in this process has; beside a lens, and samples' own."""
     capture = [pc.Features("plain", top=3), pc.Features("topk", pc.generated, ids=[8, 2]), SITE]
     asked = {**program([], [*capture, pc.Lens(pc.resid_post[2], top=1)]), "ignore_eos": True}
-    chunks = list(server.openai().completions.create(
-        model=server.model, prompt=PROMPTS[1], max_tokens=12, temperature=float(n > 1), seed=3, n=n, stream=True,
-        extra_body=asked,
-    ))  # fmt: skip
+
+    def told_of(chunks: list, index: int) -> list:
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        return [choice.model_extra["patchclamp"] for choice in choices if "patchclamp" in choice.model_extra]
+
+    chunks = in_parts(
+        lambda: list(server.openai().completions.create(
+            model=server.model, prompt=PROMPTS[1], max_tokens=12, temperature=float(n > 1), seed=3, n=n, stream=True,
+            extra_body=asked,
+        )), lambda chunks: min(len(told_of(chunks, index)) for index in range(n)), 3,
+    )  # fmt: skip
     runs = {run["index"]: run for run in chunks[-1].model_extra["patchclamp"]["runs"]}
     assert sorted(runs) == list(range(n))
     length = len(here.tokens(PROMPTS[1]))
     for index, run in runs.items():
-        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        told = [choice.model_extra["patchclamp"] for choice in choices if "patchclamp" in choice.model_extra]
-        assert len(told) > 2
+        told = told_of(chunks, index)
         rows = safetensors.numpy.load(base64.b64decode(run["captures"]))["resid_post[3]"]
         for part in told:
             assert part.keys() == {"lens", "features"}
