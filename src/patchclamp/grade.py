@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import secrets
 import time
@@ -25,7 +24,6 @@ from patchclamp.language import Program
 from patchclamp.language.values import as_items
 from patchclamp.plan.bind import Bindings, Code, code_numbers
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange, RunCode
-from patchclamp.plan.cells import cells_of
 from patchclamp.plan.prompt import Prompt
 from patchclamp.store.named import SourceRun
 
@@ -82,8 +80,8 @@ def bound_job(
     code: dict[int, Code] = {}
     sources: dict[str, SourceRun] = {}
     bound: list[BoundProgram | None] = []
-    for i, each in enumerate(programs):
-        program = read_program(each, f"programs[{i}]")
+    read = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
+    for i, program in enumerate(read):
         if program.capture:
             raise ProgramError("programs to grade do not capture: give the sites as capture=", f"programs[{i}].capture")
         try:
@@ -95,7 +93,7 @@ def bound_job(
         code |= binding.code
         sources |= {source.key: source for source in binding.sources}
     suffixes, terms = sequences_of(scores)
-    return GradeJob(name, list(prompt.ids), len(bound), suffixes, terms, functools.partial(cells_of, bound),
+    return GradeJob(name, list(prompt.ids), len(bound), suffixes, terms, bindings.cells_of(read, bound, max_tokens),
                     bound.__getitem__, kl, top, refused_of(bound), vectors, code, tuple(sources.values()))  # fmt: skip
 
 

@@ -296,7 +296,7 @@ class LM:
         kl, top = as_flag(kl, "kl"), read_top(top)
         scores = read_scores(score, self.tokenizer.bare, self.model.d_vocab)
         terms = [[(each[:i], token) for i, token in enumerate(each)] for each in scores]
-        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        bindings = self.bindings()
         jobs: list[GradeJob] = []
         for i, (one, of) in enumerate(zip(prompts, lists, strict=True)):
             try:
@@ -366,7 +366,7 @@ class LM:
         continuations = list(continuation) if listed else [continuation]
         if len(continuations) != len(prompts):
             raise ProgramError(f"expected a continuation for each of {len(prompts)} prompts", "continuation")
-        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        bindings = self.bindings()
         jobs: list[GradeJob] = []
         are_several = [_are_several(given) for given in continuations]
         for i, (one, given) in enumerate(zip(prompts, continuations, strict=True)):
@@ -399,11 +399,15 @@ class LM:
 
     def grade_job(
         self, prompt: Sequence[int], programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]],
-        top: int = 0,
+        top: int = 0, kl: bool = False, bindings: Bindings | None = None,
     ) -> GradeJob:  # fmt: skip
-        """The job of programs on a prompt of token ids. `scores`: as `sequences_of` takes them."""
-        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
-        return self._grade_job(_Prompt(list(prompt)), programs, scores, False, top, bindings)
+        """The job of programs on a prompt of token ids. `scores`: as `sequences_of` takes them; `bindings`: shared with
+        the same programs' other prompts."""
+        return self._grade_job(_Prompt(list(prompt)), programs, scores, kl, top, bindings or self.bindings())
+
+    def bindings(self) -> Bindings:
+        """New bindings of programs to this model."""
+        return Bindings(self.sites, self._source, self.bank, self.allows_code)
 
     @property
     def batch_refusal(self) -> str:
@@ -546,7 +550,7 @@ class LM:
         adapters = self._adapters(lora, len(prompts))
         tops = top_logprobs_of(logprobs, scores)
         of_prompts = top_logprobs_of(prompt_logprobs, [()] * len(prompts), "prompt_logprobs")
-        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        bindings = self.bindings()
         requests = [
             self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],
                           f"prompt {i}" if listed else None, (tops[i], of_prompts[i]), bindings, number)

@@ -11,6 +11,7 @@ import patchclamp as pc
 from patchclamp.language import Program
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import Bindings, bind
+from patchclamp.plan.cells import cells_of
 
 COLOSSEUM, EIFFEL, SHORT = [11, 12, 13, 14, 15], [21, 22, 13, 24, 25], [31, 32, 33]
 V = np.linspace(-1, 1, 32).astype(np.float32)
@@ -29,6 +30,8 @@ def programs(lm: pc.LM) -> dict[str, tuple[Program, int]]:
     at = pc.resid_post[0]
     return {
         "everywhere": (Program.of([pc.Add(v, at=at)], [pc.resid_post]), 2),
+        "edits of every token": (Program.of([pc.Add(v, at=at), pc.Ablate(v, pc.mlp_out, strength=0.5)]), 1),
+        "edits of the prompt": (Program.of([pc.Add(v, at=at), pc.Zero(pc.mlp_out[1], tokens=pc.prompt[:])]), 2),
         "ends that count back": (Program.of([pc.Zero(at, tokens=pc.prompt[-2:] | pc.generated)]), 2),
         "another run's row": (Program.of([pc.Replace(pc.From(source, pc.resid_mid[0], pc.prompt[1]), at, 1)]), 2),
         "by token id": (Program.of([pc.Scale(2.0, at, tokens=pc.every - pc.token(13))]), 3),
@@ -37,7 +40,7 @@ def programs(lm: pc.LM) -> dict[str, tuple[Program, int]]:
     }
 
 
-@pytest.mark.parametrize("name", ["everywhere", "ends that count back", "another run's row", "by token id",
+@pytest.mark.parametrize("name", ["everywhere", "edits of every token", "edits of the prompt", "ends that count back", "another run's row", "by token id",
                                   "a named program", "code"])  # fmt: skip
 def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
     (program, times), bound_for = programs(lm)[name], []
@@ -55,6 +58,22 @@ def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
             {0, 1} if name in ("another run's row", "code") else {0}
         )
     assert len(bound_for) == times
+
+
+def test_cells_of_every_token_are_made_once_and_differ_by_their_ends(lm, monkeypatch):
+    """The cells of other lengths, and of other numbers of new tokens, are as if they were made for each."""
+    v, prompts = np.resize(V, lm.model.d_model), (COLOSSEUM, SHORT, EIFFEL, SHORT)
+    whole = [pc.Add(v, pc.resid_post[1]), pc.Ablate(v, pc.mlp_out, strength=0.5)]
+    for programs, times in (([whole, [], [pc.Scale(2.0, pc.attn_out[0])]], 1), ([whole, [pc.Zero(pc.z, 1)]], 3)):
+        programs, made = [Program.of(edits) for edits in programs], []
+        monkeypatch.setattr(sys.modules[bind.__module__], "cells_of", lambda bound: made.append(1) or cells_of(bound))  # noqa: B023
+        bindings = lm.bindings()
+        for number, (ids, scores) in enumerate(zip(prompts, ([], [], [], [[((), 3), ((3,), 4)]]), strict=True)):
+            job = lm.grade_job(ids, programs, scores, bindings=bindings)
+            alone = lm.grade_job(ids, programs, scores)
+            assert job.cells().to_bytes() == cells_of([alone.bound(i) for i in range(len(programs))]).to_bytes()
+            assert all(group.records["stop"].max() <= len(ids) + bool(scores) for group in job.cells().groups), number
+        assert len(made) == times
 
 
 def test_one_list_for_all_prompts_is_one_program(lm, monkeypatch):

@@ -10,7 +10,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -48,9 +48,10 @@ from patchclamp.language.dictionaries import FeatureReader
 from patchclamp.language.ops import FeatureOp, Op
 from patchclamp.language.probes import activated
 from patchclamp.language.site import DERIVED, parse_site
-from patchclamp.language.tokens import Between, Joined, Positions, Selection, ids_in, leaves
+from patchclamp.language.tokens import Between, Joined, Positions, Selection, every, ids_in, leaves
 from patchclamp.language.values import DTYPES, MAX_FP32, POOLS, Value, ValueLike, as_value, check_plane, orthonormal
 from patchclamp.plan.bound import (
+    APPLY,
     BITS,
     KEYS,
     LATCHES,
@@ -86,6 +87,7 @@ from patchclamp.plan.bound import (
     position_ranges,
     run_key,
 )
+from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import record_work
 from patchclamp.sites import LENS, Dictionary, Point, SiteMap, SiteRef
@@ -1294,8 +1296,8 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call, once per prompt length if only the length matters. `source` returns the captures
-    of a run; `count` is passed to `Known`."""
+    """Binds the programs of one call, once per prompt length if only the length matters, and once for all lengths if
+    they edit every token. `source` returns the captures of a run; `count` is passed to `Known`."""
 
     def __init__(
         self, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any], allow_code: bool,
@@ -1303,14 +1305,24 @@ class Bindings:
     ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
         self._known = Known(count)
-        # by id of the program, which is kept so that its id is not reused, and prompt length
-        self._by_length: dict[tuple[int, int], tuple[Program, Binding]] = {}
+        # by id of the program, which is kept so that its id is not reused, prompt length, and `max_tokens`; 0: any
+        self._by_length: dict[tuple[int, int, int], tuple[Program, Binding]] = {}
+        self._cells: dict[tuple[int, ...], Callable[[], CellRecords]] = {}
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
         """Bind a program to a prompt, for the run with key `run`. Raises the errors of `bind`."""
         if not program:
             return Binding()
-        _, known = self._by_length.get((id(program), len(prompt.ids)), (None, None))
+        length = len(prompt.ids)
+        key, any_length = (id(program), length, max_tokens), (id(program), 0, 0)
+        whole = PositionRange(0, length + max_tokens - 1)
+        _, known = self._by_length.get(key, (None, None))
+        if known is None:
+            _, known = self._by_length.get(any_length, (None, None))
+            if known is not None and known.bound is not None:
+                ops = tuple(msgspec.structs.replace(op, ranges=(whole,)) for op in known.bound.ops)
+                known = msgspec.structs.replace(known, bound=BoundProgram(run, length, ops))
+                self._by_length[key] = program, known
         if known is not None and known.bound is not None:
             return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
         vectors: dict[str, np.ndarray] = {}
@@ -1323,8 +1335,27 @@ class Bindings:
         bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code, self._known)
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
-            self._by_length[id(program), len(prompt.ids)] = program, binding
+            self._by_length[key] = program, binding
+            if all(op.is_edit and op.kind != APPLY and op.ranges == (whole,) for op in bound.ops) and all(
+                isinstance(op, SiteOp) and op.tokens == every for _, op in program.ops
+            ):
+                self._by_length[any_length] = program, binding
         return binding
+
+    def cells_of(
+        self, programs: Sequence[Program], bound: Sequence[BoundProgram | None], max_tokens: int
+    ) -> Callable[[], CellRecords]:
+        """A function that returns the cells of bound programs, which are made once for all prompts of one length if
+        only the length matters, or for all prompts if every token is edited."""
+        length = next((of.prompt for of in bound if of is not None), 0)
+        numbers = tuple(id(program) if program else 0 for program in programs)
+        make = functools.cache(functools.partial(cells_of, bound))
+        if all((number, 0, 0) in self._by_length for number in numbers if number):
+            of_any_length = self._cells.setdefault((0, 0, *numbers), make)
+            make = functools.cache(lambda: of_any_length().until(length + max_tokens - 1))
+        elif not all((number, length, max_tokens) in self._by_length for number in numbers if number):
+            return make
+        return self._cells.setdefault((length, max_tokens, *numbers), make)
 
 
 def is_of_length_alone(program: Program) -> bool:

@@ -393,6 +393,11 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
     ops: tuple[BoundOp, ...]
 
     @functools.cached_property
+    def contents(self) -> list[bytes]:
+        """Each op without its path and its ranges, encoded."""
+        return [msgspec.msgpack.encode(msgspec.structs.replace(op, path="", ranges=())) for op in self.ops]
+
+    @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
         """The positions captured up to `max_tokens`, ascending, by point. Points with equal ranges share one array."""
         ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
@@ -629,11 +634,12 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
         the keys and values of the first
     """
     end = max([end, *(stop for first, stop in seen_whole if first < end)])
-    clipped = {i: op for i, each in enumerate(bound.ops) if each.reaches_cache and (op := _clip(each, start, end))}
+    clipped = {i: there for i, op in enumerate(bound.ops) if op.reaches_cache and (there := _clip(op, start, end))}
     if not clipped:
         return None
-    kept = (STORE, *(DECIDE if any(op.guard for op in clipped.values()) else ()))
-    touched = [clipped.get(i, op) for i, op in enumerate(bound.ops) if i in clipped or op.kind in kept]
+    kept = (STORE, *(DECIDE if any(bound.ops[i].guard for i in clipped) else ()))
+    touched = [(bound.contents[i], clipped.get(i, op.ranges)) for i, op in enumerate(bound.ops)
+               if i in clipped or op.kind in kept]  # fmt: skip
     return hashlib.sha256(msgspec.msgpack.encode(touched)).hexdigest()
 
 
@@ -657,11 +663,10 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
     return None if lowest is None else min([lowest, *(first for first, stop in seen_whole if first <= lowest < stop)])
 
 
-def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
-    """Restrict an op to positions start … end−1, without its path; None if it does not act there."""
-    ranges = tuple(
+def _clip(op: BoundOp, start: int, end: int) -> tuple[PositionRange, ...]:
+    """The ranges of an op within positions start … end − 1; none if it does not act there."""
+    return tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
         for first, stop, row, step in op.ranges
         if first < end and stop > start
     )
-    return msgspec.structs.replace(op, path="", ranges=ranges) if ranges else None

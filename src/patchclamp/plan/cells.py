@@ -78,6 +78,9 @@ class CellRecords(msgspec.Struct):
     def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         """The (begin, end) of consecutive cells that read keys of at most `most` numbers together, or of one cell that
         reads more. `sizes` [K]: the numbers of each key."""
+        if sizes.sum() <= most:
+            yield from [(0, self.count)] if self.count else []
+            return
         pairs = [np.stack(np.broadcast_arrays(group.number[:, None], index), -1).reshape(-1, 2)
                  for group in self.groups for index in (group.key, group.beside)]  # fmt: skip
         joint = np.concatenate([np.zeros((0, 2), np.int64), *pairs])
@@ -92,6 +95,15 @@ class CellRecords(msgspec.Struct):
             end = self.count if beyond == len(keys) else int(number[rest + at[order][beyond]])
             yield begin, max(end, begin + 1)
             begin = max(end, begin + 1)
+
+    def until(self, stop: int) -> CellRecords:
+        """The cells of programs that edit every token, for positions below `stop`."""
+        groups = []
+        for group in self.groups:
+            records = group.records.copy()
+            records["stop"] = stop
+            groups.append(msgspec.structs.replace(group, records=records))
+        return CellRecords(self.count, groups, self.keys)
 
     def after(self, first: CellRecords) -> CellRecords:
         """The cells, each with the records of the only cell `first` before its own."""
@@ -177,6 +189,8 @@ def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict
         beside = np.stack([*[np.full_like(beside, -1)] * len(before), beside], 2).reshape(len(ops), -1)
         parts.append((records, point, key, beside))
     columns = [np.concatenate(each, axis=1) for each in zip(*parts, strict=True)]
+    if (np.diff(columns[1], axis=1) >= 0).all():  # as programs are usually written
+        return CellGroup(np.array(numbers), *columns)
     order = np.argsort(columns[1], axis=1, kind="stable")
     return CellGroup(np.array(numbers), *(np.take_along_axis(column, order, 1) for column in columns))
 

@@ -274,18 +274,19 @@ class VllmFrontEnd(Engine):
         """The sizes of the rows that cells read, by their names in the bank."""
         sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
         sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
+        read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last: by records without a key, −1
         for group in cells.groups:
-            match = group.records["kind"] == MATCH
+            apart = (sharded[group.point] & (group.records["kind"] != MATCH)).astype(np.int8)
             for index in (group.key, group.beside):
-                ways = np.stack([index, sharded[group.point] & ~match], -1).reshape(-1, 2)
-                for key, apart in np.unique(ways[ways[:, 0] >= 0], axis=0).tolist():
-                    name = cells.keys[key]
-                    source = source_of(name)
-                    if source is None:
-                        size = vectors[name].shape
-                    else:
-                        size = len(sources[source[0]].positions_of(source[1])), self.sites.points[source[1]].width
-                    sizes[resident_name(name, bool(apart))] = size
+                read[index, apart] = True
+        for key, apart in np.argwhere(read[:-1]).tolist():
+            name = cells.keys[key]
+            source = source_of(name)
+            if source is None:
+                size = vectors[name].shape
+            else:
+                size = len(sources[source[0]].positions_of(source[1])), self.sites.points[source[1]].width
+            sizes[resident_name(name, bool(apart))] = size
         return sizes
 
     def _underway(self, request: Request) -> Underway:
