@@ -174,6 +174,23 @@ def disk_seconds(folder: Path, size: int) -> float:
     return seconds
 
 
+def compare_streams(args: argparse.Namespace, ours: Remote) -> None:
+    """Streams beside rows in the caller's hand, in turn."""
+    count, length = SIZES[args.shape]
+    count = args.documents or count
+    for sites in (1, 4):
+        ratios = []
+        for number in range(args.rounds + 1):
+            taken = {}
+            for way in ("fetched", "streamed"):
+                draw = np.random.default_rng((sites, number, way == "streamed"))
+                documents = draw.integers(100, 500, (count, length)).tolist()
+                taken[way] = ours.seconds(documents, sites=sites, parts=args.parts, **{way: True})["seconds"]
+            ratios += [taken["fetched"] / taken["streamed"]] if number else []
+            print(sites, number, taken, flush=True)
+        print(f"stream of {count * length} tokens, {sites} sites: {np.median(ratios):.3f} of rows in hand", flush=True)
+
+
 def measure(args: argparse.Namespace, sides: dict[str, Remote]) -> dict[str, Any]:
     """Every round: stock, ours with one site and with four, and the disk, in turn."""
     count, length = SIZES[args.shape]
@@ -238,7 +255,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def start(args: argparse.Namespace) -> dict[str, Remote]:
-    """Stock and ours, which start together."""
+    """Stock, unless only streams are measured, and ours, which start together."""
     from tests.models import UNTIMED, shape_only
 
     tiny = args.shape == "tiny"
@@ -255,7 +272,8 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
                     "compilation_config": compilation}  # fmt: skip
     ours = {"multiprocess_mode": args.our_core == "beside", "numerics": args.numerics}
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller
-    sides = {"stock": Remote(Stock, model, options, environ), "ours": Remote(Ours, model, {**options, **ours}, {})}
+    sides = {} if args.streams else {"stock": Remote(Stock, model, options, environ)}
+    sides["ours"] = Remote(Ours, model, {**options, **ours}, {})
     for side in sides.values():
         side.answer()
     return sides
@@ -272,6 +290,7 @@ def main() -> None:
     parser.add_argument("--numerics", choices=["stock", "uniform"], default="uniform")
     parser.add_argument("--folder", default="/tmp/harvests", help="on the disk that is measured")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--streams", action="store_true", help="only streams, beside rows in hand")
     args = parser.parse_args()
     import torch
     import vllm
@@ -279,6 +298,9 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     sides = start(args)
     try:
+        if args.streams:
+            compare_streams(args, sides["ours"])
+            return
         measured = measure(args, sides)
     finally:
         for side in sides.values():

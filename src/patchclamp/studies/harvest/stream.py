@@ -38,16 +38,16 @@ class FilledPart(NamedTuple):
 class StreamedPart(OpenPart):
     """Fills a part in memory.
 
-    wait: blocks until there is room for it · filled: receives it
+    room: blocks until there is room for it, and returns arrays of a part that has been read · filled: receives it
     """
 
     def __init__(
-        self, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart, wait: Callable[[], None],
+        self, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart, room: Callable[[], Columns],
         filled: Future[FilledPart],
     ) -> None:  # fmt: skip
         super().__init__(recipe, documents, part)
         self.left = np.arange(len(part.prompts))
-        self._wait = wait
+        self._room = room
         self._filled: Future[FilledPart] | None = filled
         self._whole: Columns = {}
 
@@ -56,11 +56,12 @@ class StreamedPart(OpenPart):
         return self._filled is not None
 
     def open(self) -> None:
-        self._wait()
-        size = self._recipe.shard_rows
+        count, size, known = len(self.part.places), self._recipe.shard_rows, self._room()
         for site in self._recipe.written:
-            rows = np.empty((len(self.part.places), site.width), ARRAYS[self._recipe.dtype_of(site)])
-            self._whole[site.name] = rows
+            rows = known.get(site.name)
+            if rows is None or len(rows) < count:
+                rows = np.empty((count, site.width), ARRAYS[self._recipe.dtype_of(site)])
+            self._whole[site.name] = rows = rows[:count]
             for shard, at in enumerate(range(0, len(rows), size)):
                 self._rows[site.name, shard] = rows[at : at + size]
 
@@ -121,18 +122,20 @@ class HarvestStream(IterableDataset[Values]):
 
     def _read(self) -> Iterator[Values]:
         room, stopped = Semaphore(MOST_PARTS), Future[None]()
+        free = collections.deque[Columns]()  # arrays to fill again: new memory is slow at first
         filled = collections.deque(Future[FilledPart]() for _ in self._numbers)
         empty = filled.copy()  # not a tuple: a future keeps its rows
         threads = ThreadPoolExecutor(2, thread_name_prefix="patchclamp stream")
 
-        def wait_for_room() -> None:
+        def take_room() -> Columns:
             while not room.acquire(timeout=LOOK_EVERY_S):
                 threads.submit(int)  # raises at the exit of Python, which joins this thread
+            return free.popleft() if free else {}
 
         def parts() -> Iterator[OpenPart]:
             for number in self._numbers:
                 part = self._plan.part(number)
-                yield StreamedPart(self._recipe, self._plan.tokens, part, wait_for_room, empty.popleft())
+                yield StreamedPart(self._recipe, self._plan.tokens, part, take_room, empty.popleft())
 
         def ended(run: Future[None]) -> None:
             for each in filled:  # parts that it did not fill
@@ -141,23 +144,31 @@ class HarvestStream(IterableDataset[Values]):
 
         try:
             threads.submit(self._run, parts(), stopped).add_done_callback(ended)
-            for batch in chunks(self._pieces(filled, room), self.batch_rows):
+            for batch in chunks(self._pieces(filled, room, free), self.batch_rows):
                 yield as_values(batch, self.sites, self.dtype)
         finally:
             stopped.set_result(None)
             room.release()  # the engine's thread may be waiting for it
             threads.shutdown()
 
-    def _pieces(self, filled: collections.deque[Future[FilledPart]], room: Semaphore) -> Iterator[Columns]:
-        """Rows in order, at most `batch_rows` at a time, copied, so that nothing keeps a part that has been read."""
+    def _pieces(
+        self, filled: collections.deque[Future[FilledPart]], room: Semaphore, free: collections.deque[Columns]
+    ) -> Iterator[Columns]:
+        """Rows in order, cut where batches end, for `chunks`, which copies them. It holds the last ones of a part until
+        there are more: these are copies already, because the part is filled again."""
+        held = 0
         while filled:
             while not wait([filled[0]], timeout=LOOK_EVERY_S).done:  # in short steps, as in `run_batches`
                 pass
             part = filled.popleft().result()
-            passing = self._passing(part)
-            for at in range(0, len(passing), self.batch_rows):
-                places = passing[at : at + self.batch_rows]
+            passing, at = self._passing(part), 0
+            is_whole, count = len(passing) == len(part.tokens), len(passing)
+            while at < count:
+                end = min(count, at + self.batch_rows - held)
+                places = slice(at, end) if is_whole and end < count else passing[at:end]
                 yield self._indexed(part.tokens[places]) | {site: part.rows[site][places] for site in self.sites}
+                held, at = (held + end - at) % self.batch_rows, end
+            free.append(part.rows)
             del part
             room.release()
 
