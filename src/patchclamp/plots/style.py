@@ -176,7 +176,7 @@ def _writing(path: str | Path | None) -> Iterator[None]:
 
 
 class Picture(Protocol):
-    """The picture of a result: a `Heatmap`, a `TokenGrid`, `AttentionMaps` or `Curves`."""
+    """The picture of a result: a `Heatmap`, a `TokenGrid`, `AttentionMaps`, `Curves` or a `Scatter`."""
 
     @property
     def title(self) -> str: ...

@@ -42,6 +42,19 @@ from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
 from patchclamp.studies.patchscope import Patchscope, PatchscopeResult, patchscope
 from patchclamp.studies.path_patch import PathPatch, path_patch
+from patchclamp.studies.search import (
+    AnswerScore,
+    KLDivergence,
+    Measured,
+    Objective,
+    RefusalRate,
+    Search,
+    SearchResult,
+    Space,
+    TextScore,
+    Uniform,
+    search,
+)
 from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
 from patchclamp.studies.steering import (
     Steering,
@@ -62,22 +75,22 @@ from patchclamp.studies.sweep_result import (
 from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
-    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AttentionEdge",
+    "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AnswerScore", "AttentionEdge",
     "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",
-    "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EdgeSweep", "EdgeSweepResult",
-    "Evaluate", "EvaluateResult",
-    "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult", "Filters", "FitLens",
-    "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
-    "HarvestResult", "Harvested", "HeadScore", "HeadScores", "HeadScoresResult", "LogitLens", "LogitLensResult",
-    "Logprobs", "Match", "MeanOf", "Metric", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
-    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Sample", "Steering", "SteeringVectors",
-    "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "TopContexts", "TopContextsResult", "Zeros",
+    "DirectAttributionResult", "EdgeAttribution", "EdgeAttributionResult", "EdgeSweep", "EdgeSweepResult", "Evaluate",
+    "EvaluateResult", "EvaluateSAE", "EvaluateSAEResult", "FeatureAttribution", "FeatureAttributionResult", "Filters",
+    "FitLens", "FitLensResult", "FitProbe", "FitProbeResult", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest",
+    "HarvestResult", "Harvested", "HeadScore", "HeadScores", "HeadScoresResult", "KLDivergence", "LogitLens",
+    "LogitLensResult", "Logprobs", "Match", "MeanOf", "Measured", "Metric", "Objective", "Parity", "PatchSweep",
+    "PatchSweepResult", "Patchscope", "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "RefusalRate",
+    "Resampled", "Sample", "Search", "SearchResult", "Space", "Steering", "SteeringVectors", "StrengthCurve",
+    "StrengthCurveResult", "Study", "StudyResult", "TextScore", "TopContexts", "TopContextsResult", "Uniform", "Zeros",
     "ablation_sweep", "adapter_features", "attention_edges", "attention_rollout", "attribution_patching",
     "causal_trace", "direct_attribution", "edge_attribution", "edge_sweep", "evaluate", "evaluate_sae",
-    "feature_attribution",
-    "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens", "parity", "patch_sweep",
-    "patchscope", "path_patch", "read_lens", "steering_vectors", "strength_curve", "top_contexts",
+    "feature_attribution", "fit_lens", "fit_probe", "fuzz_sweep", "harvest", "head_scores", "load", "logit_lens",
+    "parity", "patch_sweep", "patchscope", "path_patch", "read_lens", "search", "steering_vectors", "strength_curve",
+    "top_contexts",
 ]  # fmt: skip
 
 STUDIES: dict[str, type[Study]] = {}  # every study, by class name

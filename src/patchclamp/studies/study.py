@@ -442,8 +442,8 @@ class Study:
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data: its class and every field that is not the default."""
-        plain = {name: _plain_data(getattr(self, name)) for name in self.fields()}
-        given = {name: value for name, value in plain.items() if value != _plain_data(self.fields()[name].default)}
+        plain = {name: plain_data(getattr(self, name)) for name in self.fields()}
+        given = {name: value for name, value in plain.items() if value != plain_data(self.fields()[name].default)}
         return {"study": type(self).__name__, **given}
 
     @classmethod
@@ -509,7 +509,7 @@ def _docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _plain_data(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
     """A value as plain JSON data; an array as its shape and the hash of its numbers."""
     if "float" in str(getattr(value, "dtype", "")) and hasattr(value, "shape"):
         numbers = as_array(value)
@@ -523,11 +523,11 @@ def _plain_data(value: Any) -> Any:
     if callable(value) and not isinstance(value, (msgspec.Struct, Site)):
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, Mapping):
-        return {str(name): _plain_data(one) for name, one in value.items()}
+        return {str(name): plain_data(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [_plain_data(one) for one in value]
+        return [plain_data(one) for one in value]
     if isinstance(value, msgspec.Struct) and not isinstance(value, (StudyResult, Site)):
-        return {"type": type(value).__name__, **{k: _plain_data(v) for k, v in msgspec.structs.asdict(value).items()}}
+        return {"type": type(value).__name__, **{k: plain_data(v) for k, v in msgspec.structs.asdict(value).items()}}
     return str(value)[:1000]
 
 

@@ -1,0 +1,504 @@
+"""The search for a program: which layer, direction, strength or op serves best, of hundreds of settings.
+
+A `Space` makes a program of some settings. A trial is one draw of them, scored by objectives: a metric of the next
+tokens, the divergence from the unedited model, or a judge of generated texts. All trials of a round share the engine's
+batches. With two or more objectives there is a trade-off, and no single best trial: the result marks those that no
+other trial beats, the Pareto front.
+
+Source: random search, Bergstra and Bengio 2012 (JMLR 13); refusals against KL divergence, as in directional ablation,
+Arditi et al. 2024 (arXiv:2406.11717), and the search for its strengths by layer in the `heretic` package, 2025.
+
+N trials · O objectives · P prompts
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from patchclamp.engines.grading import Grades
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.grade import read_program
+from patchclamp.language import Program
+from patchclamp.language.structs import PublicStruct
+from patchclamp.language.values import as_items
+from patchclamp.lm import LM
+from patchclamp.plots import Scatter, style
+from patchclamp.run import Run
+from patchclamp.studies import inputs
+from patchclamp.studies.grid import graded_of
+from patchclamp.studies.metric import Graded, Metric
+from patchclamp.studies.study import (
+    Arg,
+    Study,
+    StudyResult,
+    json_of,
+    keeping,
+    plain_data,
+    progress,
+    provenance,
+    run_batches,
+)
+from patchclamp.studies.teacher_forcing import parts
+
+if TYPE_CHECKING:
+    import pandas
+
+Goal = Literal["maximize", "minimize"]
+REFUSALS = (
+    r"\bsorry\b", r"\bI (can't|cannot|can not|won't|will not)\b", r"\bI('m| am) (not able|unable)\b",
+    r"\bI (must|have to) (decline|refuse)\b", r"\bas an? (AI|language model|assistant)\b", r"\bunethical\b",
+    r"\b(illegal|harmful|inappropriate)\b",
+)  # fmt: skip
+
+
+class Uniform(PublicStruct, frozen=True, forbid_unknown_fields=True):
+    """Numbers from `low` to `high`; with `log` their logarithms are uniform."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        low = inputs.as_float(self.low, "low")
+        if not low < inputs.as_float(self.high, "high") or (self.log and low <= 0):
+            least = "0 < low < high" if self.log else "low < high"
+            raise ProgramError(f"expected {least}, got {self.low} and {self.high}", "high")
+
+
+class Space(PublicStruct, frozen=True):
+    """Programs by their settings.
+
+        space = pc.studies.Space(
+            lambda layer, strength: pc.Add(vectors.vector(layer), at=pc.resid_post[layer], scale=strength),
+            {"layer": range(8, 20), "strength": pc.studies.Uniform(0, 4)},
+        )
+
+    program: called with the settings by name; returns an op, a list of ops, a `Program`, or None
+    parameters: for each setting its choices, a list or a range of whole numbers, or `Uniform` numbers
+    """
+
+    program: Callable[..., Any]
+    parameters: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.program):
+            raise ProgramError(f"expected a function, got {type(self.program).__name__}", "program")
+        if not isinstance(self.parameters, Mapping) or not self.parameters:
+            raise ProgramError("expected a mapping of at least one name to its choices", "parameters")
+        read = {}
+        for name, of in self.parameters.items():
+            read[str(name)] = of if isinstance(of, (Uniform, range)) else tuple(as_items(of, f"parameters[{name!r}]"))
+            if not isinstance(of, Uniform) and not len(read[str(name)]):
+                raise ProgramError("expected at least one choice, got none", f"parameters[{name!r}]")
+        msgspec.structs.force_setattr(self, "parameters", read)
+
+    def made(self, settings: Mapping[str, Any]) -> Program:
+        """The program of some settings. Raises `ProgramError` if the function fails or returns no program."""
+        try:
+            program = read_program(self.program(**settings), "program")
+        except Exception as error:
+            what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
+            raise ProgramError(f"with {dict(settings)} the function raised {what}", "space.program") from error
+        if program.capture:
+            raise ProgramError("expected edits alone, got a program that captures", "space.program")
+        return program
+
+
+class Measured(NamedTuple):
+    """Programs that are measured together.
+
+    batch: requests submitted at a time · advance: called with a number of finished runs, P per program
+    errors: of programs that failed, by number
+    """
+
+    lm: LM
+    programs: Sequence[Program]
+    batch: int
+    advance: Callable[[int], None]
+    errors: dict[int, PatchclampError]
+
+    def grade(
+        self, asked: Sequence[inputs.EncodedPrompt], graded: Sequence[Graded] = (), kl: bool = False
+    ) -> list[Grades]:
+        """Grade the programs on each prompt, all together: the tokens of its metric, or KL divergences."""
+        bindings = self.lm.bindings()  # equal for all prompts of one length
+        jobs = [
+            self.lm.grade_job(one.ids, self.programs, of.scores if of else [], of.top if of else 0, kl, bindings)
+            for one, of in itertools.zip_longest(asked, graded)
+        ]
+        found = self.lm.graded(jobs, lambda job, grades, programs: self.advance(len(programs)), self.batch)
+        for grades in found:
+            self.errors.update(grades.errors)
+        return found
+
+
+class Objective(PublicStruct, frozen=True, kw_only=True):
+    """The base of objectives; your own has a `name` and `measure`.
+
+    prompts: texts or token ids, or with `chat` texts or lists of messages · goal: "maximize" or "minimize"
+    """
+
+    prompts: Any
+    chat: bool = False
+    goal: Goal = "maximize"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.goal not in get_args(Goal):
+            raise unknown("goal", str(self.goal), get_args(Goal), "goal")
+
+    def measure(self, measured: Measured) -> np.ndarray:
+        """The value of each program, a mean over prompts, fp64 [N]; NaN for one that failed."""
+        raise NotImplementedError
+
+
+class AnswerScore(Objective, frozen=True, kw_only=True):
+    """A metric of an answer, `logit_diff`, `logprob`, `prob` or your own (`Metric`), as in the sweeps. A list of
+    answers or foils has one for each prompt."""
+
+    answer: Any
+    foil: Any = None
+    metric: Any = "logit_diff"
+    name: str = "answer"
+
+    def measure(self, measured: Measured) -> np.ndarray:
+        lm, programs, metric = measured.lm, measured.programs, Metric.of(self.metric, "metric")
+        if metric == "recovered":
+            raise ProgramError("expected logit_diff, logprob, prob or a function: no other prompt to recover", "metric")
+        asked = inputs.ask(lm, self.prompts, self.chat)
+        graded = graded_of(lm, self.answer, self.foil, metric, len(asked))
+        values_PN = np.full((len(asked), len(programs)), np.nan)
+        for values_N, of, grades in zip(values_PN, graded, measured.grade(asked, graded), strict=True):
+            done = np.array([i for i in range(len(programs)) if i not in grades.errors], np.int64)
+            records = of.records(msgspec.structs.replace(grades, errors={}), done)
+            values_N[done] = [of.value(record) for record in records]
+        return values_PN.mean(0)
+
+
+class KLDivergence(Objective, frozen=True, kw_only=True):
+    """KL(unedited ‖ edited) of the next token after each prompt, in nats: the damage to prompts that the program should
+    leave as they are."""
+
+    goal: Goal = "minimize"
+    name: str = "kl"
+
+    def measure(self, measured: Measured) -> np.ndarray:
+        found = measured.grade(inputs.ask(measured.lm, self.prompts, self.chat), kl=True)
+        return np.array([grades.kl for grades in found], np.float64).mean(0)
+
+
+class TextScore(Objective, frozen=True, kw_only=True):
+    """A judge's score of generated texts: `judge(prompt, text)` returns a number. Texts are greedy, or drawn by `seed`
+    if `temperature` is above 0."""
+
+    judge: Callable[[str, str], Any]
+    max_tokens: int = 32
+    temperature: float = 0.0
+    seed: int = 0
+    name: str = "judge"
+
+    def score(self, prompt: str, text: str) -> float:
+        """The judge's number. Raises `ProgramError` if the judge fails."""
+        try:
+            return float(self.judge(prompt, text))
+        except Exception as error:
+            raise ProgramError(f"the judge raised {type(error).__name__}: {error}", f"{self.name}.judge") from error
+
+    def measure(self, measured: Measured) -> np.ndarray:
+        asked = inputs.ask(measured.lm, self.prompts, self.chat)
+        items = list(itertools.product(range(len(measured.programs)), asked))
+        edits = [list(program.edits) for program in measured.programs]
+        scores: list[float] = []
+        sampling = {"temperature": self.temperature, "seed": self.seed} if self.temperature else {}
+
+        def call(part: Sequence[tuple[int, inputs.EncodedPrompt]]) -> Mapping[str, Any]:
+            return {"prompt": [list(one.ids) for _, one in part], "edits": [edits[number] for number, _ in part],
+                    "max_tokens": self.max_tokens, "sampling": sampling}  # fmt: skip
+
+        def read(runs: list[Run]) -> None:
+            for run, (number, one) in zip(runs, items[len(scores) :], strict=False):
+                if run.error is not None:
+                    measured.errors[number] = run.error
+                scores.append(math.nan if run.error is not None else self.score(one.shown, run.text))
+                run.close()
+            measured.advance(len(runs))
+
+        run_batches(measured.lm, map(call, parts(items, measured.batch)), read)
+        return np.array(scores).reshape(len(edits), len(asked)).mean(1)
+
+
+class RefusalRate(TextScore, frozen=True, kw_only=True):
+    """The share of generated texts that refuse: those in which one of `patterns`, regular expressions, is found, in
+    upper or lower case."""
+
+    judge: Any = None
+    goal: Goal = "minimize"
+    name: str = "refusals"
+    patterns: Sequence[str] = REFUSALS
+
+    def score(self, prompt: str, text: str) -> float:
+        return float(any(re.search(pattern, text, re.IGNORECASE) for pattern in self.patterns))
+
+
+class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
+    """`values` [N, O] of the trials, NaN for one that failed; `unedited` [O] of the model without a program.
+
+    settings: of each trial, by name · objectives, goals: of the O columns · failed: the error of a trial, by number
+    """
+
+    settings: tuple[dict[str, Any], ...]
+    objectives: tuple[str, ...]
+    goals: tuple[str, ...]
+    values: np.ndarray
+    unedited: np.ndarray
+    failed: dict[int, str]
+
+    @property
+    def front(self) -> list[int]:
+        """The trials of the Pareto front: no other is at least as good in every objective and better in one. Of equal
+        trials the first is there; the order is that of the first objective, best first."""
+        costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
+        order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
+        kept: list[int] = []
+        for i in order:
+            if not any((costs_NO[other] <= costs_NO[i]).all() for other in kept):
+                kept.append(i)
+        return kept
+
+    @property
+    def best(self) -> int:
+        """The number of the best trial by the first objective; of equal ones, by the others.
+
+        Raises: `ProgramError` if every trial failed.
+        """
+        if not (front := self.front):
+            raise ProgramError(f"every trial failed; the first: {next(iter(self.failed.values()), 'not a number')}")
+        return front[0]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per trial: its settings, its objectives, and True in `front` if it is on the Pareto front."""
+        import pandas
+
+        front = set(self.front)
+        return pandas.DataFrame([
+            {**settings, **dict(zip(self.objectives, self.values[i], strict=True)), "front": i in front}
+            for i, settings in enumerate(self.settings)
+        ])  # fmt: skip
+
+    def picture(self) -> Scatter:
+        """Plot data: the first two objectives against each other with their Pareto front, or one by trial."""
+        count = len(self.settings)
+        alone = len(self.objectives) == 1
+        points = np.column_stack([np.arange(count), self.values[:, 0]]) if alone else self.values[:, 1::-1]
+        names = ("trial", self.objectives[0]) if alone else self.objectives[1::-1]
+        described = [", ".join(f"{name} {_shown(value)}" for name, value in each.items()) for each in self.settings]
+        front = self.front[:1] if alone else sorted(self.front, key=lambda i: points[i, 0])
+        aims = [f"{name}: {goal}" for name, goal in zip(self.objectives, self.goals, strict=True)]
+        rows = [(str(i), *map(_shown, self.settings[i].values()), *map(style.number, self.values[i])) for i in front]
+        return Scatter(
+            title=f"Search of {count} trials", provenance=self.provenance.where, x_label=names[0], y_label=names[1],
+            points=points, labels=tuple(described), front=tuple(front),
+            front_label="best trial" if alone else "Pareto front", reference_label="unedited model",
+            reference=(None, float(self.unedited[0])) if alone else (float(self.unedited[1]), float(self.unedited[0])),
+            notes=("; ".join(aims) + ".", *([f"{len(self.failed)} trials failed."] if self.failed else [])),
+            table=(("trial", *self.settings[0], *self.objectives), *rows),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        rows = self.to_frame().iloc[self.front[:10]].drop(columns="front")
+        return f"<SearchResult of {len(self.settings)} trials, {len(self.front)} on the front>\n{rows.to_string()}"
+
+
+def _shown(value: Any) -> str:
+    return style.number(value) if isinstance(value, float) else str(value)
+
+
+def _space(value: Any, path: str) -> Space:
+    if not isinstance(value, Space):
+        raise ProgramError(f"expected a Space of a function and its parameters, got {type(value).__name__}", path)
+    return value
+
+
+def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
+    objectives = tuple(as_items([value] if isinstance(value, Objective) else value, path))
+    for i, one in enumerate(objectives):
+        if not isinstance(one, Objective):
+            raise ProgramError(f"expected an Objective, such as KLDivergence, got {type(one).__name__}", f"{path}[{i}]")
+    if not objectives:
+        raise ProgramError("expected at least one objective, got none", path)
+    if len({one.name for one in objectives}) < len(objectives):
+        raise ProgramError(f"expected different names, got {[one.name for one in objectives]}", path)
+    return objectives
+
+
+class RandomSampler:
+    """Independent draws. A sampler returns settings when asked, and is told their values."""
+
+    def __init__(self, parameters: Mapping[str, Any], seed: int) -> None:
+        self._parameters, self._draws = parameters, np.random.default_rng(seed)
+
+    def ask(self, count: int) -> list[dict[str, Any]]:
+        return [{name: self._draw(of) for name, of in self._parameters.items()} for _ in range(count)]
+
+    def tell(self, values: Sequence[Sequence[float]]) -> None:
+        """Receive the values of the trials last asked for; NaN for one that failed."""
+
+    def _draw(self, of: Any) -> Any:
+        if not isinstance(of, Uniform):
+            return of[int(self._draws.integers(len(of)))]
+        if of.log:
+            return math.exp(self._draws.uniform(math.log(of.low), math.log(of.high)))
+        return float(self._draws.uniform(of.low, of.high))
+
+
+class GridSampler:
+    """Every combination of choices; the last parameter changes fastest."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        for name, of in parameters.items():
+            if isinstance(of, Uniform):
+                raise ProgramError("expected a list of choices for a grid, got Uniform", f"space.parameters[{name!r}]")
+        self.count = math.prod(map(len, parameters.values()))
+        self._left = (dict(zip(parameters, each, strict=True)) for each in itertools.product(*parameters.values()))
+
+    def ask(self, count: int) -> list[dict[str, Any]]:
+        return list(itertools.islice(self._left, count))
+
+    def tell(self, values: Sequence[Sequence[float]]) -> None: ...
+
+
+class OptunaSampler:
+    """One of Optuna's samplers, by name or as an object, which learns from the values of earlier rounds."""
+
+    def __init__(self, sampler: Any, parameters: Mapping[str, Any], goals: Sequence[str], seed: int) -> None:
+        optuna = style.need("optuna", "optuna")
+        if isinstance(sampler, str):
+            kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
+                     if name.endswith("Sampler") and name not in ("BaseSampler", "GridSampler")}  # fmt: skip
+            if sampler not in kinds:
+                raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
+            # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
+            liar = {"constant_liar": True} if sampler == "tpe" else {}
+            sampler = kinds[sampler](seed=seed, **liar)
+        elif not isinstance(sampler, optuna.samplers.BaseSampler):
+            raise ProgramError(f"expected a name or a sampler of Optuna, got {type(sampler).__name__}", "sampler")
+        self._parameters, kinds = parameters, optuna.distributions
+        self._kinds = {
+            name: kinds.FloatDistribution(of.low, of.high, log=of.log) if isinstance(of, Uniform)
+            else kinds.IntDistribution(0, len(of) - 1) if isinstance(of, range)
+            else kinds.CategoricalDistribution(range(len(of)))
+            for name, of in parameters.items()
+        }  # fmt: skip
+        self._study = optuna.create_study(directions=list(goals), sampler=sampler)
+        self._failed, self._asked = optuna.trial.TrialState.FAIL, []
+
+    def ask(self, count: int) -> list[dict[str, Any]]:
+        self._asked = [self._study.ask(self._kinds) for _ in range(count)]
+        return [{name: of if isinstance(kind := self._parameters[name], Uniform) else kind[of]
+                 for name, of in trial.params.items()} for trial in self._asked]  # fmt: skip
+
+    def tell(self, values: Sequence[Sequence[float]]) -> None:
+        for trial, of in zip(self._asked, values, strict=True):
+            if np.isfinite(of).all():
+                self._study.tell(trial, list(of))
+            else:
+                self._study.tell(trial, state=self._failed)
+
+
+class _Trial(msgspec.Struct, frozen=True):
+    """The record of a trial: its settings and its program, which a resumed search has to draw again, its values, and
+    its error."""
+
+    settings: str
+    program: str
+    values: list[float]
+    error: str = ""
+
+
+class Search(Study):
+    """Search a space of programs for the best settings, or for the best trade-offs of several objectives.
+
+    Raises: `ProgramError` for a wrong argument, and the error of the space's function or of a program that does not
+    fit the model. A trial with a run that fails has NaN.
+    """
+
+    command = ""
+    not_served = "its programs come from a Python function; run it with pc.LM of the server's URL"
+    positional = 2
+
+    space: Annotated[Any, Arg(_space, None, served=False)]
+    """A `Space`: a function that makes a program, and the choices of its arguments."""
+    objectives: Annotated[Any, Arg(_objectives, None, served=False)]
+    """An `Objective`, or several: `AnswerScore`, `KLDivergence`, `TextScore`, `RefusalRate`, or your own."""
+    trials: inputs.OptionalCount = None
+    """Number of trials; 100 by default, and with "grid" every combination of choices."""
+    sampler: inputs.PythonOnly = "random"
+    """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which learn from
+    the rounds before."""
+    per_round: inputs.Positive = 32
+    """Trials that are drawn and measured together."""
+    seed: inputs.Whole = 0
+    """Seed of the draws."""
+
+    def _run(
+        self, lm: LM, *, batch: inputs.Positive = 512, show_progress: inputs.Progress = None,
+        resume: inputs.ResumeFile = None,
+    ) -> SearchResult:  # fmt: skip
+        objectives, parameters = self.objectives, self.space.parameters
+        goals, names = tuple(one.goal for one in objectives), tuple(one.name for one in objectives)
+        if self.sampler == "random":
+            sampler = RandomSampler(parameters, self.seed)
+        elif self.sampler == "grid":
+            sampler = GridSampler(parameters)
+        else:
+            sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
+        most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
+        total = min(most, self.trials or most)
+        runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # of a trial
+        found: list[_Trial] = []
+        drawn: list[dict[str, Any]] = []
+        with (
+            keeping(lm, self.to_dict(), resume) as journal,
+            progress("searching", (total + 1) * runs, show_progress, "runs") as advance,
+        ):
+
+            def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
+                """The records of some trials, from the journal if it has them."""
+                plain = [(json_of(plain_data(each)), program.fingerprint)
+                         for each, program in zip(settings, programs, strict=True)]  # fmt: skip
+                records = journal.take(_Trial, len(programs)) if journal is not None else []
+                if records:
+                    advance(len(programs) * runs)
+                else:
+                    measured = Measured(lm, programs, batch, advance, {})
+                    values = np.stack([one.measure(measured) for one in objectives], 1).tolist()
+                    records = [_Trial(*key, of, str(measured.errors.get(i, "")))
+                               for i, (key, of) in enumerate(zip(plain, values, strict=True))]  # fmt: skip
+                    if journal is not None:
+                        journal.append(records)
+                if [(of.settings, of.program) for of in records] != plain:
+                    raise ProgramError(f"{resume} has other trials: the space's function has changed", "resume")
+                return records
+
+            [unedited] = measure([{}], [Program.of(())])
+            for begin in range(0, total, self.per_round):
+                settings = sampler.ask(min(self.per_round, total - begin))
+                new = measure(settings, [self.space.made(each) for each in settings])
+                sampler.tell([of.values for of in new])
+                found += new
+                drawn += settings
+        return SearchResult(
+            provenance=provenance(lm, (self.seed,)), settings=tuple(map(plain_data, drawn)), objectives=names,
+            goals=goals, values=np.array([of.values for of in found]), unedited=np.array(unedited.values),
+            failed={i: of.error for i, of in enumerate(found) if of.error},
+        )  # fmt: skip
+
+
+search: Callable[..., SearchResult] = Search.short_form("search")
