@@ -439,18 +439,18 @@ def _conditions(plain: Any) -> dict[str, list[Any]]:
     """A program for each of some conditions and scopes: decided at the prompt's end, or at tokens that few drafts are."""
     import patchclamp as pc
 
-    few = _programs(plain.model.d_model, plain.model.d_vocab)["few words"]
+    noisy = _programs(plain.model.d_model, plain.model.d_vocab)["noise of logits"]  # most drafts are wrong
     weights = np.random.default_rng(5).standard_normal((3, plain.model.d_model)).astype(np.float32)
     late, last = (
         pc.Probe(weights, at=pc.resid_post[0], tokens=tokens, name="p") for tokens in (pc.generated, pc.prompt)
     )
-    scores = np.concatenate([run.probes["p"].numpy() for run in plain.run(LOOPS, edits=few, capture=late, **_long())])
-    ends = np.stack([run.probes["p"].numpy()[-1] for run in plain.run(LOOPS, edits=few, capture=last, max_tokens=1)])
+    scores = np.concatenate([run.probes["p"].numpy() for run in plain.run(LOOPS, edits=noisy, capture=late, **_long())])
+    ends = np.stack([run.probes["p"].numpy()[-1] for run in plain.run(LOOPS, edits=noisy, capture=last, max_tokens=1)])
     push, made = pc.Scale(-1.0, pc.resid_post[1]), {}
     for i in range(len(weights)):
-        onwards, prompt = late[i] > float(np.quantile(scores[:, i], 0.9)), last[i] > float(np.median(ends[:, i]))
-        made[f"from a token on, probe {i}"] = [*few, pc.When(onwards, push, scope="onwards")]
-        made[f"where the prompt meets it, probe {i}"] = [*few, pc.When(prompt, push, scope="prompt")]
+        onwards, prompt = late[i] > float(np.quantile(scores[:, i], 0.95)), last[i] > float(np.median(ends[:, i]))
+        made[f"from a token on, probe {i}"] = [*noisy, pc.When(onwards, push, scope="onwards")]
+        made[f"where the prompt meets it, probe {i}"] = [*noisy, pc.When(prompt, push, scope="prompt")]
     return made
 
 

@@ -156,8 +156,7 @@ class CudaTables:
             slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
         self._rows = len(plan.tokens.slot)
         self.turns = batch.most_samples
-        since = self.table.unsettled(batch.slot, batch.position, batch.samples) if self.table.deciding else None
-        clears = since is not None and bool((since[1:] < NEVER).any())
+        unsettled = self._unsettled(batch)
         self._send([
             (self._at["slot_of_row"], slot),
             (self._at["rank_of_row"], plan.tokens.rank),
@@ -165,11 +164,11 @@ class CudaTables:
             *self._ranks(batch),
             (self._at["stride"], np.array([stride]).view(np.int32)),
             *origin,
-            *([(self._at["since"], since)] if clears else []),
+            *unsettled,
             *self._changed(),
             *self._targets(plan, begin),
         ])  # fmt: skip
-        if clears:
+        if unsettled:
             self._latches.masked_fill_(self._latches >= self._since, NEVER)
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
@@ -178,6 +177,13 @@ class CudaTables:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
+
+    def _unsettled(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
+        """The positions from which latches are cleared, if rejected drafts may have set some."""
+        if not self.table.deciding:
+            return []
+        since = self.table.unsettled(batch.slot, batch.position, batch.samples)
+        return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
         """Move the captures of coming steps, as if those of the planned step started at byte `begin`."""
