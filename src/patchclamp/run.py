@@ -904,8 +904,9 @@ class Run:
         return positions[:count], rows[:count]
 
     def _prefetch(self, keys: Sequence[tuple[int, int | None]]) -> None:
-        """Fetches the rows to read now, by (point, op), and with them the run's other captures if they are small or come as views, and
-        small ones of the next runs of its call: twice as many each time, while runs are read in order."""
+        """Fetches the rows to read now, by (point, op), with the run's other captures if they are small or come as
+        views, and with small ones of the next runs of its call: twice as many each time, while runs are read in order.
+        """
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
             # rows of one step are contiguous and can be views; rows of several steps are copied
