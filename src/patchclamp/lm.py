@@ -584,6 +584,8 @@ class LM:
         """The runs of a call, in the form that `run` returns."""
         runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
         self._runs.update((run.key, run) for run in runs)
+        for run, after in itertools.pairwise(runs):
+            run.next_of_call = weakref.ref(after)
         if call.counts == [1] and not call.listed and not call.sampled and runs[0].error is not None:
             runs[0].close()  # the caller never receives it
             raise runs[0].error

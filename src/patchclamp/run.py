@@ -152,6 +152,8 @@ class Run:
         self._lenses: dict[tuple[int, int], TopTokens] = {}
         self._equal = NO_POSITIONS, NO_POSITIONS  # the (expected, received) positions last found equal
         self._release: weakref.finalize[..., Run] | None = None
+        self.next_of_call: Callable[[], Run | None] = lambda: None  # the next run, if it is still referenced
+        self._ahead = 0  # the number of these to read with it
         captures = any(op.kind == CAPTURE for op in self._ops)
         if not is_kept_elsewhere and (captures or request.code):  # else nothing to release here
             self._release = weakref.finalize(self, owner.engine.release, [self.key])
@@ -277,8 +279,7 @@ class Run:
         if not is_stacked(at):
             return self.rows_of(str(site), at, refs[0], ordinal, copy=copy)
         if ordinal is None and (unread := self.unread({ref.point for ref in refs})):
-            captured = self._owner.engine.fetch_many([Wanted(self.key, *key, self._first) for key in unread])
-            self.take_fetched(dict(zip(unread, captured, strict=True)))
+            self._prefetch(unread)
         self._shared_positions(site, refs, ordinal)
         return stacked([self.rows_of(str(site), at, ref, ordinal, copy=False) for ref in refs])
 
@@ -887,7 +888,7 @@ class Run:
         """The engine's rows of one op or of all (None) at a point, cut to the computed positions."""
         expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
-            self._prefetch(point, ordinal)
+            self._prefetch([(point, ordinal)])
         positions, rows = self._prefetched.pop((point, ordinal))
         width = self.width_at(point, ordinal)
         rows = rows if len(rows) else rows.reshape(0, width)
@@ -902,18 +903,39 @@ class Run:
             self._equal = expected, positions
         return positions[:count], rows[:count]
 
-    def _prefetch(self, point: int, ordinal: int | None) -> None:
-        """Fetches the rows to read now, and with them the run's other captures if they are small or come as views."""
+    def _prefetch(self, keys: Sequence[tuple[int, int | None]]) -> None:
+        """Fetches the rows to read now, by (point, op), with the run's other captures if they are small or come as
+        views, and with small ones of the next runs of its call: twice as many each time, while runs are read in order.
+        """
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
             # rows of one step are contiguous and can be views; rows of several steps are copied
             may_be_views = self._owner.engine.has_views and len(self.token_ids) <= 1
             may_be_views = may_be_views and self.captured_bytes <= MAX_VIEWED_BYTES
             points = [point for point in points if may_be_views and self.bytes_at(point) >= VIEWED_BYTES]
-        keys: list[tuple[int, int | None]] = [(point, ordinal)]
-        keys += (key for key in self.unread(points) if key != (point, ordinal))
-        captured = self._owner.engine.fetch_many([Wanted(self.key, *key, self._first) for key in keys])
-        self.take_fetched(dict(zip(keys, captured, strict=True)))
+        keys = [*keys, *(key for key in self.unread(points) if key not in keys)]
+        size, coming = self.captured_bytes, self.next_of_call()
+        runs: list[Run] = [self]
+        while coming is not None and len(runs) <= self._ahead and coming.error is None and not coming.closed:
+            size += coming.captured_bytes
+            if size > MAX_PREFETCH_BYTES:
+                break
+            runs.append(coming)
+            coming = coming.next_of_call()
+        if coming is not None:
+            coming._ahead = 2 * self._ahead + 1
+        try:
+            self._take_rows(
+                [(run, key) for run in runs for key in (keys if run is self else run.unread(run._captured))]
+            )
+        except MissingSource:  # another thread has closed one of the next runs
+            self._take_rows([(self, key) for key in keys])
+
+    def _take_rows(self, unread: list[tuple[Run, tuple[int, int | None]]]) -> None:
+        """Fetches rows of runs."""
+        captured = self._owner.engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in unread])
+        for (run, key), rows in zip(unread, captured, strict=True):
+            run.take_fetched({key: rows})
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
         """The captured points among these whose rows were not fetched yet. Raises the run's own error, and

@@ -66,6 +66,33 @@ def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
 
 
 @BOTH
+def test_runs_that_are_read_in_order_come_more_at_a_time(calls, engine, monkeypatch):
+    """Those of other calls, closed ones and those that are too large together come when they are read themselves."""
+    lm, asked = calls
+    site, most = pc.resid_post[1:3], "patchclamp.run.MAX_PREFETCH_BYTES"
+    made = [lm.run([PROMPTS[0]] * 9, max_tokens=1, capture=site) for _ in range(4)]
+    expected = lm.fetch(made[0], site)
+    asked.clear()
+
+    def read(runs: list[pc.Run]) -> list[int]:
+        asked.clear()
+        for run, of_run in zip(runs, expected, strict=False):
+            assert torch.allclose(run[site], of_run[site], atol=1e-3, rtol=1e-4)
+        return [count // 2 for count in asked]
+
+    assert read(made[1]) == [1, 2, 4, 2]
+    assert read(made[2][4::-1]) == [1] * 5
+    made[2][8].close()
+    assert read(made[2][5:8]) == [2, 1]
+    lm.engine.release([made[3][2].key])  # as if another thread closed it meanwhile
+    assert read(made[3][:2]) == [1, 2, 1]
+    with pytest.raises(pc.MissingSource):
+        made[3][2][site]
+    monkeypatch.setattr(most, 2 * made[3][3].captured_bytes)
+    assert read(made[3][3:]) == [2, 2, 2]
+
+
+@BOTH
 def test_many_runs_come_in_one_call(calls, engine, monkeypatch):
     lm, asked = calls
     runs = lm.run(PROMPTS, max_tokens=3, capture=KEPT)

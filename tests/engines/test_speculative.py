@@ -15,8 +15,11 @@ from vllm.v1.sample import rejection_sampler
 
 import patchclamp as pc
 from patchclamp.engines.vllm import worker as worker_module
+from patchclamp.engines.vllm.compat import core
 from patchclamp.engines.vllm.compat.core import _check_beside_drafts
 from patchclamp.errors import ProgramError
+from patchclamp.plan.bound import NEVER
+from patchclamp.plan.table import ProgramTable
 
 from ..drafters import COUNT, drafting
 from .lora import adapter
@@ -42,6 +45,16 @@ PROGRAMS: dict[str, list] = {
     ],
     "a token": [pc.Scale(0.2, pc.resid_pre[2], pc.token(5))],
     "a condition": [pc.When(pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0, pc.Scale(0.2, pc.resid_post[1]))],
+    "a condition at the prompt's end": [
+        pc.When(pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 10, pc.Scale(-1.0, pc.resid_post[0:2]), scope="prompt")
+    ],
+    "a condition from a token on": [
+        pc.When(
+            pc.Probe(ROW_D, at=pc.resid_post[0], tokens=pc.generated, name="p") > 12,
+            pc.Scale(-1.0, pc.resid_post[1]),
+            scope="onwards",
+        )
+    ],
 }
 
 
@@ -256,11 +269,86 @@ def test_features_are_of_the_tokens_that_are_kept(pair):
         lm.detach("a")
 
 
-@pytest.mark.parametrize("scope", ["prompt", "onwards"])
-def test_conditions_that_a_rejected_draft_could_decide_are_refused(pair, scope):
-    condition = pc.Probe(ROW_D, at=pc.resid_post[0], name="p") > 0
-    with pytest.raises(pc.PatchclampError, match="scope"):
-        pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.When(condition, pc.Scale(0.2, pc.resid_post[1]), scope=scope))
+MORE = [RNG.integers(3, V, 6).tolist() * 4 for _ in range(6)]
+WEIGHTS = np.random.default_rng(5).standard_normal((4, D)).astype(np.float32)
+READ = pc.Probe(WEIGHTS, at=pc.resid_post[0], tokens=pc.generated, name="p")
+
+
+@pytest.fixture(scope="module")
+def rare(pair):
+    """Conditions that few generated tokens meet."""
+    runs = pair[0].run(MORE, capture=READ, **LONG)
+    limits = np.quantile(np.concatenate([run.probes["p"].numpy() for run in runs]), 0.95, axis=0)
+    return [READ[i] > float(limit) for i, limit in enumerate(limits)]
+
+
+def test_a_rejected_draft_decides_nothing(pair, rare, monkeypatch):
+    """From the token on where a condition first holds, beside requests without programs; twice, where the second time
+    the prompts are cached. Some drafts that were rejected meet it, and would change what is generated."""
+    edits = [[pc.When(each, pc.Scale(-1.0, pc.resid_post[1]), scope="onwards")] for each in rare] + [[]]
+    prompts, edits = [each for each in MORE for _ in edits], edits * len(MORE)
+    theirs, undone, unsettled = pair[0].run(prompts, edits=edits, **LONG), [], ProgramTable.unsettled
+
+    def counted(table, *step):
+        since = unsettled(table, *step)
+        undone.append(np.count_nonzero((table.latches >= since[:, None]) & (table.latches < NEVER)))
+        return since
+
+    def alike() -> list[bool]:
+        ours = pair[1].run(prompts, edits=edits, **LONG)
+        return [(a.token_ids, a.acted) == (b.token_ids, b.acted) and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+                for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+
+    monkeypatch.setattr(ProgramTable, "unsettled", counted)
+    assert all(alike())
+    assert all(alike())
+    assert sum(undone) > 2
+    first = [acted[0] - len(run.prompt_token_ids) for run in theirs for acted in run.acted.values() if acted]
+    assert len(set(first)) > 5
+    monkeypatch.setattr(ProgramTable, "unsettled", lambda *step: np.full_like(unsettled(*step), NEVER))
+    assert not all(alike())
+
+
+def test_blocks_that_conditions_edited_beside_drafts_are_not_reused(pair, rare, monkeypatch):
+    """Unedited requests that go on with what was generated under a condition; without our part of the keys they would
+    be poisoned."""
+
+    def wrong(prompts: list[list[int]]) -> int:
+        program = [pc.When(rare[0], pc.Scale(-1.0, pc.resid_post[1]), scope="onwards")]
+        edited = pair[1].run(prompts, edits=program, **LONG)
+        longer = [prompt + run.token_ids for prompt, run in zip(prompts, edited, strict=True)]
+        theirs, ours = (lm.run(longer, max_tokens=4, logprobs=True, sampling={"ignore_eos": True}) for lm in pair)
+        return sum(a.logprobs != pytest.approx(b.logprobs, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+    assert not wrong(MORE)
+    monkeypatch.setattr(core, "block_key", lambda bound, start, end, seen_whole: None)
+    assert wrong([each[::-1] for each in MORE])
+
+
+def test_a_run_ends_at_the_first_token_that_stays_where_a_condition_holds(pair, rare):
+    wanted = {"capture": [pc.resid_post[1], pc.logits], **LONG}
+    for each in rare:
+        theirs, ours = (lm.run(MORE, stop_when=each, **wanted) for lm in pair)
+        assert any(run.stop_reason for run in theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.token_ids, a.finish_reason, a.stop_reason) == (b.token_ids, b.finish_reason, b.stop_reason)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+            assert a.probe_positions("p") == b.probe_positions("p")
+            for site in ("resid_post[1]", "logits"):
+                assert a.positions(site) == b.positions(site)
+                assert worst_row(flat(a[site]), flat(b[site])) <= 1e-4
+    stream = pair[1].stream(MORE[0], stop_when=rare[0], **LONG)
+    parts = [token for part in stream for token in part.token_ids]
+    assert parts == stream.run.token_ids == pair[0].run(MORE[0], stop_when=rare[0], **LONG).token_ids
+
+
+def test_the_probes_own_site_is_not_edited_from_a_token_on(pair):
+    condition = pc.Probe(ROW_D, at=pc.resid_post[1], tokens=pc.generated, name="p") > 0
+    with pytest.raises(pc.UnsupportedSite) as raised:
+        pair[1].run(PROMPTS[0], max_tokens=2, edits=pc.When(condition, pc.Zero(pc.resid_post[1]), scope="onwards"))
+    assert raised.value.path == "edits[0].edits[0].at"
+    runs = [lm.run(PROMPTS[1], edits=pc.When(condition, pc.Zero(pc.resid_post[1])), **LONG) for lm in pair]
+    assert runs[0].acted == runs[1].acted
 
 
 def test_delimiters_are_found_in_the_prompt_alone(pair):
@@ -320,7 +408,12 @@ def test_models_that_draft_are_not_edited_and_what_they_draft_for_is(method, tmp
     """EAGLE's and MTP's look tokens up in the embedding of the model that is edited, and read its last stream."""
     with both(method, tmp_path) as made:
         unedited = lookups_of_the_drafter(made[1], method)
-        for edits in (PROGRAMS["none"], PROGRAMS["logits"], PROGRAMS["the same run"]):
+        for edits in (
+            PROGRAMS["none"],
+            PROGRAMS["logits"],
+            PROGRAMS["the same run"],
+            PROGRAMS["a condition from a token on"],
+        ):
             runs_are_alike(made, edits)
         edited = runs_are_alike(made, [pc.Add(np.roll(ROW_D, 1), pc.embed), *PROGRAMS["generated"]])
         assert all(unedited)
@@ -379,6 +472,20 @@ def test_blocks_that_were_cached_beside_drafts_are_as_without(tmp_path):
                 assert ours.token_ids == theirs.token_ids
                 assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert (ours.cached_tokens, theirs.cached_tokens) == (32, 64)
+
+
+def test_preempted_requests_with_drafts_decide_the_same(pair, rare, tmp_path):
+    """Requests are thrown out between drafts, and computed again with what they generated."""
+    edits = [[pc.When(each, pc.Scale(-1.0, pc.resid_post[1]), scope="onwards")] for each in rare]
+    prompts, edits = [each for each in MORE for _ in edits], edits * len(MORE)
+    theirs = pair[0].run(prompts, edits=edits, **LONG)
+    with both("ngram", tmp_path, num_gpu_blocks_override=6) as (_, lm):
+        ours = lm.run(prompts, edits=edits, **LONG)
+        assert lm.engine.status()["preemptions"] > 0
+        assert sum(run.drafts.proposed - run.drafts.accepted for run in ours) > 0
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.token_ids, a.acted) == (b.token_ids, b.acted)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_probes_of_every_request_have_no_scores_of_rejected_drafts(tmp_path, inspected_here):

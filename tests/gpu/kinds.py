@@ -9,6 +9,7 @@ import contextlib
 import copy
 import json
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.configuration import DRAFTERS
+from patchclamp.plan.bound import NEVER
+from patchclamp.plan.table import ProgramTable
 from tests.gpu.board import note
 from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
 from tests.gpu.modes import IEEE
@@ -120,7 +123,7 @@ def _decoded(
 def _read(runs: list[Any], sites: list[str]) -> list[Any]:
     """The runs, with what they captured brought here: their engine may end."""
     for run in runs:
-        _ = [run[place] for place in sites]
+        _ = [run[place] for place in sites], run.acted
     return runs
 
 
@@ -353,13 +356,14 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
     options = _options(changed, dtype=dtype, max_model_len=512)  # the longest that tiny models have
     with pc.LM(model, engine="vllm", prove=False, **options) as plain:
         sites = [str(ref) for ref in plain.sites.refs()]
-        programs = _programs(plain.model.d_model, plain.model.d_vocab)
+        conditions = _conditions(plain)
+        programs = _programs(plain.model.d_model, plain.model.d_vocab) | conditions
         theirs = {name: _read(_runs(plain, edits), sites) for name, edits in programs.items()}
         free = plain.run(LOOPS, **_long())
         first = theirs["few words"][0].token_ids
         stops = [max(first, key=first.index)]  # the token that comes first as late as any
         cut = _read(_runs(plain, programs["few words"], stop_token_ids=stops), sites)
-        drawn = _sampled(plain, programs["logits"])
+        drawn = {name: _sampled(plain, programs[name]) for name in ("logits", *list(conditions)[:1])}
     with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
         _started(part, lm, runner)
         n_grams_ahead = version("vllm") >= "0.33"  # 0.32 schedules n-grams one step after the other on V2, too
@@ -368,10 +372,15 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         note(part, "steps are scheduled before drafts are checked, where vLLM does that", ahead == expected, str(ahead))
         mine = lm.run(LOOPS, **_long())
         note(part, "without programs, the tokens of an engine that does not draft", _same_tokens(mine, free), "")
-        for name, edits in programs.items():
-            _compare(part, name, _runs(lm, edits), theirs[name], sites)
+        with _undone(lm) as counts:
+            for name, edits in programs.items():
+                _compare(part, name, _runs(lm, edits), theirs[name], sites)
+        note(part, "what rejected drafts decided is undone", sum(counts) > 0, f"{sum(counts)} decisions")
+        acted = [run.acted for name in conditions for run in theirs[name]]
+        note(part, "conditions hold for some", len({str(each) for each in acted}) > len(conditions), "")
         _compare(part, "stopped", _runs(lm, programs["few words"], stop_token_ids=stops), cut, sites)
-        _same_distribution(part, _sampled(lm, programs["logits"]), drawn)
+        for name, tokens in drawn.items():
+            _same_distribution(part, _sampled(lm, programs[name]), tokens, name)
         edited = [run.token_ids for run in theirs["noise"]] != [run.token_ids for run in theirs["few words"]]
         note(part, "edits matter", edited, "")
         _refused(part, lm)
@@ -426,6 +435,45 @@ def _programs(width: int, vocabulary: int) -> dict[str, list[Any]]:
     }
 
 
+def _conditions(plain: Any) -> dict[str, list[Any]]:
+    """A program for each of some conditions and scopes: decided at the prompt's end, or at tokens that few drafts are."""
+    import patchclamp as pc
+
+    noisy = _programs(plain.model.d_model, plain.model.d_vocab)["noise of logits"]  # most drafts are wrong
+    weights = np.random.default_rng(5).standard_normal((3, plain.model.d_model)).astype(np.float32)
+    late, last = (
+        pc.Probe(weights, at=pc.resid_post[0], tokens=tokens, name="p") for tokens in (pc.generated, pc.prompt)
+    )
+    scores = np.concatenate([run.probes["p"].numpy() for run in plain.run(LOOPS, edits=noisy, capture=late, **_long())])
+    ends = np.stack([run.probes["p"].numpy()[-1] for run in plain.run(LOOPS, edits=noisy, capture=last, max_tokens=1)])
+    push, made = pc.Scale(-1.0, pc.resid_post[1]), {}
+    for i in range(len(weights)):
+        onwards, prompt = late[i] > float(np.quantile(scores[:, i], 0.95)), last[i] > float(np.median(ends[:, i]))
+        made[f"from a token on, probe {i}"] = [*noisy, pc.When(onwards, push, scope="onwards")]
+        made[f"where the prompt meets it, probe {i}"] = [*noisy, pc.When(prompt, push, scope="prompt")]
+    return made
+
+
+@contextlib.contextmanager
+def _undone(lm: Any) -> Iterator[list[int]]:
+    """The number of decisions that each planned step undoes, read from the device before it does."""
+    counts, unsettled = list[int](), ProgramTable.unsettled
+    tables = getattr(attached(lm).runtime.step, "tables", None)  # None on a CPU
+
+    def counted(table: ProgramTable, *step: Any) -> np.ndarray:
+        since, latches = unsettled(table, *step), table.latches
+        if tables is not None:
+            latches = tables.latches.cpu().numpy().reshape(latches.shape)
+        counts.append(int(np.count_nonzero((latches >= since[:, None]) & (latches < NEVER))))
+        return since
+
+    ProgramTable.unsettled = counted
+    try:
+        yield counts
+    finally:
+        ProgramTable.unsettled = unsettled
+
+
 def _runs(lm: Any, edits: list[Any], **sampling: Any) -> list[Any]:
     import patchclamp as pc
 
@@ -450,7 +498,7 @@ def _sampled(lm: Any, edits: list[Any]) -> np.ndarray:
     return np.array([run.token_ids for run in lm.run(LOOPS[1], edits=edits, sampling=sampling, max_tokens=8)])
 
 
-def _same_distribution(part: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+def _same_distribution(part: str, ours: np.ndarray, theirs: np.ndarray, name: str) -> None:
     """Notes whether tokens at some positions have one distribution: a chi-square test of two samples."""
     told, same = [], True
     for position in (1, 3, 7):
@@ -460,7 +508,7 @@ def _same_distribution(part: str, ours: np.ndarray, theirs: np.ndarray) -> None:
         degrees = int((expected > 0).sum()) - 1
         same = same and chi_square < degrees + 4 * (2 * max(degrees, 1)) ** 0.5
         told.append(f"{chi_square:.1f} of {degrees}")
-    note(part, "sampled tokens have the distribution that they have without drafts", same, ", ".join(told))
+    note(part, f"{name}: sampled tokens have the distribution that they have without drafts", same, ", ".join(told))
 
 
 def _refused(part: str, lm: Any) -> None:

@@ -64,7 +64,7 @@ class Tables(CudaTables):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        for name in (*self._at, "position_of_row"):  # the same memory, read faster
+        for name in (*self._at.keys() - {"bits_of_row"}, "position_of_row"):  # the same memory, read faster
             setattr(self, name, getattr(self, name).numpy())
 
     def failed(self) -> list[tuple[int, int]]:

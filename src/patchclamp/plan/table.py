@@ -611,6 +611,7 @@ class ProgramTable:
     coded: slots with `APPLY` records
     deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, the positions of the latches of each slot, which kernels on the host write
+    drafted [slots + 1]: int32, the first position of each slot's last step if that had drafts, else NEVER
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
@@ -626,6 +627,7 @@ class ProgramTable:
         self.coded: set[int] = set()
         self.deciding: set[int] = set()
         self.latches: np.ndarray = np.full((slots + 1, LATCHES), NEVER, np.int32)
+        self.drafted: np.ndarray = np.full(slots + 1, NEVER, np.int32)
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
@@ -645,7 +647,7 @@ class ProgramTable:
         self._add_captures(slots, places, records, counts)
         self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
         self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
-        self.latches[slots] = NEVER
+        self.latches[slots] = self.drafted[slots, None] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])
             self._installed.add(slot)
@@ -679,6 +681,18 @@ class ProgramTable:
     def acting_at(self, point: int, slots: np.ndarray) -> list[int]:
         """The subset of these slots that have records at a point."""
         return slots[self._acts[slots, point]].tolist()
+
+    def unsettled(self, slot: np.ndarray, position: np.ndarray, samples: np.ndarray | None) -> np.ndarray:
+        """Begin a planned step, given as the fields of a `Batch`. Returns the position from which the latches of each
+        slot are cleared, [slots + 1]; NEVER to keep all.
+
+        Only a draft of the slot's last step can have been rejected, and this step computes from the first rejected
+        position on. After a preemption it computes earlier positions too, whose decisions stay.
+        """
+        since = np.full(len(self.drafted), NEVER, np.int32)
+        since[slot] = np.maximum(self.drafted[slot], position)
+        self.drafted[slot] = NEVER if samples is None else np.where(samples > 1, position, NEVER)
+        return since
 
     def __len__(self) -> int:
         """The number of admitted requests."""

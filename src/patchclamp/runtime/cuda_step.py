@@ -36,7 +36,7 @@ from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
 from patchclamp.language.values import DTYPES
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
-from patchclamp.plan.bound import LATCHES, MAX_RANK
+from patchclamp.plan.bound import LATCHES, MAX_RANK, NEVER
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.cuda_graphs import Recorded
@@ -93,7 +93,7 @@ class CudaTables:
             "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
             "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
             "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples, "bits_of_row": rows,
-            "latches": table.latches.size,
+            "latches": table.latches.size, "since": len(table.drafted),
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -102,6 +102,7 @@ class CudaTables:
         self.base, self.stride = (views.pop(name).view(torch.int64) for name in ("base", "stride"))
         self.gates_of_row: torch.Tensor = torch.empty(rows * MAX_RANK, device=self.device)  # written by the kernel
         self.quantiles: torch.Tensor = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
+        self._latches, self._since = views["latches"].view(-1, LATCHES), views["since"][:, None]
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
@@ -120,6 +121,7 @@ class CudaTables:
     rank_of_sample: torch.Tensor
     bits_of_row: torch.Tensor
     latches: torch.Tensor
+    since: torch.Tensor
     first: torch.Tensor
     generation: torch.Tensor
     records: torch.Tensor
@@ -154,6 +156,7 @@ class CudaTables:
             slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
         self._rows = len(plan.tokens.slot)
         self.turns = batch.most_samples
+        unsettled = self._unsettled(batch)
         self._send([
             (self._at["slot_of_row"], slot),
             (self._at["rank_of_row"], plan.tokens.rank),
@@ -161,9 +164,12 @@ class CudaTables:
             *self._ranks(batch),
             (self._at["stride"], np.array([stride]).view(np.int32)),
             *origin,
+            *unsettled,
             *self._changed(),
             *self._targets(plan, begin),
         ])  # fmt: skip
+        if unsettled:
+            self._latches.masked_fill_(self._latches >= self._since, NEVER)
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
         """The ranks of sampled rows, if they may have changed: they are 0 except with drafted tokens."""
@@ -171,6 +177,13 @@ class CudaTables:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
+
+    def _unsettled(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
+        """The positions from which latches are cleared, if rejected drafts may have set some."""
+        if not self.table.deciding:
+            return []
+        since = self.table.unsettled(batch.slot, batch.position, batch.samples)
+        return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
         """Move the captures of coming steps, as if those of the planned step started at byte `begin`."""

@@ -13,6 +13,7 @@ from patchclamp.kernels import fused
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.language.values import POOLS
 from patchclamp.plan import Batch, ProgramTable, StepPlan
+from patchclamp.plan.bound import NEVER
 from patchclamp.plan.step import NUMBERS
 from patchclamp.runtime.attention import Queries
 from patchclamp.store.captures import BufferSlice, ScatteredSlices
@@ -155,6 +156,9 @@ class HostStep:
         self._captures = torch.empty(plan.size + plan.scratch, dtype=torch.float32, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
         self._bits = np.zeros(batch.rows, np.int64)
+        if self._table.deciding and not steps:
+            since = self._table.unsettled(batch.slot, batch.position, batch.samples)
+            self._table.latches[self._table.latches >= since[:, None]] = NEVER
         self._late.clear()
 
     def apply(

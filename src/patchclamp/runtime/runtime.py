@@ -38,7 +38,7 @@ from patchclamp.errors import (
 from patchclamp.kernels.attention import PatternEdit
 from patchclamp.kernels.code import call
 from patchclamp.language import Site
-from patchclamp.plan import APPLY, CAPTURE, LATCH, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import APPLY, CAPTURE, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code, code_numbers
 from patchclamp.plan.bound import (
     Action,
@@ -628,11 +628,6 @@ class Runtime:
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
         """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
-        if self.store.keeps_last and any(op.kind == LATCH for op in arrival.bound.ops):
-            raise UnsupportedSite(
-                "with speculative decoding a condition has scope 'token', and pc.between selects tokens of the prompt "
-                "alone, since a drafted token that is rejected would decide for those after it"
-            )
         # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}

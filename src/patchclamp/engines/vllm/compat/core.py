@@ -19,8 +19,8 @@ from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
-from patchclamp.plan.bound import APPLY, Attended, Encoded, block_key
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, UnsupportedSite, pack
+from patchclamp.plan.bound import APPLY, Attended, BoundProgram, Encoded, Latch, block_key
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -547,6 +547,7 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         raise ProgramError(
             f"{what} does not run with speculative decoding: it would be called on drafted tokens that are discarded"
         )
+    _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
         raise ProgramError("a program on a prompt with images does not run beside a model that drafts: not tested yet")
     params = request.sampling_params
@@ -555,6 +556,25 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
             "a program does not run with sampling and speculative decoding on a CPU, where vLLM loses the temperatures "
             "of drafted tokens: set temperature to 0, or start the engine without speculative_config"
         )
+
+
+def _check_latches(bound: BoundProgram) -> None:
+    """Raise `UnsupportedSite` for a latch that several generated tokens of a step need in order: the rows of one point
+    are in no order, and a latch of delimiters cannot be set back to the last accepted token."""
+    points: dict[int, int] = {}  # where generated tokens set a latch
+    for op in bound.ops:
+        if isinstance(op.action, Latch) and op.action.last:
+            raise UnsupportedSite(
+                "with speculative decoding pc.between selects tokens of the prompt alone, since a rejected draft would "
+                "count for the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
+            )  # fmt: skip
+        if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:
+            points[op.action.latch] = op.points[0]
+        if op.guard is not None and points.get(op.guard.latch) in op.points:
+            raise UnsupportedSite(
+                "with speculative decoding and scope onwards, an edit comes after the probe's own site: edit a later "
+                "layer, or use scope token or prompt", f"{op.path[:200]}.at"
+            )  # fmt: skip
 
 
 def _streamed() -> ProgramError:
