@@ -180,7 +180,7 @@ def test_every_public_name_is_there():
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (4_005, 12), "sites": (2_042, 4), "plan": (4_647, 10), "kernels": (1_872, 12), "store": (1_808, 7),
-    "runtime": (3_048, 10), "engines": (4_378, 13), "engines/vllm": (8_474, 24), "trace": (2_441, 5),
+    "runtime": (3_048, 10), "engines": (4_378, 13), "engines/vllm": (8_611, 25), "trace": (2_441, 5),
     "studies": (13_198, 39), "plots": (1_553, 6), "serve": (4_292, 15), "cli": (1_325, 4), "": (5_554, 14),
 }  # fmt: skip
 

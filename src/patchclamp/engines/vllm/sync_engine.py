@@ -43,6 +43,7 @@ from patchclamp.engines.vllm.compat.clients import (
     tell_core,
     verdict_in,
 )
+from patchclamp.engines.vllm.compat.connectors import check_alone
 from patchclamp.engines.vllm.compat.lora import Adapters
 from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import (
@@ -292,6 +293,7 @@ class VllmEngine(VllmFrontEnd):
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         if not self.remote:
+            check_alone(config, bool(_alive))
             configuration.share_groups(config)
         self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
         notice_death(self._engine)

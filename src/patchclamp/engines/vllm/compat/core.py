@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from patchclamp.engines.vllm.admission import Admission, RequestProgram, SelfCheck, Verdict
-from patchclamp.engines.vllm.compat import images
+from patchclamp.engines.vllm.compat import connectors, images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
@@ -215,6 +215,7 @@ class _Admitting:
         scheduler._free_request = forwards(self._free)(self.leave)
         scheduler.get_num_unfinished_requests = forwards(self._unfinished)(self.unfinished)
         scheduler.has_finished_requests = forwards(self._finished)(self.finished)
+        connectors.bypass(scheduler, lambda params: _given(params) is not None)
         cache_manager = scheduler.kv_cache_manager
         coordinator = cache_manager.coordinator
         admission.pool = _Blocks(cache_manager)
@@ -256,6 +257,7 @@ class _Admitting:
             if request.mm_features:
                 images.check_request(request, program.bound.prompt, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
+            connectors.check_transfer(self._scheduler, request)
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more input may arrive before its error is returned
                 raise _streamed()
