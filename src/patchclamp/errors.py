@@ -19,7 +19,8 @@
     │   ├── SeamMoved       500  this vLLM lacks, or has changed, a function that patchclamp wraps
     │   └── AddressMoved    500  a CUDA graph would read memory that the step did not fill
     └── RunError            500  a request failed while it ran
-        └── NotFinite       422  numbers overflow because of the program: edits, or captures in float16
+        ├── NotFinite       422  numbers overflow because of the program: edits, or captures in float16
+        └── Mislabelled     500  a self-check found captured rows that are not those of their tokens
 
 The number is the HTTP status of a server's response. `path` points into the program: `edits[2].at`.
 """
@@ -127,12 +128,17 @@ class NotFinite(RunError):
     status = 422
 
 
+class Mislabelled(RunError):
+    pass
+
+
 TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, NoKey,
         Unlisted, UnsupportedSite, UnsupportedStudy, MissingSource, Gone, NameTaken, CapacityError, TooLarge,
         ModelError, EngineError, SeamMoved, AddressMoved, RunError, NotFinite,
+        Mislabelled,
     )
 }  # fmt: skip
 

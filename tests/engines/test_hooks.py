@@ -187,7 +187,7 @@ def a_worker(uniform: bool) -> Any:
     """A worker's bookkeeping without programs, whose steps are what `_take_in` says."""
     attached: Any = worker.Attached.__new__(worker.Attached)
     runtime = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), Limits(max_programs=4, max_records=64, bank_bytes=1 << 12))
-    vars(attached).update(kind="v1", runtime=runtime, _sender=shared.CaptureSender(), _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
+    vars(attached).update(kind="v1", runtime=runtime, _sender=shared.CaptureSender(), _uniform=uniform, _compiled=True, _steps=[0, 0], _checks=[0, 0], _preemptions=0,
                           _graphs=None, _take_in=lambda output: (output.active, True))  # fmt: skip
     return attached
 

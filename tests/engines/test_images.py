@@ -42,7 +42,7 @@ def seen(tmp_path_factory, inspected_here, _torchvision):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Qwen3VLProcessingInfo, "get_hf_processor", lambda *_, **__: processor)
         patch.setattr(Qwen3VLProcessingInfo, "get_video_processor", lambda *_, **__: processor.video_processor)
-        with pc.LM(str(folder), engine="vllm", **CUT) as lm:
+        with pc.LM(str(folder), engine="vllm", check_rate=1, **CUT) as lm:
             yield Seen(lm, plain)
 
 
@@ -72,7 +72,9 @@ def test_every_position_is_captured_as_plain_hooks_see_it(seen):
     images = [[picture(0)], [picture(1, 96, 64), picture(2, 64, 64)], []]
     prompts = [prompt(30 + 40 * i, *each) if each else [9] * 40 for i, each in enumerate(images)]
     sites = [pc.resid_pre, pc.attn_out, pc.mlp_out, pc.final_norm]
+    before = seen.lm.engine.status()["self_checks"]
     runs = seen.lm.run(prompts, max_tokens=4, capture=sites, sampling=IGNORE, logprobs=True)
+    assert seen.lm.engine.status()["self_checks"] == before + 3
     assert [[len(image) for image in run.images] for run in runs] == [[16], [6, 4], []]
     assert runs[0].images[0][0] < 32 <= runs[0].images[0][-1]
     for run, each in zip(runs, images, strict=True):

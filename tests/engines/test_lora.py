@@ -59,7 +59,7 @@ def hubs(tiny, smollm2, adapters, tmp_path_factory):
 @pytest.fixture(scope="module")
 def lm(tiny):
     """Room for two adapters in a step, and for as many in memory: a third must wait."""
-    with pc.LM(tiny, engine="vllm", enable_lora=True, max_loras=2, max_lora_rank=8, **OPTIONS) as made:
+    with pc.LM(tiny, engine="vllm", enable_lora=True, max_loras=2, max_lora_rank=8, check_rate=1, **OPTIONS) as made:
         yield made
 
 
@@ -209,6 +209,15 @@ def test_cached_blocks_are_never_shared_between_adapters(lm, hubs, adapters):
         expected = hubs[name].run(ids, max_tokens=3, edits=program, sampling=SAMPLING, logprobs=True)
         assert (run.cached_tokens, run.token_ids) == (cached, expected.token_ids), (name, bool(program))
         np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_an_adapters_captures_are_not_checked(lm, adapters):
+    """One may change embeddings. Captures of the model beside it are checked."""
+    before = lm.engine.status()["self_checks"]
+    lm.run(
+        [IDS[:5]] * 3, lora=[None, adapters["borders"], adapters["linear"]], capture=[pc.resid_post[0]], max_tokens=2
+    )
+    assert lm.engine.status()["self_checks"] == before + 1
 
 
 def test_a_folder_that_has_changed_is_another_adapter(lm, hubs, adapters, tmp_path):

@@ -55,7 +55,7 @@ def start(tmp_path_factory):
     def begin(**options) -> pc.LM:
         made.append(pc.LM(folder, engine="vllm", dtype="float32", max_model_len=4096, max_num_seqs=8, prove=False,
                           max_num_batched_tokens=32, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 25,
-                          max_records=RECORDS, **options))  # fmt: skip
+                          max_records=RECORDS, check_rate=1, **options))  # fmt: skip
         return made[-1]
 
     yield begin
@@ -435,6 +435,8 @@ def test_two_workers_do_what_one_does(start, alone, options):
     assert {name: status[name] for name in held} == held
     # of workers that see the same rows one counts; over two stages, a graded program is three requests
     assert status["failures"] == (6 if tensor_parallel else 11)
+    assert status["self_checks"] > 100
+    assert status["self_checks_failed"] == 0
     a_worker_that_dies_is_the_error_of_all(lm)
 
 

@@ -159,7 +159,7 @@ def server(model, saes, tmp_path_factory, request) -> Iterator[Server]:
     config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
     made = start(
         model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS,
-        *(f"--sae={name}={saes['folder'] / name}@resid_post[3]" for name in ("plain", "topk")),
+        "--patchclamp-check-rate=1", *(f"--sae={name}={saes['folder'] / name}@resid_post[3]" for name in ("plain", "topk")),
         command=UNCOLLECTED, environment={"VLLM_LOGGING_LEVEL": "INFO"},
         meanwhile=lambda: request.getfixturevalue("local"),
     )  # fmt: skip

@@ -19,24 +19,26 @@ from .test_openai import PROMPT, SCORED, STEERED, complete, program
 SECRET = "Zanzibar quagga"
 # what the engine cores hold: they are asked now and then, whenever that falls, so that it is no part of a change
 GAUGES = {"patchclamp:programs_waiting", "patchclamp:programs_admitted"}
+PASSED = "patchclamp:self_checks_total passed"  # every request with captures is checked here
 
 
 def counted(server: Server) -> Counter[str]:
     """Our samples, by name and what tells them apart."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics/", timeout=60).text)
     return Counter({
-        " ".join([sample.name, *(value for name, value in sample.labels.items() if name in ("kind", "error"))]): sample.value
+        " ".join([sample.name, *(value for name, value in sample.labels.items() if name in ("kind", "error", "result"))]): sample.value
         for family in families for sample in family.samples
         if sample.name.startswith("patchclamp:") and "le" not in sample.labels
     })  # fmt: skip
 
 
 def change(server: Server, before: Counter[str]) -> dict[str, float]:
+    """What was counted since, but for checks that passed."""
     after = counted(server)
     return {
         name: after[name] - before[name]
         for name in after
-        if after[name] != before[name] and "_created" not in name and name not in GAUGES
+        if after[name] != before[name] and "_created" not in name and name not in (*GAUGES, PASSED)
     }
 
 
@@ -74,6 +76,16 @@ def test_programs_ops_rows_and_bytes_are_counted(server):
         "fingerprint": response.model_extra["patchclamp"]["fingerprint"],
         "captured_bytes": 4 * (144 * positions + 576 * 2 * prompt),
     }  # fmt: skip
+
+
+def test_checks_of_labels_are_counted(server):
+    before = counted(server)
+    complete(server, program([STEERED], [pc.resid_post[2]]))
+    assert counted(server)[PASSED] == before[PASSED] + 1
+    complete(server, program([STEERED], []))
+    after = counted(server)
+    assert after[PASSED] == before[PASSED] + 1
+    assert after["patchclamp:self_checks_total failed"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -76,7 +76,7 @@ def test_the_readme_counts_the_model_classes():
 def test_every_switch_and_size_is_on_the_gpu_page():
     listed = set(re.findall(r"^\| `(\w+)` \|", PAGES["docs/gpu.md"], re.M))
     sizes = set(msgspec.structs.asdict(Limits())) - {"max_programs"}  # vLLM's max_num_seqs
-    assert listed == set(switches.SWITCHES) | sizes | {"numerics"}
+    assert listed == set(switches.SWITCHES) | sizes | {"numerics", "check_rate"}
 
 
 def test_every_option_of_the_transformers_engine_is_in_the_guide():

@@ -126,6 +126,12 @@ def read_weight(
         return None if weight is None else weight.detach().cpu().contiguous()
 
 
+def token_embedding(net: torch.nn.Module) -> Any:
+    """vLLM's embedding of a model's tokens; None if it is in another pipeline stage."""
+    inner = map(_inner, net.modules())
+    return next((module for module in inner if type(module).__name__ == "VocabParallelEmbedding"), None)
+
+
 class _Reader:
     def __init__(self, net: torch.nn.Module, sites: SiteMap, engine: str, layer: int | None) -> None:
         self._net, self._sites, self._engine, self._layer = net, sites, engine, layer
@@ -168,11 +174,11 @@ class _Reader:
             net: Any = self._net
             module = net.get_input_embeddings() if word == "E" else net.get_output_embeddings()
         else:
-            tables = "VocabParallelEmbedding", "ParallelLMHead"
-            module = self._first(lambda _, module: type(_inner(module)).__name__ == tables[word == "U"])
+            embedding = token_embedding(self._net)
+            head = self._first(lambda _, module: type(_inner(module)).__name__ == "ParallelLMHead")
             elsewhere = self._first(lambda path, module: path.endswith("lm_head") and _is_missing(module))
-            if module is None and word == "U" and elsewhere is None:  # tied
-                module = self._first(lambda _, module: type(_inner(module)).__name__ == tables[0])
+            is_tied = head is None and elsewhere is None
+            module = embedding if word == "E" or is_tied else head
         module = _inner(module)
         rows = _rows(module, is_bias)
         if module is not None and rows is not None and hasattr(module, "shard_indices"):  # without padding

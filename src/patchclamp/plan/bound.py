@@ -663,6 +663,13 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
     return None if lowest is None else min([lowest, *(first for first, stop in seen_whole if first <= lowest < stop)])
 
 
+def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
+    """The captured positions, except those of images, whose rows at `embed` are not embeddings of tokens."""
+    positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
+    of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])
+    return position_ranges(np.setdiff1d(positions, of_images), None)
+
+
 def _clip(op: BoundOp, start: int, end: int) -> tuple[PositionRange, ...]:
     """The ranges of an op within positions start … end − 1; none if it does not act there."""
     return tuple(

@@ -371,12 +371,17 @@ class _InstalledProgram(msgspec.Struct):
 
 
 class Arrival(NamedTuple):
-    """A program to install. `receipt`: returned with the result, to confirm that it was installed."""
+    """A program to install.
+
+    receipt: returned with the result, to confirm that it was installed
+    checked: the positions whose rows at `embed` are kept too, for a self-check
+    """
 
     request: str
     bound: BoundProgram
     placement: Placement
     receipt: str = ""
+    checked: tuple[PositionRange, ...] = ()
 
 
 class _Local(NamedTuple):
@@ -633,20 +638,30 @@ class Runtime:
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # count captures regardless of the worker that keeps them: all workers of a stage must choose the same graphs
-        kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
+        check = self._self_check(arrival.checked)
+        kept = [(op.points, op.action) for op in (*check, *ops) if isinstance(op.action, Keep)]
         token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
         if not has_all:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
             ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
+            check = [op.at(keeps) for op in check]
         readings = list[Reading | AttentionReading]()
         ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
         addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
         attention = self._edits_of_attention(ops, addresses)
-        first = self._code_of_attention(arrival, ops, attention)
+        first = [*self._code_of_attention(arrival, ops, attention), *check]
         nowhere = np.zeros(len(self.sites.points), bool)
         ops = [*first, *(op.at(nowhere) if isinstance(op.action, Attended) else op for op in ops)]
         return _Local(arrival, ops, len(first), addresses, token_bytes, readings, attention)
+
+    def _self_check(self, ranges: tuple[PositionRange, ...]) -> list[BoundOp]:
+        """The capture of rows for a self-check. It is the last op that this worker adds, so its number is `SELF_CHECK`,
+        and it precedes the program's edits."""
+        if not ranges:
+            return []
+        [embed] = self.sites.resolve(Site("embed"))
+        return [BoundOp("self-check", Keep(0), (embed.point,), (), ranges).at(self.has_tap)]
 
     def _edits_of_attention(
         self, ops: Sequence[BoundOp], addresses: Mapping[str, tuple[int, int]]
@@ -728,7 +743,7 @@ class Runtime:
         placements = [local.arrival.placement for local in alike]
         slots = np.array([placement.slot for placement in placements])
         self.table.install_alike(records, counts, slots, np.array([placement.record for placement in placements]))
-        for (request, bound, placement, receipt), *_, token_bytes, readings, attention in alike:
+        for (request, bound, placement, receipt, _), *_, token_bytes, readings, attention in alike:
             if request in self._slot_of:  # installed before another program's error
                 continue
             if any(op.kind == CAPTURE for op in bound.ops):
@@ -794,6 +809,10 @@ class Runtime:
         if admitted is None:
             return "", None
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
+
+    def run_of(self, request: str) -> str | None:
+        """The run of a request with a program; None without one, or if it could not be installed."""
+        return self._admitted[request].run if request in self._slot_of else None
 
     def request_of(self, run: str) -> str | None:
         """The request of an unfinished run; None without one."""

@@ -325,6 +325,11 @@ class SiteMap:
                 self._number[name, layer] = len(self.points)
                 self.points.append(Point(len(self.points), name, layer, sizes[kind.width], kind.rows))
 
+    @property
+    def unchecked(self) -> str:
+        """The reason why self-checks cannot compare `embed` with the embedding matrix; "" if they can."""
+        return self.family.unchecked or ("" if self._has("embed") else "it has no site embed")
+
     def __repr__(self) -> str:
         return f"<{len(self.names)} sites of {self.family.name}, {self.layers} layers: {', '.join(self.names)}>"
 

@@ -83,6 +83,7 @@ STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that nam
 }  # fmt: skip
 
 ROTATED = "rot_q"  # the point of queries after rotary embedding, from which attention patterns are computed
+UNCHECKED = "what enters its first layer is more than a multiple of the token's embedding"
 PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # the reason in `lacks`
 
 
@@ -98,6 +99,8 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     gated: True if a gate multiplies the result of attention, before `z`
     both: True if each layer has attention and a state space in parallel, and both add to the stream
     afterwards: a description of what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
+    unchecked: the reason why `embed` is more than a multiple of the token's embedding, so that self-checks cannot
+        compare the two; "" if it is one
     """
 
     name: str
@@ -111,6 +114,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     gated: bool = False
     both: bool = False
     afterwards: str = ""
+    unchecked: str = ""
 
     def __post_init__(self) -> None:
         points = dict[str, PointKind]()
@@ -420,7 +424,9 @@ BLOOM = without(
     mid=same(_H + ".post_attention_layernorm", "in"), mlp_in=same(_H + ".post_attention_layernorm"),
     neurons=sharded(Tap(_H + ".mlp.dense_4h_to_h", "in"), width="M"),
     mlp_out=kind(Tap(_H + ".mlp.dense_4h_to_h", "out"), Tap(_H + ".mlp", "out")),
-    fields={"needs": {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False}},
+    fields={
+        "needs": {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False}, "unchecked": UNCHECKED,
+    },
 )  # fmt: skip
 FALCON = without(
     BLOOM, "falcon", "FalconForCausalLM", PARALLEL_ATTENTION,

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from patchclamp.errors import ModelError
 from patchclamp.language.site import SITES
 from patchclamp.sites.map import Sizes, architectures_of, sizes_of
-from patchclamp.sites.tables import DECODERS, PARALLEL, Family, Moment, PointKind, Size, Tap
+from patchclamp.sites.tables import DECODERS, PARALLEL, UNCHECKED, Family, Moment, PointKind, Size, Tap
 
 Key = int | str  # an argument's number or name
 Sum = dict[int, float]  # factor by value
@@ -334,11 +334,13 @@ class Places(msgspec.Struct, frozen=True):
     architecture: its class
     spots: by name of the point kind
     lacks: the sites that were not found, and why
+    unchecked: as in `Family`
     """
 
     architecture: str
     spots: dict[str, FoundTensor]
     lacks: dict[str, str]
+    unchecked: str = ""
 
 
 def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
@@ -365,7 +367,7 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
             lacks["resid_mid" if name == "mid" else name] = str(why)
         else:
             spots |= {} if spot is None else {name: spot}
-    return Places(architecture, spots, lacks)
+    return Places(architecture, spots, lacks, UNCHECKED if _changes_embedding(flow, spots.get("embed")) else "")
 
 
 def _final_norm(flow: Flow) -> FoundTensor:
@@ -391,6 +393,16 @@ def _embed(flow: Flow) -> FoundTensor | None:
     if sum(record.values[value].op == "embedding" for value in sources) > 1:
         raise NotFound("its embeddings of tokens and of something else are not simply added")
     return None
+
+
+def _changes_embedding(flow: Flow, embed: FoundTensor | None) -> bool:
+    """True if `embed`, or the first layer's stream without one, is more than a multiple of the token embedding."""
+    record = flow.record
+    values = flow.carried(0) if embed is None else [record.by_path[embed.path][0].result[0]]
+    sources = set().union(*(record.sources(value) for value in values))
+    of_tokens = {at for at in sources if record.values[at].op == "embedding" and record.ids in record.sources(at)}
+    terms = set(flow.total(values, frozenset(of_tokens)))
+    return not terms or not terms <= of_tokens
 
 
 def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
@@ -691,7 +703,7 @@ def family_of_places(name: str, config: Any, transformers: Places | None, vllm: 
     lacks = {word: f"it has no site table, and {why}" for word, why in vllm.lacks.items()}
     lacks |= OTHERWISE.get(config.model_type, {})
     points = {kind: point for kind, point in points.items() if kind not in lacks}
-    family = Family(name, (vllm.architecture,), points, lacks, tabled=False)
+    family = Family(name, (vllm.architecture,), points, lacks, tabled=False, unchecked=vllm.unchecked)
     unknown = {word: UNKNOWN for word in SITES if word not in family.sites and word not in lacks}
     return msgspec.structs.replace(family, lacks=lacks | unknown)
 

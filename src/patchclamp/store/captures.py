@@ -127,7 +127,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
             for row in self._table_of_run[run].tolist():
                 by_point[row[1]].append(CapturedEntry(*row))
         entries = self._by_point[run].get(point, [])
-        return [entry for entry in entries if (entry.op < PROBE if op is None else entry.op == op)]
+        return [entry for entry in entries if (0 <= entry.op < PROBE if op is None else entry.op == op)]
 
     @property
     def steps(self) -> int:
@@ -360,7 +360,8 @@ class CaptureStore:
             if (chunk := self._chunks.get(turn)) is None:
                 continue
             table = chunk.table
-            held = (table["point"] == point) & (table["op"] < PROBE if op is None else table["op"] == op)
+            of_site = (table["op"] >= 0) & (table["op"] < PROBE)
+            held = (table["point"] == point) & (of_site if op is None else table["op"] == op)
             at = order[np.minimum(np.searchsorted(numbers[order], table["run"]), len(numbers) - 1)]
             table = table[held & (numbers[at] == table["run"])]
             how = max(how, int(table["pool"].max(initial=0)))

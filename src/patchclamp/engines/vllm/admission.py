@@ -25,7 +25,17 @@ import safetensors.numpy
 from patchclamp.engines.base import ABORTED, decode
 from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
 from patchclamp.plan import CAPTURE
-from patchclamp.plan.bound import BoundProgram, is_loaded, is_vector, lowest_capture, lowest_edit, source_of
+from patchclamp.plan.bound import (
+    BoundProgram,
+    PositionRange,
+    checked_ranges,
+    is_loaded,
+    is_vector,
+    lowest_capture,
+    lowest_edit,
+    position_array,
+    source_of,
+)
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
@@ -59,11 +69,16 @@ class LastWords:
 
 
 class InstallOrder(msgspec.Struct):
-    """One program for the workers to install. `program`: the encoded program, from which they compute its receipt."""
+    """One program for the workers to install.
+
+    program: the encoded program, from which they compute its receipt
+    checked: the positions whose labels are checked (`SelfCheck`)
+    """
 
     request: str
     program: bytes
     placement: Placement
+    checked: tuple[PositionRange, ...] = ()
 
 
 class BlockPool(Protocol):
@@ -98,11 +113,29 @@ class Orders(msgspec.Struct):
 
 class Verdict(msgspec.Struct):
     """The result of a request's program, returned with its outputs: the receipt of the installed program ("" if none
-    was), the run's error, and the seconds until it was admitted (None if it was not)."""
+    was), the run's error, the seconds until it was admitted (None if it was not), and True if its labels were
+    checked."""
 
     receipt: str
     error: Packed | None
     waited_s: float | None = None
+    checked: bool = False
+
+
+class SelfCheck(msgspec.Struct):
+    """The tokens of a request, by which the workers check the labels of its captures.
+
+    The rows at `embed` of the captured positions are captured with the request's own captures, and take the same way:
+    labels, buffers, positions. They must be the embedding matrix's rows of the tokens at these positions.
+
+    positions, ids: [N], computed since the last check: a request that may end at a stop text is checked repeatedly
+    is_first: True if there was none
+    """
+
+    request: str
+    positions: np.ndarray
+    ids: np.ndarray
+    is_first: bool
 
 
 class RequestProgram:
@@ -115,13 +148,16 @@ class RequestProgram:
     sizes: dict[str, tuple[int, int]]
 
     __slots__ = (
-        "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
-        "uncaptured", "unedited", "waited_s",
+        "arrived_s", "asked", "bound", "carried", "checked", "images", "is_released", "placement", "proved",
+        "seen_whole", "sizes", "uncaptured", "unchecked", "unedited", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
         """`images`: the spans of the prompt's images."""
         decoded = decode(carried)
+        self.images = images
+        self.checked: tuple[PositionRange, ...] = ()  # positions of a self-check
+        self.unchecked: int = 0  # the first of them that was not checked yet
         self.seen_whole: tuple[tuple[int, int], ...] | tuple[()] = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
@@ -132,6 +168,14 @@ class RequestProgram:
         self.is_released: bool = False  # its run was released before its request ended
         self.arrived_s: float = 0.0
         self.waited_s: float | None = None  # from arrival to admission
+
+    def self_check(self, request: Any) -> SelfCheck:
+        """Return the tokens computed since the last call. The request's last token was sampled, not computed."""
+        ids = np.array(request.all_token_ids[:-1], np.int64)
+        positions = position_array(self.checked)
+        positions = positions[(positions >= self.unchecked) & (positions < len(ids))]
+        is_first, self.unchecked = self.unchecked == 0, len(ids)
+        return SelfCheck(request.request_id, positions, ids[positions], is_first)
 
     def forget_proof(self) -> None:
         """Discard the proof of the edited tokens, because they will be recomputed.
@@ -152,12 +196,16 @@ class _SharedVector(msgspec.Struct):
 
 class Admission:
     """The programs and resources of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
-    True if an image's tokens attend to later tokens of the image."""
+    True if an image's tokens attend to later tokens of the image. `check_rate`: one in this many requests with captures
+    is checked; 0: none."""
 
     images_see_ahead: bool
 
-    def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
+    def __init__(
+        self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False, check_rate: int = 0
+    ) -> None:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
+        self._check_rate, self._checkable = check_rate, 0  # requests with captures so far
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests; some have ended
         self._waiting: dict[str, Any] = {}  # requests that wait
@@ -293,6 +341,11 @@ class Admission:
         except Exception as error:
             self.errors[request.request_id] = pack(ProgramError(f"the program cannot be read: {error!r}"))
             return False
+        if self._check_rate and _is_checkable(request, program):
+            self._checkable += 1
+            ranges = () if self._checkable % self._check_rate else checked_ranges(program.bound, program.images)
+            if record_count(program.bound.ops) + len(ranges) <= self._room.records:  # else it would never fit
+                program.checked = ranges
         if not self._waiting and self._admit(request.request_id, program):
             return True
         if request.request_id not in self.errors:
@@ -381,7 +434,7 @@ class Admission:
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
                 raise MissingSource(f"vector {missing[2:14]} is not here")
-            placement = self._room.place(record_count(program.bound.ops), sizes)
+            placement = self._room.place(record_count(program.bound.ops) + len(program.checked), sizes)
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)
             return False
@@ -392,7 +445,7 @@ class Admission:
             return False
         placement = self._loading(placement)
         program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
-        self._orders.admit.append(InstallOrder(request_id, program.carried, placement))
+        self._orders.admit.append(InstallOrder(request_id, program.carried, placement, program.checked))
         keys = [name.removesuffix("#") for name in placement.load]
         self._orders.vectors |= {key: self._vectors[key].rows for key in keys if is_vector(key)}
         return True
@@ -406,3 +459,10 @@ class Admission:
             if (source := source_of(name)) is not None:
                 self._runs.setdefault(source[0], set()).add(name)
         return placement
+
+
+def _is_checkable(request: Any, program: RequestProgram) -> bool:
+    """True if a request has captures, and its rows at `embed` are rows of the embedding matrix: an adapter may change
+    those, and embeddings given as a prompt have none."""
+    captures = any(op.kind == CAPTURE for op in program.bound.ops)
+    return captures and request.lora_request is None and request.prompt_embeds is None

@@ -268,8 +268,8 @@ class AsyncEngine(VllmFrontEnd):
                         ids.clear()
                     ids += output.outputs[0].token_ids
                     if output.finished:
-                        if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
-                            self.metrics.admitted(verdict.waited_s)
+                        if self.metrics is not None and verdict is not None:
+                            self.metrics.settled(verdict)
                         confirm(request.run, verdict, carried)
                         self._count(request, ids)
                         if ended is not None:

@@ -27,11 +27,13 @@ from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
 from patchclamp.errors import (
     CapacityError,
     EngineError,
+    Mislabelled,
     PatchclampError,
     ProgramError,
     TooLarge,
     describe_error,
     unknown,
+    unpack,
 )
 from patchclamp.language.dictionaries import PRECISIONS, SAEOption
 from patchclamp.language.sae import SAE
@@ -54,6 +56,7 @@ from patchclamp.sites import Dictionary, SiteMap, placed
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from patchclamp.engines.vllm.admission import Verdict
     from patchclamp.engines.vllm.monitors import Monitor
 
 CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
@@ -170,22 +173,43 @@ class _Additional(dict[str, Any]):
     serving: ServeLimits
     monitors: tuple[Monitor, ...]
     saes: tuple[tuple[SAEOption, ...], str]
+    check_rate: int
 
 
-SET_APART = ("serve", "probes", "saes", "sae_precision")
+SET_APART = ("serve", "probes", "saes", "sae_precision", "check_rate")
+CHECK_RATE = 1000  # by default, one in this many requests with captures is checked
 
 
 def set_apart(
-    vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...], saes: tuple[tuple[SAEOption, ...], str]
-) -> dict[str, Any]:
-    """Move a server's limits, the always-on probes and the SAEs out of our part of `additional_config`, to be read by
-    `serving`, `monitors.of_config` and `loaded_saes`; return that part. The original engine arguments are not
-    modified."""
+    vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...],
+    saes: tuple[tuple[SAEOption, ...], str], check_rate: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Move a server's limits, the always-on probes, the SAEs and the rate of self-checks out of our part of
+    `additional_config`, to be read by `serving`, `monitors.of_config`, `loaded_saes` and `check_rate_of`; return that
+    part. The original engine arguments are not modified."""
     extra: Any = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part not in SET_APART}
     extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
-    extra.serving, extra.monitors, extra.saes = limits, monitors, saes
+    extra.serving, extra.monitors, extra.saes, extra.check_rate = limits, monitors, saes, check_rate
     return ours
+
+
+def checked_rate(given: Any, unchecked: str) -> int:
+    """Read the engine option `check_rate`: 0 for no checks, None for the default. `unchecked`: the reason why this
+    model's `embed` cannot be checked; "" if it can. Raises `ProgramError`, and `EngineError` for such a model."""
+    if given is None:
+        return 0 if unchecked else CHECK_RATE
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ProgramError(f"expected a whole number from 0 on, got {given!r:.200}", "check_rate")
+    if given and unchecked:
+        raise EngineError(f"captures of this model cannot be checked: {unchecked}; use check_rate=0", "check_rate")
+    return given
+
+
+def check_rate_of(vllm_config: VllmConfig) -> int:
+    """Return the rate of self-checks: one in this many requests with captures, or 0 for none."""
+    extra: Any = vllm_config.additional_config
+    return extra.check_rate
 
 
 def saes_of(given: Any, precision: Any) -> tuple[tuple[SAEOption, ...], str]:
@@ -243,6 +267,9 @@ class Metrics:
         self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
         self._refusals = Counter("patchclamp:refusals", "Requests of ours answered with a 4xx.", (*own, "error"))
         self._failures = Counter("patchclamp:failures", "Requests of ours answered with a 5xx.", (*own, "error"))
+        self._checks = Counter(
+            "patchclamp:self_checks", "Runs whose labels were checked, by the result.", (*own, "result")
+        )
         self._admission = Histogram(
             "patchclamp:admission_seconds", "From a program's arrival in the engine core to its admission.", own,
             buckets=SECONDS,
@@ -252,6 +279,8 @@ class Metrics:
         self._model = model
         for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
             each.labels(model)  # export 0 from the start
+        for result in ("passed", "failed"):
+            self._checks.labels(model, result)
 
     def started(self, bound: BoundProgram) -> None:
         """Count a request with a program that goes to the engine."""
@@ -270,9 +299,13 @@ class Metrics:
         if size := captured_bytes(bound, sites, computed):
             self._bytes.labels(self._model).inc(size)
 
-    def admitted(self, waited_s: float) -> None:
-        """Record the time that a program waited for admission."""
-        self._admission.labels(self._model).observe(waited_s)
+    def settled(self, verdict: Verdict) -> None:
+        """Count a self-check, and record the time that a program waited for admission."""
+        if verdict.waited_s is not None:
+            self._admission.labels(self._model).observe(verdict.waited_s)
+        if verdict.checked:
+            failed = verdict.error is not None and isinstance(unpack(verdict.error), Mislabelled)
+            self._checks.labels(self._model, "failed" if failed else "passed").inc()
 
     def failed(self, error: PatchclampError) -> None:
         """Count a request that was answered with an error."""
@@ -394,7 +427,8 @@ def with_config(options: Sequence[str]) -> list[str]:
     return [*rest, CONFIG, json.dumps({**config, KEY: _with_own(config.get(KEY) or {}, own)})]
 
 
-OWN = ("--probe", "--probe-log", "--probe-log-sample", "--hide-scores", "--sae", "--sae-precision")
+OF_PROBES = ("--probe", "--probe-log", "--probe-log-sample", "--hide-scores")
+OWN = (*OF_PROBES, "--sae", "--sae-precision", "--patchclamp-check-rate")
 
 
 def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
@@ -405,8 +439,13 @@ def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
         ours = {**ours, "saes": [*ours.get("saes", ()), *own["--sae"]]}
     if own["--sae-precision"]:
         ours = {**ours, "sae_precision": own["--sae-precision"][-1]}
+    if own["--patchclamp-check-rate"]:
+        text = own["--patchclamp-check-rate"][-1]
+        if not text.isdecimal():
+            raise ProgramError(f"expected a whole number from 0 on, got {text!r}", "--patchclamp-check-rate")
+        ours = {**ours, "check_rate": int(text)}
     probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
-    of_probes = [name for name in OWN if own[name] and "sae" not in name]
+    of_probes = [name for name in OF_PROBES if own[name]]
     if not of_probes:
         return ours
     if not probes:

@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat.runner import CELLS
 from patchclamp.engines.vllm.monitors import monitors_of
-from patchclamp.engines.vllm.server import CAUSES, ServeLimits, saes_of, set_apart
+from patchclamp.engines.vllm.server import CAUSES, ServeLimits, checked_rate, saes_of, set_apart
 from patchclamp.errors import EngineError, SeamMoved, describe_error, unknown
 from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # settings in our part of `additional_config` that a user may give
-ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision")
+ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision", "check_rate")
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
 problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
@@ -92,7 +92,8 @@ def complete(vllm_config: VllmConfig) -> None:
     saes = saes_of(ours.get("saes") or (), ours.get("sae_precision", "float32"))
     configuration.save_graphs(vllm_config)
     sites = find_sites(vllm_config)
-    ours = set_apart(vllm_config, serving, monitors_of(probes, sites), saes)
+    rate = checked_rate(ours.get("check_rate"), sites.unchecked)
+    ours = set_apart(vllm_config, serving, monitors_of(probes, sites), saes, rate)
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)

@@ -43,6 +43,7 @@ from patchclamp.engines.vllm.compat.clients import (
     tell_core,
     verdict_in,
 )
+from patchclamp.engines.vllm.compat.connectors import check_alone
 from patchclamp.engines.vllm.compat.lora import Adapters
 from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import (
@@ -71,7 +72,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 LIMITS = Limits.__struct_fields__[1:]  # the number of programs follows from vLLM's own options
-OURS = (*LIMITS, "numerics", "probes", "saes", "sae_precision", "multiprocess_mode")
+PARTS = ("probes", "saes", "sae_precision", "check_rate")  # of our part of `additional_config`
+OURS = (*LIMITS, "numerics", *PARTS, "multiprocess_mode")
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
@@ -94,8 +96,8 @@ class VllmEngine(VllmFrontEnd):
     `cells`, `max_records`, `bank_bytes`, `sae_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`,
     `active_sizes`: `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with
     programs) or "stock"; `probes`: probes that score every token of every request; `saes`, a list of
-    "NAME=PATH@SITE", and `sae_precision`, "float32" or "model": SAEs to attach; `multiprocess_mode`: True to run the
-    engine core in a separate process.
+    "NAME=PATH@SITE", and `sae_precision`, "float32" or "model": SAEs to attach; `check_rate`: check the labels of every
+    N-th request with captures, 0 for none; `multiprocess_mode`: True to run the engine core in a separate process.
     """
 
     _engine: LLMEngine
@@ -264,7 +266,7 @@ class VllmEngine(VllmFrontEnd):
                 raise unknown("engine option", option, known, option)
         limits = {option: options.pop(option) for option in LIMITS if option in options}
         ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
-        ours |= {part: options.pop(part) for part in ("probes", "saes", "sae_precision") if part in options}
+        ours |= {part: options.pop(part) for part in PARTS if part in options}
         separate = bool(options.pop("multiprocess_mode", False))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         extra = {**options.pop("additional_config", {}), configuration.KEY: ours}
@@ -291,6 +293,7 @@ class VllmEngine(VllmFrontEnd):
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         if not self.remote:
+            check_alone(config, bool(_alive))
             configuration.share_groups(config)
         self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
         notice_death(self._engine)

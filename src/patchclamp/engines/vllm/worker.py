@@ -6,8 +6,9 @@ Every worker installs the same programs in the same order, so senders and receiv
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from patchclamp.engines.base import Captured, Wanted, Window, decode, receipt_of
 from patchclamp.engines.lenses import LastNorm, top_tokens
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.admission import Admission, Orders
+from patchclamp.engines.vllm.admission import Admission, Orders, SelfCheck
 from patchclamp.engines.vllm.bulk import LATER, Bulk, Job
 from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
@@ -27,9 +28,10 @@ from patchclamp.engines.vllm.compat.keys import PagedKeys
 from patchclamp.engines.vllm.compat.runner import BatchModel, around, refusal_of
 from patchclamp.engines.vllm.compat.variants import Graphs, Watch, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.vllm.monitors import MonitorTap, monitors_of_config
-from patchclamp.engines.vllm.server import loaded_saes
-from patchclamp.engines.weights import Shard, read_weight, shard_of
-from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, pack, unpack
+from patchclamp.engines.vllm.server import check_rate_of, loaded_saes
+from patchclamp.engines.weights import Shard, read_weight, shard_of, token_embedding
+from patchclamp.errors import EngineError, MissingSource, Packed, UnsupportedSite, describe_error, pack, unpack
+from patchclamp.language import Site
 from patchclamp.language.dictionaries import of_file
 from patchclamp.language.ops import Translator
 from patchclamp.plan import BoundProgram
@@ -42,15 +44,21 @@ from patchclamp.runtime import Arrival, Limits, Runtime, cuda_graphs
 from patchclamp.runtime.dictionaries import dtype_of_precision
 from patchclamp.runtime.host_step import HostStep
 from patchclamp.runtime.op import at_work
+from patchclamp.runtime.self_check import mislabelled
 from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.store.captures import StoredRows, tensors_of
 from patchclamp.store.host_memory import default_pinned_bytes
+from patchclamp.store.tensors import SELF_CHECK
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker
+
+
+logger: logging.Logger = logging.getLogger("vllm.patchclamp")
+EMBEDDED = 1 << 12  # tokens that a self-check embeds at a time
 
 
 class Exchange:
@@ -183,7 +191,8 @@ def admission_of(vllm_config: VllmConfig) -> Admission:
     limits = msgspec.convert(config["limits"], Limits)
     room = Room(limits.max_programs, limits.max_records, limits.bank_bytes // 4, limits.cells)
     ahead = configuration.images_see_ahead(vllm_config)
-    return Admission(site_map(vllm_config), room, vllm_config.parallel_config.world_size, ahead)
+    world_size, rate = vllm_config.parallel_config.world_size, check_rate_of(vllm_config)
+    return Admission(site_map(vllm_config), room, world_size, ahead, rate)
 
 
 def too_deep(level: int) -> EngineError | None:
@@ -215,6 +224,8 @@ class Attached:
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
+        self._embedding = token_embedding(runner.get_model())
+        self._checks = [0, 0]  # of labels, and how many failed
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
@@ -404,7 +415,7 @@ class Attached:
         arrivals: list[Arrival] = []
         for admitted in orders.admit:
             bound, receipt = decode(admitted.program).bound, receipt_of(admitted.program)
-            arrivals.append(Arrival(admitted.request, bound, admitted.placement, receipt))
+            arrivals.append(Arrival(admitted.request, bound, admitted.placement, receipt, admitted.checked))
             if admitted.request in finished:  # later arrivals may reuse its placement
                 self._install(arrivals, vectors)
                 self._free([admitted.request])
@@ -478,6 +489,7 @@ class Attached:
         without_taps, with_taps = self._steps
         steps = {"steps_with_taps": with_taps, "steps_without_taps": without_taps}
         own = {"runner": self.kind, "loans": self._sender.loans, "preemptions": self._preemptions}
+        own |= dict(zip(("self_checks", "self_checks_failed"), self._checks, strict=True))
         status = {**own, **steps, **self.runtime.status()}
         if not self.runtime.keeps:  # failures are counted only on workers that keep captures
             status["failures"] = 0
@@ -495,11 +507,44 @@ class Attached:
         """Return the problems of a loaded adapter, given by its number, that does not fit the model."""
         return lora.unfit(self._runner, adapter)
 
-    def do_settle(self, requests: list[str], ended: list[str]) -> dict[str, tuple[str, Packed | None]]:
-        """Return the receipt and error of each request's program. `ended`: the requests without further steps."""
+    def do_settle(
+        self, requests: list[str], ended: list[str], checks: Sequence[SelfCheck] = ()
+    ) -> dict[str, tuple[str, Packed | None]]:
+        """Return the receipt and error of each request's program. `ended`: the requests without further steps.
+        `checks`: those whose labels are checked first."""
         self.runtime.collect_failures()
+        for check in checks:
+            self._check(check)
         self._settled.update(ended)
         return {request: self.runtime.outcome(request) for request in requests}
+
+    def _check(self, check: SelfCheck) -> None:
+        """Fail a request whose captured rows are not those of its tokens."""
+        runtime = self.runtime
+        [embed] = runtime.sites.resolve(Site("embed"))
+        if not runtime.has_tap[embed.point]:
+            return
+        # before anything that may differ between workers: each has a part of the vocabulary, and they sum
+        with torch.inference_mode():
+            ids = torch.from_numpy(check.ids).to(runtime.device)
+            parts = [self._embedding.forward(part).float().cpu() for part in ids.split(EMBEDDED)]
+        run = runtime.run_of(check.request)
+        if not runtime.keeps_at(embed.point) or run is None:
+            return
+        self._checks[0] += check.is_first
+        if not len(check.positions):
+            return
+        try:
+            wanted = Wanted(run, embed.point, SELF_CHECK, int(check.positions[0]))
+            [(captured, rows)] = tensors_of(runtime.store.find([wanted]))
+            count = int(np.searchsorted(captured, check.positions[-1], "right"))  # without rejected drafts
+            error = mislabelled(captured[:count], rows[:count], check.positions, torch.cat(parts))
+        except Exception as failure:
+            error = failure
+        if error is not None:
+            self._checks[1] += 1
+            logger.error("%s", describe_error(error))
+            runtime.fail(runtime.slots([check.request]).tolist(), error)
 
     def do_verdict(self, run: str) -> tuple[str, Packed | None] | None:
         """Return the receipt and error of an unfinished run's program; None if it has ended."""

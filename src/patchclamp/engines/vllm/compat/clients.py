@@ -271,8 +271,8 @@ def verdict_in(output: RequestOutput) -> Verdict | None:
     if not isinstance(params, dict) or KEY not in params:
         return None
     output.kv_transfer_params = None
-    receipt, error, waited_s = params[KEY]
-    return Verdict(receipt, tuple(error) if error is not None else None, waited_s)
+    receipt, error, *rest = params[KEY]
+    return Verdict(receipt, tuple(error) if error is not None else None, *rest)
 
 
 def draft_counts(completion: CompletionOutput) -> tuple[int, int] | None:

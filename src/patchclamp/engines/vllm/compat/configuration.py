@@ -238,9 +238,7 @@ def refused(vllm_config: VllmConfig) -> dict[str, str]:
         ("decode_context_parallel_size above 1", _above(parallel_config, "decode_context_parallel_size"), split),
         ("elastic expert parallel (enable_elastic_ep)", _above(parallel_config, "enable_elastic_ep", 0),
          "workers that come and go would lose programs and captures"),
-        ("KV connectors and offloading (kv_transfer_config, kv_offloading_size)",
-         vllm_config.kv_transfer_config or _above(cache_config, "kv_offloading_size", 0),
-         "keys and values that leave the engine do not say which edits are in them"),
+        *_refused_connectors(vllm_config),
         ("encoder caches of other instances (ec_transfer_config)", getattr(vllm_config, "ec_transfer_config", None),
          "what comes from elsewhere does not say which edits are in it"),
         ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _above(cache_config, "kv_sharing_fast_prefill", 0),
@@ -272,6 +270,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
     scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
     reasons = {
         'numerics="stock"': ("steps without programs have no taps", numerics != "uniform"),
+        "a KV connector": ("positions that it loads are not computed", vllm_config.kv_transfer_config is not None),
         "pipeline stages": ("a step's scores come from its last stage", parallel_config.pipeline_parallel_size > 1),
         "speculative decoding and async_scheduling": (
             "a step's positions are known too late",
@@ -281,6 +280,30 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
     for name, (why, holds) in reasons.items():
         if holds:
             raise EngineError(f"always-on probes do not run with {name}: {why}", "probes")
+
+
+CONNECTORS = ("ExampleConnector",)  # that were tried; requests with programs bypass them
+
+
+def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
+    """Return the (name, condition, reason) of KV connectors that do not run."""
+    transfer, parallel_config = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    name = getattr(transfer, "kv_connector", None)
+    module = getattr(transfer, "kv_connector_module_path", None)
+    tried = f"of KV connectors only {', '.join(CONNECTORS)} was tried"
+    return [
+        ("KV offloading (kv_offloading_size)", _above(vllm_config.cache_config, "kv_offloading_size", 0),
+         f"not supported yet: it needs a GPU, and {tried}"),
+        (f"the KV connector {name!r} (kv_transfer_config)", transfer is not None and name not in CONNECTORS,
+         f"not supported yet: {tried}"),
+        (f"a KV connector's module of its own (kv_connector_module_path={module!r})", module,
+         "what it stores is not known here"),
+        ("a KV connector (kv_transfer_config) over several workers",
+         transfer is not None and parallel_config.world_size > 1, "not supported yet: it was not tried"),
+        ("a KV connector (kv_transfer_config) with speculative decoding, or with LoRA",
+         transfer is not None and (vllm_config.speculative_config or vllm_config.lora_config),
+         "not supported yet: it was not tried"),
+    ]  # fmt: skip
 
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # tested methods of speculative decoding

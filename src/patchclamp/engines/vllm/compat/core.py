@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
-from patchclamp.engines.vllm.compat import images
+from patchclamp.engines.vllm.admission import Admission, RequestProgram, SelfCheck, Verdict
+from patchclamp.engines.vllm.compat import connectors, images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
@@ -201,6 +201,7 @@ class _Admitting:
         self._core, self.admission = core, admission
         self._ended: dict[str, RequestProgram] = {}  # ended since the last step's outputs
         self._withheld: collections.deque[_Withheld] = collections.deque()
+        self._checks: dict[str, SelfCheck] = {}  # of requests that ended in this step
         self._held: dict[str, Request] = {}  # requests that ended in this step, whose blocks wait for a verdict
         self._is_updating = False
         scheduler: Scheduler = core.scheduler  # type: ignore[assignment]
@@ -214,6 +215,7 @@ class _Admitting:
         scheduler._free_request = forwards(self._free)(self.leave)
         scheduler.get_num_unfinished_requests = forwards(self._unfinished)(self.unfinished)
         scheduler.has_finished_requests = forwards(self._finished)(self.finished)
+        connectors.bypass(scheduler, lambda params: _given(params) is not None)
         cache_manager = scheduler.kv_cache_manager
         coordinator = cache_manager.coordinator
         admission.pool = _Blocks(cache_manager)
@@ -255,6 +257,7 @@ class _Admitting:
             if request.mm_features:
                 images.check_request(request, program.bound.prompt, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
+            connectors.check_transfer(self._scheduler, request)
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more input may arrive before its error is returned
                 raise _streamed()
@@ -336,10 +339,12 @@ class _Admitting:
 
     def leave(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Free a finished or aborted request."""
-        program = getattr(request, "patchclamp", None)
+        program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None:
             if program.placement is not None:
                 self._ended[request.request_id] = program
+                if program.checked and self._is_updating:
+                    self._checks[request.request_id] = program.self_check(request)
             self.admission.end(request.request_id)
         if self._scores is not None and self._is_updating:  # its last output carries its last scores
             self._scores.end(request.request_id, request.num_tokens - 1)
@@ -442,13 +447,17 @@ class _Admitting:
                     continue
                 if output.finish_reason is None and request is not None:  # it may be the request's last output
                     output.spec_decode_metrics = request.spec_decode_metrics
+                if program.checked and output.finish_reason is None and request is not None:
+                    self._checks[name] = program.self_check(request)
                 judged.append((client, output, program))
         self._ended.clear()
+        checks = list(self._checks.values())
+        self._checks.clear()
         ids = list(dict.fromkeys([*(output.request_id for _, output, _ in judged), *proofs]))
         if not ids:
             return
         ended = [output.request_id for _, output, _ in judged if output.finish_reason is not None]
-        call = ("settle", ids, ended)
+        call = ("settle", ids, ended, checks)
         verdicts = self._core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
         if verdicts.done():
             self._attach(verdicts.result(), judged, list(proofs.values()))
@@ -470,7 +479,7 @@ class _Admitting:
 
         for _, output, program in judged:
             verdict = verdict_on(output.request_id)
-            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, program.waited_s]}
+            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, program.waited_s, bool(program.checked)]}
         for request, tokens, held in proofs:
             program = request.patchclamp
             verdict = verdict_on(request.request_id)

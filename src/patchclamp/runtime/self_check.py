@@ -1,0 +1,38 @@
+"""Compare captured rows of `embed` with the embedding matrix, to check the labels of captures while serving.
+
+A row at `embed` is the embedding of its token, times a factor that the model has for all of them (Gemma's). A row that
+was captured under another position's label is another token's. Rows of equal tokens cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from patchclamp.errors import Mislabelled
+
+TOLERANCE = 0.02  # of a row's length: bfloat16 rounds by 0.4 %, and different tokens are about as far apart as long
+
+
+def mislabelled(
+    captured: np.ndarray, rows_TD: torch.Tensor, positions: np.ndarray, expected_TD: torch.Tensor
+) -> Mislabelled | None:
+    """The error of captured rows, given with the positions that they were captured at, if they are not the embeddings
+    of the tokens at `positions`; else None."""
+    if not np.array_equal(captured, positions):
+        wrong = np.setxor1d(captured, positions)
+        return Mislabelled(_message(len(wrong), len(positions), int(wrong[0])))
+    rows_TD, expected_TD = rows_TD.double(), expected_TD.double()
+    factor = (rows_TD * expected_TD).sum() / expected_TD.square().sum().clamp_min(torch.finfo(torch.float64).tiny)
+    expected_TD = factor * expected_TD
+    gap_T = (rows_TD - expected_TD).norm(dim=1)
+    fits_T = gap_T <= TOLERANCE * torch.maximum(rows_TD.norm(dim=1), expected_TD.norm(dim=1))  # false if NaN
+    wrong = positions[~fits_T.numpy()]
+    return Mislabelled(_message(len(wrong), len(positions), int(wrong[0]))) if len(wrong) else None
+
+
+def _message(wrong: int, count: int, first: int) -> str:
+    return (
+        f"self-check: {wrong} of {count} captured rows are not those of their tokens, the first at position {first}; "
+        "restart the engine, and report this with the output of `patchclamp doctor`"
+    )
