@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -155,6 +155,7 @@ class Admission:
     True if an image's tokens attend to later tokens of the image."""
 
     images_see_ahead: bool
+    updates: Callable[[], int]  # counts the calls that may have changed the model's weights in place; set by the core
 
     def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead

@@ -214,6 +214,7 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
+        self.loads = 0  # of weights into the model, since it was tapped
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
@@ -263,6 +264,7 @@ class Attached:
         if monitors := monitors_of_config(worker.vllm_config):
             monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)
         self.runtime.monitor = monitor
+        compat.on_new_weights(runner.get_model(), self.loaded)
         self.hooks: compat.Hooks = compat.Hooks(
             self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest
         )
@@ -290,6 +292,10 @@ class Attached:
         self._graphs = Graphs(
             limits.active_sizes, self.recording, self.resting, step.recorded.tapped, step.recorded.forget, watch
         )  # fmt: skip
+
+    def loaded(self) -> None:
+        """Count a load of weights into the model."""
+        self.loads += 1
 
     def at_work(self) -> Any:
         return at_work(self.runtime, self._compiled)
