@@ -508,8 +508,8 @@ class ProvedLM(LM):
     ) -> None:
         as_flag(prove, "prove")
         super().__init__(model, engine, allow_code=allow_code, **options)
-        self._proves = prove and not self.engine.proved
-        if self._proves:
+        self._proves = prove
+        if prove and not self.engine.proved:
             try:
                 ensure_proved(self)
             except BaseException:

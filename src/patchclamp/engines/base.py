@@ -520,12 +520,15 @@ class Engine(Protocol):
     tokenizer: Tokenizer
     remote: bool = False
     has_gradients: bool = False
-    proved: bool = False
     proved_weights: int = 0
     run_prefix: str = ""
     keeps_captures_here: bool = True
     batch_difference: str | None = None
     monitors: tuple[Monitor, ...] = ()
+
+    @property
+    def proved(self) -> bool:
+        return False
 
     @property
     def weights(self) -> int:

@@ -60,7 +60,7 @@ def added(engine: LLMEngine, stock: Any, name: str, prompt: Any, params: Any, *a
 
 def _program_in(extra: dict[str, Any]) -> Program:
     """The program in a request's `extra_args`: a `Program`, its dictionary or JSON, and fuzzing options."""
-    check_words(extra)
+    check_words(extra, "extra_args")
     given = extra.get(KEY, {})
     try:
         if isinstance(given, str):

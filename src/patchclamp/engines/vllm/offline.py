@@ -70,6 +70,10 @@ class OfflineEngine(VllmEngine):
         return self._weights
 
     @property
+    def proved(self) -> bool:
+        return self.proved_weights == self.weights
+
+    @property
     def batch_refusal(self) -> str:
         return "a vllm.LLM of the caller's runs programs as requests"
 
@@ -164,7 +168,7 @@ def _answer(output: RequestOutput, completion: CompletionOutput, scores: Any) ->
     ids, logprobs = list(completion.token_ids), completion.logprobs
     return Answer(
         ids, completion.text,
-        None if logprobs is None else [each[token].logprob for each, token in zip(logprobs, ids, strict=True)],
+        [(each or {})[token].logprob for each, token in zip(logprobs, ids, strict=True)] if logprobs is not None else None,
         {}, completion.finish_reason, output.num_cached_tokens or 0, drafts=drafts_of(completion),
         monitored=None if scores is None else scores.products(),
     )  # fmt: skip
