@@ -168,7 +168,7 @@ def _answer(output: RequestOutput, completion: CompletionOutput, scores: Any) ->
     ids, logprobs = list(completion.token_ids), completion.logprobs
     return Answer(
         ids, completion.text,
-        [(each or {})[token].logprob for each, token in zip(logprobs, ids, strict=True)] if logprobs is not None else None,
+        None if logprobs is None else [(each or {})[token].logprob for each, token in zip(logprobs, ids, strict=True)],
         {}, completion.finish_reason, output.num_cached_tokens or 0, drafts=drafts_of(completion),
         monitored=None if scores is None else scores.products(),
     )  # fmt: skip
