@@ -78,12 +78,10 @@ def train(model: str, probe: pc.Probe, prompts: list[str], config: dict[str, Any
         config = {**config, "use_cpu": True, "model_init_kwargs": {"dtype": "float32"}}
     # TRL gives its `LLM` no further options, and this one needs patchclamp
     vllm_generation.LLM = functools.partial(vllm.LLM, additional_config={"patchclamp": {}}, **options)
+    config |= {"use_vllm": True, "vllm_mode": "colocate", "logging_steps": 1, "report_to": [], "save_strategy": "no"}
     trainer = GRPOTrainer(
-        model, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        model, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": prompts}), args=GRPOConfig(**config),
         rollout_func=functools.partial(rollouts, probe=probe),
-        args=GRPOConfig(
-            use_vllm=True, vllm_mode="colocate", logging_steps=1, report_to=[], save_strategy="no", **config
-        ),
     )  # fmt: skip
     trainer.train()
     return [line for line in trainer.state.log_history if "reward" in line]
@@ -98,37 +96,10 @@ def main() -> None:
     with pc.LM(args.model, engine="transformers", dtype="float32") as lm:
         probe, folder = mean_difference(lm, PLEASANT, UNPLEASANT, args.site), lm.model.name
     openings = [" ".join(text.split()[:3]) for text in PLEASANT + UNPLEASANT]
-    config = {**config, "use_cpu": True, "model_init_kwargs": {"dtype": "float32"}}
-    # TRL gives its `LLM` no further options, and this one needs patchclamp
-    vllm_generation.LLM = functools.partial(vllm.LLM, additional_config={"patchclamp": {}}, **options)
-    trainer = GRPOTrainer(
-        model, reward_funcs=reward, train_dataset=Dataset.from_dict({"prompt": prompts}),
-        rollout_func=functools.partial(rollouts, probe=probe),
-        args=GRPOConfig(
-            use_vllm=True, vllm_mode="colocate", logging_steps=1, report_to=[], save_strategy="no", **config
-        ),
-    )  # fmt: skip
-    trainer.train()
-    return [line for line in trainer.state.log_history if "reward" in line]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--site", default="resid_post[10]")
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
-    texts, others = (
-        [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        for path in (args.pleasant, args.unpleasant)
-    )
-    with pc.LM(args.model, engine="transformers", dtype="float32") as lm:
-        probe, folder = mean_difference(lm, texts, others, args.site), lm.model.name
-    openings = sorted({" ".join(text.split()[:3]) for text in [*texts, *others]})
     config = {
         "output_dir": "out/grpo", "max_steps": args.steps, "per_device_train_batch_size": 16, "num_generations": 8,
         "max_completion_length": 24, "vllm_max_model_length": 256, "learning_rate": 1e-5, "beta": 0.05, "seed": 0,
-        "bf16": torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(), "lr_scheduler_type": "constant",
     }  # fmt: skip
     for line in train(folder, probe, openings, config):
         print(f"step {line['step']}: reward {line['reward']:+.3f}, KL {line['kl']:.4f}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -25,12 +25,8 @@ from patchclamp.proving import ProvedLM
 from patchclamp.run import Run
 from patchclamp.serve.program_call import prompt_in
 
-if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
-    from vllm.v1.engine.llm_engine import LLMEngine
 
-
-def added(engine: LLMEngine, stock: Any, name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
+def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
     """Run `LLMEngine.add_request` of an engine with patchclamp, with the program in `params.extra_args`."""
     extra = getattr(params, "extra_args", None) or {}
     has_program = any(map(is_ours, extra)) and not isinstance(extra.get(KEY), bytes)  # else encoded by us
@@ -49,7 +45,7 @@ def added(engine: LLMEngine, stock: Any, name: str, prompt: Any, params: Any, *a
     params = copy.copy(params)
     params.extra_args = {word: value for word, value in extra.items() if not is_ours(word)} or None
 
-    def ended(completion: CompletionOutput, request: Request, answer: Any) -> None:
+    def ended(completion: Any, request: Request, answer: Any) -> None:
         run = Run(lm, request, program, answer)
         lm.remember(run)
         vars(completion)[KEY] = run
