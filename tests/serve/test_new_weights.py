@@ -43,6 +43,13 @@ def test_scores_are_of_the_new_weights(tmp_path):
                         rows = plain.read([*prompt, *tokens[:-1]], "resid_post", 1)[len(prompt) :]
                         scored.append(run["probes"]["spoken"]["scores"])
                         np.testing.assert_allclose(scored[-1], rows @ torch.tensor(weight).T, atol=1e-4)
+                several = {**body, "n": 2, "temperature": 1.0, "seed": 0}  # as TRL asks for rollouts
+                answer = client.post("/v1/completions", json=several).json()
+                for i, (choice, run) in enumerate(zip(answer["choices"], answer["patchclamp"]["runs"], strict=True)):
+                    assert (choice["index"], run["index"]) == (i, i)
+                    ids = [*PROMPTS[i // 2], *choice["token_ids"][:-1]]
+                    expected = plain.read(ids, "resid_post", 1)[81:] @ torch.tensor(weight).T
+                    np.testing.assert_allclose(run["probes"]["spoken"]["scores"], expected, atol=1e-4)
                 if folder == folders[0]:
                     update = {"method": "reload_weights", "kwargs": {"weights_path": folders[1]}}
                     assert client.post("/collective_rpc", json=update).status_code == 200
