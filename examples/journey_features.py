@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--site", default="resid_post[12]")
     parser.add_argument("--engine")
-    parser.add_argument("--documents", type=int, default=5, help="documents for each of 24 openings")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--documents", type=int, default=4, help="documents for each of 24 openings")
+    parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
     with pc.LM(args.model, engine=args.engine) as lm:
         journey(lm, args.folder, args.site, args.documents, args.steps)

@@ -91,14 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--site", default="resid_post[10]")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     with pc.LM(args.model, engine="transformers", dtype="float32") as lm:
         probe, folder = mean_difference(lm, PLEASANT, UNPLEASANT, args.site), lm.model.name
     openings = [" ".join(text.split()[:3]) for text in PLEASANT + UNPLEASANT]
     config = {
-        "output_dir": "out/grpo", "max_steps": args.steps, "per_device_train_batch_size": 16, "num_generations": 8,
-        "max_completion_length": 24, "vllm_max_model_length": 256, "learning_rate": 1e-5, "beta": 0.05, "seed": 0,
+        "output_dir": "out/grpo", "max_steps": args.steps, "per_device_train_batch_size": 8, "num_generations": 8,
+        "max_completion_length": 16, "vllm_max_model_length": 256, "learning_rate": 1e-5, "beta": 0.05, "seed": 0,
         "bf16": torch.cuda.is_available(), "lr_scheduler_type": "constant",
     }  # fmt: skip
     for line in train(folder, probe, openings, config):

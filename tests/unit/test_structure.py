@@ -180,7 +180,7 @@ def test_every_public_name_is_there():
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (4_005, 12), "sites": (2_019, 4), "plan": (4_640, 10), "kernels": (1_872, 12), "store": (1_806, 7),
-    "runtime": (2_991, 9), "engines": (4_402, 13), "engines/vllm": (8_715, 25), "trace": (2_441, 5),
+    "runtime": (2_991, 9), "engines": (4_402, 13), "engines/vllm": (8_717, 25), "trace": (2_441, 5),
     "studies": (13_198, 39), "plots": (1_553, 6), "serve": (4_402, 16), "cli": (1_325, 4), "": (5_595, 14),
 }  # fmt: skip
 

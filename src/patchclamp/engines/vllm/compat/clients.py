@@ -139,7 +139,9 @@ class Submitter:
         self._settings: tuple[object, ...] = ()  # of the last processed request
         self._processed: EngineCoreRequest | None = None
 
-    def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int) -> None:
+    def add(
+        self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0
+    ) -> None:  # fmt: skip
         """Add a request, with its encoded program and the weights that this was made for. Raises vLLM's errors."""
         engine, run = self._engine, request.run
         settings = (
