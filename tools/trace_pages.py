@@ -18,6 +18,10 @@ RECIPES_HEAD = f"""# Recipes
 
 {MADE.format("tests/recipes")}
 
+Whole journeys are scripts in `examples/`, which are tests, too: `journey_features.py` (harvest, train an SAE, find a
+feature, steer with it, evaluate), `journey_monitor.py` (fit a probe, serve with it, raise an alert from the metrics),
+and `train_with_probe_reward.py` ([GRPO on a probe's score](training.md)).
+
 The usual interventions, each as a [trace](tracing.md) and as a program written by hand. Both give the same values. The
 tests run all of them on Transformers, on vLLM and over HTTP, and compare every value, within 10⁻⁴ in fp32. They take
 their layers from the model's depth, so they run on any model. All of them begin with:

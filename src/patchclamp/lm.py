@@ -42,6 +42,7 @@ from patchclamp.engines.base import (
     Model,
     Request,
     Tokenizer,
+    VllmLLM,
     adapters_of,
 )
 from patchclamp.engines.grading import GradeJob, Grades, GradeTable
@@ -67,6 +68,7 @@ from patchclamp.language.site import DERIVED, is_stacked, parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
+from patchclamp.plan.prompt import Prompt
 from patchclamp.run import Captures, LensResult, Rows, Run, check_range, kinds_of, pooled_by_run, read_lenses
 from patchclamp.sites import SiteMap, SiteRef, placed
 from patchclamp.store.named import NamedBank, runs_of
@@ -97,7 +99,7 @@ class LM:
 
     def __init__(
         self,
-        model: str,
+        model: str | VllmLLM,
         engine: str | Engine | None = None,
         *,
         allow_code: bool = False,
@@ -937,6 +939,18 @@ class LM:
             binding.code, text, binding.sources, adapter=adapter, chat=chat, images=images,
             inputs=None if expanded is None else expanded.inputs, prompt_logprobs=logprobs[1],
         )  # fmt: skip
+
+    def bound_request(self, program: Program, prompt: Prompt, max_tokens: int) -> Request:
+        """The request of a prompt with a program, for an engine of vLLM's that a caller gives its own requests."""
+        key = self.engine.run_prefix + _key()
+        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
+        binding = bindings.of(program, key, prompt, max_tokens)
+        return Request(key, list(prompt.ids), max_tokens, binding.bound, binding.vectors, code=binding.code,
+                       sources=binding.sources)  # fmt: skip
+
+    def remember(self, run: Run) -> None:
+        """Let later programs read a run."""
+        self._runs[run.key] = run
 
     def scored(self, score: Any) -> list[int]:
         """The token ids of `score=`, whose texts are of one token each."""

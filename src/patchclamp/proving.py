@@ -28,7 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.base import Engine
+from patchclamp.engines.base import Engine, VllmLLM
+from patchclamp.engines.grading import GradeJob
 from patchclamp.engines.preflight import cache_folder
 from patchclamp.errors import EngineError, ModelError, UnsupportedSite, as_patchclamp_error
 from patchclamp.language import Add, Capture, From, Op, Replace, Site, prompt
@@ -431,19 +432,33 @@ def prove_lens(lm: LM) -> Proof:
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
-    """The proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from its site map."""
-    path = cache_folder() / "proofs" / f"{_key(lm)}.json"
+    """The proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from its site map.
+    The cache has none of weights that were updated after the model was loaded."""
+    engine = lm.engine
+    engine.proved_weights = weights = engine.weights  # first, as the proofs' own runs state it
+    engine.batch_difference = None
     try:
-        proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
-    except (OSError, msgspec.DecodeError):
-        sites, lens = prove(lm), prove_lens(lm)
-        proofs = [*sites, lens]
-        # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help;
-        # and of the lens, unless an error of another kind ended its proof
-        if (all(proof.holds for proof in sites) or not lm.sites.family.tabled) and lens.shape:
-            with contextlib.suppress(OSError):
-                write_whole(path, msgspec.json.encode(proofs))
+        proofs = _proofs(lm, is_loaded=not weights)
+    except BaseException:
+        engine.proved_weights = -1
+        raise
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
+    return proofs
+
+
+def _proofs(lm: LM, is_loaded: bool) -> list[Proof]:
+    path = cache_folder() / "proofs" / f"{_key(lm)}.json"
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        if is_loaded:
+            return msgspec.json.decode(path.read_bytes(), type=list[Proof])
+    lm.sites.withdrawn = {}
+    sites, lens = prove(lm), prove_lens(lm)
+    proofs = [*sites, lens]
+    # cache failures only of tables found in modules: they may have wrong sites, and proving again would not help;
+    # and of the lens, unless an error of another kind ended its proof
+    if is_loaded and (all(proof.holds for proof in sites) or not lm.sites.family.tabled) and lens.shape:
+        with contextlib.suppress(OSError):
+            write_whole(path, msgspec.json.encode(proofs))
     return proofs
 
 
@@ -466,7 +481,8 @@ def _code() -> str:
 
 
 class ProvedLM(LM):
-    """A language model. `model` is a hub id, a folder, a server's URL, or "smollm2" (from the demo extra).
+    """A language model. `model` is a hub id, a folder, a server's URL, "smollm2" (from the demo extra), or a `vllm.LLM`
+    made with `additional_config={"patchclamp": {}}`, whose sites are proved again after its weights were updated.
 
     engine: "vllm" (the default if it is installed), "transformers", "fake", or an engine object.
     prove: offer only sites that are proved on this live model. Proving takes a few seconds on a CPU; the result is
@@ -483,7 +499,7 @@ class ProvedLM(LM):
 
     def __init__(
         self,
-        model: str,
+        model: str | VllmLLM,
         engine: str | Engine | None = None,
         *,
         prove: bool = True,
@@ -492,9 +508,29 @@ class ProvedLM(LM):
     ) -> None:
         as_flag(prove, "prove")
         super().__init__(model, engine, allow_code=allow_code, **options)
+        self._proves = prove
         if prove and not self.engine.proved:
             try:
                 ensure_proved(self)
             except BaseException:
                 self.close()
                 raise
+
+    def prove_again(self) -> None:
+        """Prove the sites if the model's weights were updated since they were proved."""
+        if self.engine.weights != self.engine.proved_weights:
+            ensure_proved(self)
+
+    def _follow_weights(self) -> None:
+        if self._proves:
+            self.prove_again()
+        else:
+            self.engine.proved_weights = self.engine.weights
+
+    def _read_call(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_weights()
+        return super()._read_call(*args, **kwargs)
+
+    def _grade_job(self, *args: Any, **kwargs: Any) -> GradeJob:
+        self._follow_weights()
+        return super()._grade_job(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,14 @@ def texts() -> list[str]:
 
 
 def loaded(name: str):
-    """An example as a module."""
+    """An example as a module, which may import others."""
+    sys.path.append(str(ROOT / "examples"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    try:
+        spec.loader.exec_module(example)
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
     return example
 
 

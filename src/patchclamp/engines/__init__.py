@@ -10,14 +10,16 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from patchclamp.engines.base import Engine
+from patchclamp.engines.base import Engine, VllmLLM
 from patchclamp.engines.preflight import check_checkpoint, model_name
 from patchclamp.errors import EngineError, ModelError, unknown
 
 NAMES = ("vllm", "transformers", "fake")
 
 
-def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any], probes: Sequence[Any] = ()) -> Engine:
+def open_engine(
+    model: str | VllmLLM, engine: str | Engine | None, options: dict[str, Any], probes: Sequence[Any] = ()
+) -> Engine:
     """Open the named (or default) engine with `model` loaded; an engine object is returned unchanged."""
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
@@ -27,6 +29,8 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
         if model not in ("", engine.model.name):
             raise ModelError(f"the engine has loaded {engine.model.name!r}, got {model!r}", "model")
         return engine
+    if not isinstance(model, str) and hasattr(model, "llm_engine"):
+        return _of_llm(model, engine, {**options, **({"probes": probes} if probes else {})})
     model = model_name(model)
     if model.startswith(("http://", "https://")):
         return _open_server(model, engine, options)
@@ -45,6 +49,16 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     from patchclamp.engines.transformers import TransformersEngine
 
     return TransformersEngine(path, **_checked(TransformersEngine, options))
+
+
+def _of_llm(llm: VllmLLM, engine: str | None, options: dict[str, Any]) -> Engine:
+    """The engine of a `vllm.LLM`."""
+    from patchclamp.engines.vllm.offline import offline_of
+
+    if engine not in (None, "vllm") or options:
+        given = next(iter(options), "engine")
+        raise EngineError(f"a vllm.LLM has its engine and options already: leave {given} out", given)
+    return offline_of(llm.llm_engine)
 
 
 def _open_server(url: str, engine: str | None, options: dict[str, Any]) -> Engine:

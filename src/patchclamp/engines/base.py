@@ -463,6 +463,12 @@ def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.nd
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
 
 
+class VllmLLM(Protocol):
+    """A `vllm.LLM`."""
+
+    llm_engine: Any
+
+
 class Wanted(NamedTuple):
     """Captured rows to read: those of one op, by its index in the bound program, or of all (None), at positions from
     `first` on."""
@@ -500,6 +506,8 @@ class Engine(Protocol):
     remote: True if programs run in other processes, which rules out `Apply`
     has_gradients: True if it computes `gradients` and `jacobians`
     proved: True if the sites were already proved where the engine runs
+    weights: how often the model's weights were updated in place
+    proved_weights: the same when its sites were last proved
     run_prefix: the prefix of its runs' names
     batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
@@ -512,11 +520,19 @@ class Engine(Protocol):
     tokenizer: Tokenizer
     remote: bool = False
     has_gradients: bool = False
-    proved: bool = False
+    proved_weights: int = 0
     run_prefix: str = ""
     keeps_captures_here: bool = True
     batch_difference: str | None = None
     monitors: tuple[Monitor, ...] = ()
+
+    @property
+    def proved(self) -> bool:
+        return False
+
+    @property
+    def weights(self) -> int:
+        return 0
 
     @property
     def whole_because(self) -> str:

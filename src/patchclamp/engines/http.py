@@ -63,7 +63,7 @@ class HttpEngine(Engine):
     """
 
     remote = True
-    proved = True
+    proved = True  # type: ignore[assignment]
     keeps_captures_here = False
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 60.0) -> None:

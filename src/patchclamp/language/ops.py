@@ -846,11 +846,11 @@ def is_ours(word: str) -> bool:
     )
 
 
-def check_words(extra: dict[str, Any]) -> None:
+def check_words(extra: dict[str, Any], path: str = "vllm_xargs") -> None:
     """Raise `UnknownName` for a key that looks like one of `EXTRA_ARGS` but is not."""
     for word in extra:
         if word not in EXTRA_ARGS and is_ours(word):
-            raise unknown("extra argument", word[:64], EXTRA_ARGS, f"vllm_xargs.{word[:64]}")
+            raise unknown("extra argument", word[:64], EXTRA_ARGS, f"{path}.{word[:64]}")
 
 
 def _edits(word: str, name: str) -> int:

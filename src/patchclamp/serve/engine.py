@@ -83,6 +83,7 @@ async def info(request: Request) -> Response:
 async def run(request: Request) -> Response:
     """Runs a batch and streams the results as its requests end."""
     front, owner = caller(request)
+    await front.ready()
     batch = await _read(request, wire.WireBatch)
     if len(batch.requests) > wire.MAX_REQUESTS:
         raise CapacityError(f"expected at most {wire.MAX_REQUESTS} in a batch, got {len(batch.requests)}", "requests")
@@ -105,6 +106,7 @@ async def batches(request: Request) -> Response:
 async def grade(request: Request) -> Response:
     """Grades the programs of jobs and streams the results as they arrive."""
     front, owner = caller(request)
+    await front.ready()
     asked = await _read(request, wire.WireJobs)
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
         raise ProgramError("expected jobs, with the same kl and top", "jobs")

@@ -79,6 +79,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
         if call.compare and request.stream:
             raise ProgramError("compare is not supported with stream=true", "patchclamp.compare")
         front: Front = raw_request.app.state.patchclamp
+        await front.ready()
         twin = asyncio.ensure_future(_twin(stock, request, raw_request)) if call.compare else None
         is_answered = False
         try:

@@ -17,6 +17,7 @@ def register() -> None:
     setup.register()
     try:
         clients.on_generate(_edited, is_ours, _entered)
+        clients.on_add_request(_added)
     except SeamMoved as moved:
         setup.problem = setup.problem or moved
 
@@ -25,6 +26,12 @@ def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, 
     from patchclamp.serve.program_call import edited
 
     return edited(client, stock, prompt, params, request_id, **others)
+
+
+def _added(engine: Any, *args: Any, **kwargs: Any) -> str:
+    from patchclamp.serve.llm_requests import added
+
+    return added(engine, *args, **kwargs)
 
 
 def _entered(request_id: str, choices: int) -> str:

@@ -530,7 +530,7 @@ def _bound(
         if call.monitored is not None:
             request_id = call.monitored.enter(request_id, params.n, number * params.n)
         return stock(prompt, params, request_id, **others)
-    tokens = len(_prompt_of(prompt)[0]) + params.max_tokens
+    tokens = len(prompt_in(prompt)[0]) + params.max_tokens
     bind = _binder(front, call, prompt, params)
 
     def runs(binding: Binding) -> AsyncGenerator[Any, None]:
@@ -557,7 +557,7 @@ def _bound(
 
 def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callable[[], Binding]:
     """Returns a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
-    ids, text, images_of_prompt = _prompt_of(prompt)
+    ids, text, images_of_prompt = prompt_in(prompt)
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     count = call.records.of_prompt(params.n)
     job = front.bindings.job(call.owner, call.program, whole, params.max_tokens, count)
@@ -586,7 +586,7 @@ class ProgramRun:
         self._params.n = 1
         if params.seed is not None:
             self._params.seed = params.seed + index
-        ids, text, images_of_prompt = _prompt_of(prompt)
+        ids, text, images_of_prompt = prompt_in(prompt)
         key = f"{call.owner}-http-{secrets.token_hex(8)}"
         bound = None if binding.bound is None else of_sample(msgspec.structs.replace(binding.bound, run=key), index)
         self._request = Request(
@@ -695,7 +695,7 @@ class ProgramRun:
         self._call.add(self._choice, run, self._request, self._front.kept)
 
 
-def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
+def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program needs a prompt of text or token ids")

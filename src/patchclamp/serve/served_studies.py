@@ -165,6 +165,7 @@ async def study(
     request continues from them, and first sends the values computed before.
     """
     front, owner = caller(request)
+    await front.ready()
     kind = served(name)
     asked, resume = read_study(front, kind, await read_body(request, front.limits, "json_bytes"))
     front.check_under_way(owner)

@@ -229,13 +229,17 @@ class Front:
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
-        """Waits until the sites are proved. Raises the errors of starting or proving."""
+        """Waits until the sites are proved, for the model's current weights. Raises the errors of starting or
+        proving."""
+        if self._proving.done() and self.engine.weights != self.engine.proved_weights:
+            self._proving = asyncio.ensure_future(self._prove_sites())
         await asyncio.shield(self._proving)
 
     async def hear(self) -> None:
-        """Applies the changes to kept objects made by the server's other API processes, if there are any."""
+        """Applies the changes to kept objects and to the weights made by the server's other API processes."""
         for note in await self._channel.news():
             self.kept.hear(note, self.lm)
+        await self.engine.count_updates()
 
     def check_under_way(self, owner: str) -> None:
         """Raises `TooLarge` if as many studies of the owner run as may."""
@@ -248,15 +252,19 @@ class Front:
         log("error", owner, **of_error(error))
 
     async def _prove(self) -> None:
-        began = time.monotonic()
         await self.engine.ask("started", True)
+        await self.engine.count_updates()
+        await self._prove_sites()
+        if self.engine.monitors:
+            watch_of(self.engine, self.model_name, self.limits.probe_log)
+
+    async def _prove_sites(self) -> None:
+        began, self.engine.metrics = time.monotonic(), None
         await asyncio.to_thread(ensure_proved, self.lm)
         sites = self.lm.sites
         log("proved", OPEN, took_s=round(time.monotonic() - began, 2), sites=len(sites.names),
             withdrawn=list(sites.withdrawn))  # fmt: skip
         self.engine.metrics = self._metrics  # set last: the proofs are not counted as requests
-        if self.engine.monitors:
-            watch_of(self.engine, self.model_name, self.limits.probe_log)
 
 
 class ClientWork:

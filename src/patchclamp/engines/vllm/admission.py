@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -200,6 +200,7 @@ class Admission:
     is checked; 0: none."""
 
     images_see_ahead: bool
+    updates: Callable[[], int]  # counts the calls that may have changed the model's weights in place; set by the core
 
     def __init__(
         self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False, check_rate: int = 0

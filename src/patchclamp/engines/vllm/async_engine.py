@@ -19,7 +19,7 @@ import numpy as np
 from patchclamp.engines.base import ABORTED, Answer, Captured, Request, TopTokens, Wanted, Window, settle
 from patchclamp.engines.grading import GradeJob, GradeTable, arrived
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.compat import clients, configuration
+from patchclamp.engines.vllm.compat import clients
 from patchclamp.engines.vllm.compat.clients import tell_cores, verdict_in
 from patchclamp.engines.vllm.frontend import (
     Grading,
@@ -71,12 +71,22 @@ class AsyncEngine(VllmFrontEnd):
         self._loop_thread = threading.get_ident()
         self._describe(name, client.vllm_config, client.get_tokenizer, client.output_processor)
         self.metrics: Metrics | None = None
+        self._weights = 0
+        clients.on_new_weights(client, self.count_updates)
         # a separate pool: all threads of the loop's own pool may be waiting for these fetches
         self._fetching = ThreadPoolExecutor(FETCHES, "patchclamp fetch")
         self._preparing = ThreadPoolExecutor(GRADINGS, "patchclamp batch")
         self._batch = asyncio.Lock()  # one grading at a time runs a batch and leaves time to requests
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
         self._requests: dict[str, Request] = {}  # of these, by run
+
+    @property
+    def weights(self) -> int:
+        return self._weights
+
+    async def count_updates(self) -> None:
+        """Ask the cores how often the model's weights may have changed; any API process may have changed them."""
+        self._weights = max(await asyncio.gather(*tell_cores(self.client, "updates")))
 
     # -- from any thread
 
@@ -253,7 +263,7 @@ class AsyncEngine(VllmFrontEnd):
         with within:
             carried = self._carried(request) if carried is None else carried
             assert carried is not None
-            params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
+            params.extra_args = {**(params.extra_args or {}), **clients.extra_args(carried, self.proved_weights)}
             self._hold([request])
             if (core := self._core_of(request)) is not None:
                 others["data_parallel_rank"] = core

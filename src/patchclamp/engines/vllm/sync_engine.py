@@ -38,6 +38,7 @@ from patchclamp.engines.vllm.compat.clients import (
     Submitter,
     ask_core,
     is_busy,
+    mark_own,
     notice_death,
     shut_down,
     tell_core,
@@ -78,7 +79,7 @@ COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
 
-_one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
+one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
 
 _alive: set[VllmEngine] = set()
 
@@ -103,6 +104,16 @@ class VllmEngine(VllmFrontEnd):
     _engine: LLMEngine
 
     def __init__(self, name: str, **options: Any) -> None:
+        self._begin()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(name, options, started), name="patchclamp", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    def _begin(self) -> None:
+        """Create its own state, before it has an `LLMEngine`."""
         super().__init__()
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
         self._released: collections.deque[str] = collections.deque()
@@ -112,12 +123,6 @@ class VllmEngine(VllmFrontEnd):
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._gradings: collections.deque[RunningGrading] = collections.deque()
         self._waiting: dict[str, tuple[Underway, Future[Answer], bytes | None]] = {}  # with the program, by run
-        started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._live, args=(name, options, started), name="patchclamp", daemon=True
-        )
-        self._thread.start()
-        started.result()
 
     # -- from any thread
 
@@ -227,14 +232,14 @@ class VllmEngine(VllmFrontEnd):
 
     def _live(self, name: str, options: dict[str, Any], started: Future[None]) -> None:
         try:
-            with _one_at_a_time:
+            with one_at_a_time:
                 self._build(name, options)
                 _alive.add(self)
         except BaseException as error:
             self._stop = True
             if "_engine" in vars(self):
                 shut_down(self._engine, alone=not _alive)
-            started.set_exception(_as_error(error, EngineError))
+            started.set_exception(as_own_error(error, EngineError))
             return
         started.set_result(None)
         try:
@@ -250,7 +255,7 @@ class VllmEngine(VllmFrontEnd):
             if not self.remote:  # a worker in another process ends with it
                 with suppress(Exception):  # the engine may have failed
                     self._ask("close")
-            with _one_at_a_time:
+            with one_at_a_time:
                 _alive.discard(self)
                 shut_down(self._engine, alone=not _alive)
 
@@ -296,7 +301,12 @@ class VllmEngine(VllmFrontEnd):
             check_alone(config, bool(_alive))
             configuration.share_groups(config)
         self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
+        mark_own(self._engine)
         notice_death(self._engine)
+        self._start_on(config)
+
+    def _start_on(self, config: VllmConfig) -> None:
+        """Prepare the workers of its `LLMEngine`, and its own helpers there."""
         self._ask("started", self.remote)
         self._submitter = Submitter(self._engine, has_text=not config.model_config.skip_tokenizer_init)
         self._adapters = Adapters(self._engine, lambda number: self._ask("unfit", number), config.lora_config)
@@ -330,7 +340,7 @@ class VllmEngine(VllmFrontEnd):
             try:
                 future.set_result(job())
             except Exception as error:
-                future.set_exception(_as_error(error))
+                future.set_exception(as_own_error(error))
         if self._held_back and not self._stop:
             self._start_held_back()
         return not self._stop
@@ -338,11 +348,18 @@ class VllmEngine(VllmFrontEnd):
     def _step(self) -> None:
         if not is_busy(self._engine):
             return
-        with _one_at_a_time:
+        with one_at_a_time:
             outputs: list[Any] = self._engine.step()
+        self._take(outputs)
+
+    def _take(self, outputs: list[Any]) -> list[Any]:
+        """Read the outputs of its own requests. Returns the others."""
         ended: list[Request] = []
+        others: list[Any] = []
         for output in outputs:
-            if output.request_id in self._waiting:
+            if output.request_id not in self._waiting:
+                others.append(output)
+            else:
                 underway, future, carried = self._waiting[output.request_id]
                 if output.finished:
                     self._forget(underway.request)
@@ -352,6 +369,7 @@ class VllmEngine(VllmFrontEnd):
                     verdict_in(output)  # a request may end at a stop text, so some come early
                     underway.take(output)
         self._drop(ended)
+        return others
 
     def _check_awake(self) -> None:
         if self._asleep:
@@ -373,7 +391,7 @@ class VllmEngine(VllmFrontEnd):
                 return
             error = None
         except Exception as failure:
-            error = _as_error(failure)
+            error = as_own_error(failure)
         self._gradings.popleft()
         self._end_grading(grading, error)
 
@@ -439,9 +457,9 @@ class VllmEngine(VllmFrontEnd):
             adapter = self._adapters.take(request)
             carried = self._carried(request)
             self._waiting[request.run] = self._underway(request), future, carried
-            self._submitter.add(request, carried, adapter)
+            self._submitter.add(request, carried, adapter, self.proved_weights)
         except Exception as error:
-            self._refuse(request, future, _as_error(error, RunError))  # vLLM rejected only this request
+            self._refuse(request, future, as_own_error(error, RunError))  # vLLM rejected only this request
 
     def _refuse(self, request: Request, future: Future[Answer], error: PatchclampError) -> None:
         self._forget(request)
@@ -538,7 +556,7 @@ def _finished(output: RequestOutput, underway: Underway, carried: bytes | None) 
     return underway.answer(output)
 
 
-def _as_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
+def as_own_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
     if isinstance(error, PatchclampError):
         return error
     kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)

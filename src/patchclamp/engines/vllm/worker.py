@@ -223,6 +223,7 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
+        self.loads = 0  # of weights into the model, since it was tapped
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._embedding = token_embedding(runner.get_model())
         self._checks = [0, 0]  # of labels, and how many failed
@@ -274,6 +275,7 @@ class Attached:
         if monitors := monitors_of_config(worker.vllm_config):
             monitor = MonitorTap(monitors, self.runtime.views, runner.max_num_tokens, self.runtime.device)
         self.runtime.monitor = monitor
+        compat.on_new_weights(runner.get_model(), self.loaded)
         self.hooks: compat.Hooks = compat.Hooks(
             self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest
         )
@@ -301,6 +303,10 @@ class Attached:
         self._graphs = Graphs(
             limits.active_sizes, self.recording, self.resting, step.recorded.tapped, step.recorded.forget, watch
         )  # fmt: skip
+
+    def loaded(self) -> None:
+        """Count a load of weights into the model."""
+        self.loads += 1
 
     def at_work(self) -> Any:
         return at_work(self.runtime, self._compiled)

@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -21,8 +21,8 @@ import numpy as np
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
-from patchclamp.engines.vllm.compat.core import SCORES, is_pending
-from patchclamp.engines.vllm.compat.seams import seam
+from patchclamp.engines.vllm.compat.core import KEEPS_WEIGHTS, SCORES, WEIGHTS, is_pending
+from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import MonitorLog
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
@@ -49,6 +49,17 @@ GENERATE = seam(
     "trace_headers=None, priority=0, data_parallel_rank=None, session_id=None, kv_hints=None, reasoning_ended=None, "
     "reasoning_parser_kwargs=None",
 )  # fmt: skip
+ADD = seam(
+    "vllm.v1.engine.llm_engine:LLMEngine.add_request", "run programs in requests to a vllm.LLM",
+    "self, request_id, prompt, params, arrival_time=None, lora_request=None, tokenization_kwargs=None, "
+    "trace_headers=None, priority=0, session_id=None, prompt_text=None, kv_hints=None",
+)  # fmt: skip
+seam("vllm.v1.engine.llm_engine:LLMEngine.step", "read the outputs of a vllm.LLM", "self")
+seam("vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests", "read the outputs of a vllm.LLM", "self")
+seam("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", "notice new weights",
+     "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
+seam("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "notice new weights",
+     "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
 OUTPUTS = seam(
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "read log-probabilities",
     "self, engine_core_outputs, engine_core_timestamp=None, iteration_stats=None, weight_version=None",
@@ -88,7 +99,13 @@ def on_config(complete: Callable[[VllmConfig], None]) -> None:
 # -- requests
 
 
-def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> SamplingParams:
+def extra_args(carried: bytes | None, weights: int) -> dict[str, Any]:
+    """Return the `extra_args` that carry an encoded program. `weights`: the count of weight updates for which its
+    sites were proved."""
+    return {} if carried is None else {KEY: carried, **({WEIGHTS: weights} if weights else {})}
+
+
+def sampling_params(request: Request, carried: bytes | None, has_text: bool, weights: int = 0) -> SamplingParams:
     """Return vLLM's parameters of a request, with its encoded program. vLLM makes text during generation only if
     needed: for stop texts, and for a listener."""
     from vllm import SamplingParams
@@ -105,7 +122,7 @@ def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> 
         output_kind=RequestOutputKind.DELTA if listens else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # made for this request alone
         detokenize=has_text and (listens or bool(request.sampling.get("stop"))),
-        extra_args=None if carried is None else {KEY: carried},
+        extra_args=extra_args(carried, weights) or None,
         **arguments,
     )
 
@@ -122,8 +139,10 @@ class Submitter:
         self._settings: tuple[object, ...] = ()  # of the last processed request
         self._processed: EngineCoreRequest | None = None
 
-    def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None) -> None:
-        """Add a request, with its encoded program. Raises vLLM's errors."""
+    def add(
+        self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0
+    ) -> None:  # fmt: skip
+        """Add a request, with its encoded program and the weights that this was made for. Raises vLLM's errors."""
         engine, run = self._engine, request.run
         settings = (
             request.sampling, request.max_tokens, request.score, request.logprobs, request.prompt_logprobs,
@@ -135,9 +154,9 @@ class Submitter:
             asked = _copy(self._processed)  # `LM` has checked the token ids
             asked.request_id, asked.prompt_token_ids, asked.arrival_time = run, request.prompt_token_ids, time.time()
             assert asked.sampling_params is not None
-            asked.sampling_params.extra_args = None if carried is None else {KEY: carried}
+            asked.sampling_params.extra_args = extra_args(carried, weights) or None
         else:
-            params = sampling_params(request, carried, self._has_text)
+            params = sampling_params(request, carried, self._has_text, weights)
             prompt: Any = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
             if not is_shared:
                 engine.add_request(run, prompt, params, lora_request=adapter)
@@ -188,6 +207,78 @@ def http_error(message: str, status: int) -> Exception:
     from vllm.exceptions import GracefulHTTPError
 
     return GracefulHTTPError(message, HTTPStatus(status))
+
+
+# -- a `vllm.LLM` of the caller's
+
+
+def on_add_request(added: Callable[..., str]) -> None:
+    """Pass requests to an `LLMEngine` with patchclamp that is not our own to `added(engine, stock, request_id, prompt,
+    params, ...)`."""
+
+    def add_request(
+        stock: Any, engine: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> str:
+        if enabled(engine.vllm_config) is None or OWN in vars(engine):
+            return stock(engine, request_id, prompt, params, *args, **kwargs)
+        return added(engine, functools.partial(stock, engine), request_id, prompt, params, *args, **kwargs)
+
+    ADD.wrap(add_request)
+
+
+OWN = "patchclamp_own"
+
+
+def mark_own(engine: LLMEngine) -> None:
+    """Mark an `LLMEngine` that only patchclamp adds requests to."""
+    vars(engine)[OWN] = True
+
+
+class SharedSteps:
+    """The steps of an `LLMEngine` that its caller takes, and those of ours.
+
+    read: called with the outputs of each step; returns those that are the caller's
+    may_differ: True if a call of the workers may have changed the model's weights since this was set to False
+    """
+
+    def __init__(self, engine: LLMEngine, read: Callable[[list[Any]], list[Any]]) -> None:
+        self._step, self._unfinished, self._rpc = engine.step, engine.has_unfinished_requests, engine.collective_rpc
+        self._read, self._theirs = read, list[Any]()  # outputs for the caller's next step
+        self.may_differ = True
+        engine.step = forwards(self._step)(self.step)
+        engine.has_unfinished_requests = forwards(self._unfinished)(self.has_unfinished_requests)
+        engine.collective_rpc = forwards(self._rpc)(self.collective_rpc)
+
+    def own_step(self) -> None:
+        """Take a step for requests of our own."""
+        self._theirs += self._read(self._step())
+
+    def step(self) -> list[Any]:
+        """The caller's next step, in place of `LLMEngine.step`."""
+        theirs, self._theirs = self._theirs, []
+        return theirs or self._read(self._step())
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._theirs) or self._unfinished()
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        self.may_differ |= method not in KEEPS_WEIGHTS
+        return self._rpc(method, *args, **kwargs)
+
+
+def on_new_weights(client: AsyncLLM, updated: Callable[[], Awaitable[None]]) -> None:
+    """Await `updated()` after each call of a server's workers that may have changed the model's weights."""
+    stock = client.collective_rpc
+
+    @forwards(stock)
+    async def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await stock(method, *args, **kwargs)
+        finally:
+            if method not in KEEPS_WEIGHTS:
+                await updated()
+
+    client.collective_rpc = collective_rpc
 
 
 # -- outputs
@@ -302,7 +393,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     """Call a method of the core's `Admission` without waiting. The call arrives before requests added afterwards.
     Raises `EngineError` if an earlier call failed."""
     client: Any = engine.engine_core
-    if (core := _core_here(engine)) is not None:
+    if (core := core_here(engine)) is not None:
         core.patchclamp_call(method, args)
         return
     from vllm.v1.engine import EngineCoreRequestType
@@ -321,11 +412,11 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
 def ask_core(engine: LLMEngine, method: str, *args: Any) -> Any:
     """Call a method of the core's `Admission` and return its result."""
     client: Any = engine.engine_core
-    core = _core_here(engine)
+    core = core_here(engine)
     return client.call_utility("patchclamp_call", method, args) if core is None else core.patchclamp_call(method, args)
 
 
-def _core_here(engine: LLMEngine) -> Any:
+def core_here(engine: LLMEngine) -> Any:
     """Return an engine's core, if it is in this process."""
     from vllm.v1.engine.core_client import InprocClient
 
@@ -334,7 +425,7 @@ def _core_here(engine: LLMEngine) -> Any:
 
 def is_busy(engine: LLMEngine) -> bool:
     """True if an engine must be stepped. A core in another process steps by itself."""
-    core = _core_here(engine)
+    core = core_here(engine)
     return engine.has_unfinished_requests() or (core is not None and is_pending(core))
 
 

@@ -19,7 +19,7 @@ from patchclamp.engines.vllm.compat import connectors, images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, UnsupportedSite, pack
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, UnsupportedSite, pack
 from patchclamp.plan.bound import APPLY, Attended, BoundProgram, Encoded, Latch, block_key
 
 if TYPE_CHECKING:
@@ -34,10 +34,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SCORES = "patchclamp_scores"  # in the `kv_transfer_params` of an output
+WEIGHTS = f"{KEY}_weights"  # in a request's `extra_args`: the count of weight updates for which its sites were proved
+NEW_WEIGHTS = "the model's weights were updated in place before this run ended: run it again"
+# calls of the workers that leave the model's weights as they are; after any other, sites are proved again
+KEEPS_WEIGHTS = frozenset({
+    "patchclamp_rpc", "update_max_model_len", "compute_weight_checksums", "get_model_inspection", "check_health",
+    "profile", "add_lora", "remove_lora", "pin_lora", "list_loras", "reset_mm_cache", "reset_encoder_cache",
+    "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_draft_weight_update",
+    "save_sharded_state", "synchronize_device", "get_supported_tasks",
+})  # fmt: skip
 PROVED_AT_ONCE = 128  # minimum number of generated tokens between two proof requests to the workers
 
 _CORE, _SCHEDULER = "vllm.v1.core.", "vllm.v1.core.sched.scheduler:Scheduler."
 REQUEST = seam("vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", "self, request")
+RPC = seam("vllm.v1.engine.core:EngineCore.collective_rpc", "notice new weights",
+           "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
 seam(_SCHEDULER + "add_request", "admit programs", "self, request")
 seam(_SCHEDULER + "schedule", "send programs to the workers", "self, throttle_prefills=False")
 seam(_SCHEDULER + "update_from_output", "attach verdicts", "self, scheduler_output, model_runner_output")
@@ -97,7 +108,15 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
     def patchclamp_call(core: EngineCore, method: str, args: Sequence[Any]) -> Any:
         return getattr(admitting_of(core).admission, method)(*args)
 
+    def collective_rpc(stock: Any, core: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(core, method, *args, **kwargs)
+        finally:
+            if enabled(core.vllm_config) is not None and method not in KEEPS_WEIGHTS:
+                vars(core)[WEIGHTS] = vars(core).get(WEIGHTS, 0) + 1
+
     REQUEST.wrap(preprocess_add_request)
+    RPC.wrap(collective_rpc)
     REQUEST.found()[0].patchclamp_call = patchclamp_call  # with which front ends call methods of `Admission`
 
 
@@ -130,11 +149,22 @@ def on_prefix_cache() -> None:
 
 
 def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
-    """Add a program's edits up to the end of a block to the block's key."""
+    """Add a program's edits up to the end of a block, and the model's weights, to the block's key."""
     keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
     program = _program_of(request)
     edits = None if program is None else block_key(program.bound, start_token_idx, end_token_idx, program.seen_whole)
+    if weights := _weights_of(request):
+        keys = (*(keys or ()), (WEIGHTS, weights))
     return (keys if edits is None else (*(keys or ()), (KEY, edits))), following
+
+
+def _weights_of(request: Request) -> int:
+    """The count of weight updates when a request was created or its tokens were last computed from the start, so that
+    it finds no block of other weights. 0 in engines without patchclamp."""
+    known = vars(request).get(WEIGHTS)
+    if known is None and _making.admission is not None:
+        known = vars(request)[WEIGHTS] = _making.admission.updates()
+    return known or 0
 
 
 def _program_of(request: Request) -> RequestProgram | None:
@@ -202,6 +232,9 @@ class _Admitting:
         self._ended: dict[str, RequestProgram] = {}  # ended since the last step's outputs
         self._withheld: collections.deque[_Withheld] = collections.deque()
         self._checks: dict[str, SelfCheck] = {}  # of requests that ended in this step
+        self._follows = self.updates()  # the count of weight updates that requests were last checked for
+        self._early: dict[int, EngineCoreOutputs] = {}  # of requests that ended outside of a step, for its outputs
+        admission.updates = self.updates
         self._held: dict[str, Request] = {}  # requests that ended in this step, whose blocks wait for a verdict
         self._is_updating = False
         scheduler: Scheduler = core.scheduler  # type: ignore[assignment]
@@ -233,11 +266,37 @@ class _Admitting:
         self._may_cache = cache_manager.enable_caching and not has_states
         self._scores, self._followed = _slot_scores(core)
 
+    # -- new weights
+
+    def updates(self) -> int:
+        """Count the calls that may have changed the model's weights: of the workers, or of the model's own
+        `load_weights`, if it is in this process."""
+        worker = getattr(getattr(self._core.model_executor, "driver_worker", None), "worker", None)
+        attached = getattr(worker, "patchclamp", None)
+        return vars(self._core).get(WEIGHTS, 0) + (0 if attached is None else attached.loads)
+
+    def _follow(self) -> int:
+        """Return the count of updates. After an update, fail all programs that arrived before: their rows would be of
+        two models. Requests without programs go on, as in stock vLLM; those not computed yet find no blocks of the old
+        weights."""
+        updates = self.updates()
+        if updates == self._follows:
+            return updates
+        self._follows = updates
+        self.admission.errors |= dict.fromkeys(self.admission.programs, pack(RunError(NEW_WEIGHTS)))
+        self._end_refused(self._early)
+        for request in self._scheduler.requests.values():
+            if not request.num_computed_tokens:
+                _key_again(request, updates)
+        return updates
+
     # -- a request arrives
 
     def add(self, request: Request) -> None:
         """Add a request to the scheduler if its program has room. It never raises: that would end the core."""
-        given = _given(request.sampling_params)
+        given, updates = _given(request.sampling_params), self._follow()
+        if _weights_of(request) != updates:  # they were updated since it was created
+            _key_again(request, updates)
         if given is None:
             self._add(request)
             return
@@ -258,6 +317,9 @@ class _Admitting:
                 images.check_request(request, program.bound.prompt, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
             connectors.check_transfer(self._scheduler, request)
+            assert request.sampling_params is not None
+            if (request.sampling_params.extra_args or {}).get(WEIGHTS, 0) != updates:
+                raise RunError(NEW_WEIGHTS)
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more input may arrive before its error is returned
                 raise _streamed()
@@ -325,6 +387,7 @@ class _Admitting:
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the next step, with admission's orders attached."""
+        self._follow()
         if self.admission.unscheduled:
             for request in self.admission.admit_waiting():
                 del self._scheduler.requests[request.request_id]
@@ -363,7 +426,7 @@ class _Admitting:
 
     def pending(self) -> bool:
         """True if workers have orders or verdicts pending."""
-        return self.admission.has_orders or bool(self._withheld)
+        return self.admission.has_orders or bool(self._withheld or self._early)
 
     def end_step(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -382,6 +445,9 @@ class _Admitting:
             scores.forget_ended()
         if self.admission.errors:
             self._end_refused(outputs)
+        for client, part in self._early.items():
+            self._outputs(outputs, client).extend(part.outputs)
+        self._early.clear()
         if self._ended or self.admission.programs:
             self._ask_verdicts(outputs)
         for request in self._held.values():  # they had no output, so no verdict will come
@@ -490,6 +556,13 @@ class _Admitting:
                 self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
             if held:
                 self._free_blocks(request)
+
+
+def _key_again(request: Request, updates: int) -> None:
+    """Give a request the block keys of other weights."""
+    vars(request)[WEIGHTS] = updates
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:

@@ -176,6 +176,21 @@ def on_sleep(worker: Worker, refusal: Callable[[int], Exception | None]) -> None
     worker.sleep = sleep
 
 
+def on_new_weights(net: torch.nn.Module, loaded: Callable[[], None]) -> None:
+    """Call `loaded()` whenever weights were loaded into a model, also by a caller that has the model itself, such as
+    a trainer in this process."""
+    stock: Any = net.load_weights
+
+    @forwards(stock)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            loaded()
+
+    net.load_weights = load_weights  # type: ignore[assignment]
+
+
 def on_execute(worker: Worker, ahead: Callable[[SchedulerOutput], None]) -> None:
     """Call `ahead(scheduler_output)` when a step reaches a worker, before it may wait for another worker's tensors."""
     execute = worker.execute_model
