@@ -20,6 +20,7 @@ RECIPES_HEAD = f"""# Recipes
 
 Whole journeys are scripts in `examples/`, which are tests, too: `journey_features.py` (harvest, train an SAE, find a
 feature, steer with it, evaluate), `journey_monitor.py` (fit a probe, serve with it, raise an alert from the metrics),
+`journey_ablation.py` (find a direction, search for an ablation, evaluate, export, serve),
 and `train_with_probe_reward.py` ([GRPO on a probe's score](training.md)).
 
 The usual interventions, each as a [trace](tracing.md) and as a program written by hand. Both give the same values. The

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -61,7 +61,28 @@ def test_an_alert_comes_from_the_requests_that_it_should(smollm2, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_an_ablation_that_was_searched_is_exported_and_served(engines, tmp_path):
+    """It removes the behaviour and leaves other prompts, and the served checkpoint writes the program's texts."""
+    example, lm = loaded("journey_ablation"), engines.get("vllm", "float32")
+    prompts, others = example.UNPLEASANT[:8], example.PLEASANT[:8]
+    made = example.journey(lm, tmp_path, prompts, others, example.GLOOM, trials=16)
+    result, best = made["result"], made["best"]
+    assert result.values[best, 0] < result.unedited[0]
+    assert 0 < result.values[best, 1] <= 0.2
+    runs = lm.run(prompts, max_tokens=24, edits=made["program"].edits)
+    gloomy = [any(re.search(each, run.text, re.IGNORECASE) for each in example.GLOOM) for run in runs]
+    assert np.mean(gloomy) == result.values[best, 0]
+    assert made["exported"].error < 1e-4
+    served = example.completions(
+        tmp_path / "model", prompts[:4], "--dtype=float32", "--enforce-eager", "--max-model-len=512",
+        f"--kv-cache-memory-bytes={1 << 26}",
+    )  # fmt: skip
+    with pc.LM(str(tmp_path / "model"), engine="transformers", dtype="float32") as exported:
+        assert served == [run.text for run in exported.run(prompts[:4], max_tokens=24)]
+    assert (tmp_path / "search.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
 def test_the_reward_of_a_probe_rises(tmp_path):
     """TRL's GRPO in colocate mode. It compares vLLM's log-probabilities with the trainer's in each step: the same weights."""
     from ..models import with_weights, with_words

@@ -31,6 +31,10 @@ STUDIES = {
     "patch_sweep": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
     "patchscope": {"source": IDS, "target": IDS},
     "path_patch": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
+    "search": {
+        "space": pc.studies.Space(lambda x: None, {"x": [1]}),
+        "objectives": pc.studies.KLDivergence(prompts=[IDS]),
+    },
     "top_contexts": {"sae": "name", "documents": [IDS], "folder": "unused"},
     "steering_vectors": {"positive": [IDS, IDS], "negative": [IDS, IDS]},
     "strength_curve": {"vectors": None, "prompts": [IDS], "answer": 5},

@@ -181,6 +181,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         pc.studies.strength_curve,
         {"lm": LM, "vectors": MADE, "prompts": [IDS], "answer": 5, "scales": [1.0]},
     ),
+    "search": (
+        pc.studies.search,
+        {
+            "lm": LM,
+            "space": pc.studies.Space(lambda x: None, {"x": [1]}),
+            "trials": 1,
+            "objectives": pc.studies.KLDivergence(prompts=[IDS]),
+        },
+    ),
     "MeanOf": (_mean_of, {"prompts": [IDS]}),
     "Resampled": (_resampled, {"prompts": [IDS]}),
     "Banked": (_banked, {"name": "banked"}),

@@ -43,6 +43,7 @@ from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
 from patchclamp.studies.patchscope import Patchscope, PatchscopeResult, patchscope
 from patchclamp.studies.path_patch import PathPatch, path_patch
 from patchclamp.studies.search import (
+    REFUSALS,
     AnswerScore,
     KLDivergence,
     Measured,
@@ -75,6 +76,7 @@ from patchclamp.studies.sweep_result import (
 from patchclamp.studies.top_contexts import TopContexts, TopContextsResult, top_contexts
 
 __all__ = [
+    "REFUSALS",
     "AblationSweep", "AblationSweepResult", "AdapterFeatures", "AdapterFeaturesResult", "AnswerScore", "AttentionEdge",
     "AttentionEdges", "AttentionEdgesResult", "AttentionRollout", "AttentionRolloutResult", "AttributionPatching",
     "AttributionPatchingResult", "Banked", "CausalTrace", "CausalTraceResult", "Cell", "Column", "DirectAttribution",

@@ -378,7 +378,7 @@ class OptunaSampler:
     """One of Optuna's samplers, by name or as an object, which learns from the values of earlier rounds."""
 
     def __init__(self, sampler: Any, parameters: Mapping[str, Any], goals: Sequence[str], seed: int) -> None:
-        optuna = style.need("optuna", "optuna")
+        optuna = style.need("optuna", "'patchclamp[search]'")
         if isinstance(sampler, str):
             kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
                      if name.endswith("Sampler") and name not in ("BaseSampler", "GridSampler")}  # fmt: skip
