@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,30 @@ def colours():
 """
 
 
+HOOKED = """
+import json, sys
+sys.path.append(sys.argv[1])  # lm-eval and what it needs, after this environment's own packages
+import lm_eval, torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, folder, layer, vector = sys.argv[2], sys.argv[3], int(sys.argv[4]), torch.tensor(json.loads(sys.argv[5]))
+net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+def steer(module, args, output):
+    return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+net.model.layers[layer].register_forward_hook(steer)
+found = lm_eval.simple_evaluate(
+    HFLM(pretrained=net, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=4, device="cpu"), tasks=["tiny"],
+    task_manager=TaskManager(include_path=folder), bootstrap_iters=0,
+)
+print(json.dumps([{name: sample[name] for name in ("doc_id", "resps", "acc", "acc_norm")}
+                  for sample in sorted(found["samples"]["tiny"], key=lambda sample: sample["doc_id"])]))
+"""
+
+
 def run(server, folder: Path, *words: str) -> None:
     """Runs a module of the environment in a folder."""
     keys = dict.fromkeys(("OPENAI_API_KEY", "PATCHCLAMP_API_KEY"), KEYS[0])
@@ -126,6 +151,27 @@ def test_the_harness_scores_a_variant_as_plain_hooks_do(server, local, calm, mod
         assert found[given["answer"]] == pytest.approx(ours.values[2, 1, i], abs=1e-4)
         assert [sample["acc"], sample["acc_norm"]] == ours.values[:2, 1, i].tolist()
     assert np.abs(ours.values[2, 1] - ours.values[2, 0]).min() > 0.01
+
+
+def test_the_harness_scores_a_variant_as_its_own_model_with_the_same_hook(server, calm, model, tmp_path):
+    """Sample by sample: the log-probabilities of choices, and both accuracies."""
+    arguments = f"model={calm},base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=2"
+    logged = harness(server, tmp_path, "tiny", TASK, "local-completions", "--model_args", arguments)
+    [packages] = PYTHON.parents[1].glob("lib/python*/site-packages")
+    vector = (STEERED.scale * STEERED.value.array()).tolist()
+    words = [str(packages), str(model), str(tmp_path), str(STEERED.at.layers), json.dumps(vector)]
+    done = subprocess.run(
+        [sys.executable, "-c", HOOKED, *words], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert len(logged) == len(theirs) == len(SAMPLES)
+    for ours, other in zip(logged, theirs, strict=True):
+        assert [float(each[0][0]) for each in ours["resps"]] == pytest.approx(
+            [each[0][0] for each in other["resps"]], abs=1e-4
+        )
+        assert (ours["acc"], ours["acc_norm"]) == (other["acc"], other["acc_norm"])
 
 
 def test_the_harness_chats_with_a_variant(server, local, calm, tmp_path):
