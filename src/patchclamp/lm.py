@@ -943,8 +943,7 @@ class LM:
     def bound_request(self, program: Program, prompt: Prompt, max_tokens: int) -> Request:
         """The request of a prompt with a program, for an engine of vLLM's that a caller gives its own requests."""
         key = self.engine.run_prefix + _key()
-        bindings = Bindings(self.sites, self._source, self.bank, self.allows_code)
-        binding = bindings.of(program, key, prompt, max_tokens)
+        binding = self.bindings().of(program, key, prompt, max_tokens)
         return Request(key, list(prompt.ids), max_tokens, binding.bound, binding.vectors, code=binding.code,
                        sources=binding.sources)  # fmt: skip
 
