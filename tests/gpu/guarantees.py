@@ -108,7 +108,7 @@ def guarantees(mode: str, model: str) -> None:
         stock = running.enter_context(Stock(model, options, **environ, **fresh("stock", mode)))
         running.enter_context(surroundings({**environ, **fresh("ours", mode)}))
         began = time.time()
-        with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
+        with pc.LM(model, engine="vllm", prove=False, numerics="stock", check_rate=1, **options) as lm:
             runner = lm.engine.status()["runner"]
             right = runner == ("v1" if "v1" in mode else "v2")
             note(mode, "starts", right, f"{time.time() - began:.0f} s, runner {runner}")
@@ -118,6 +118,9 @@ def guarantees(mode: str, model: str) -> None:
             ops(mode, lm)
             wrong = {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds}
             note(mode, "every site is proved, in every layer", not wrong, json.dumps(wrong)[:600])
+            status = lm.engine.status()
+            checked, failed = status["self_checks"], status["self_checks_failed"]
+            note(mode, "labels of all captures are right", checked > 0 and not failed, f"{failed} of {checked} fail")
 
 
 def answers(mode: str) -> Path:
