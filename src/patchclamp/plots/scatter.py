@@ -25,7 +25,8 @@ SIZE = (6.4, 4.2)  # inches
 class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """`points` [N, 2] of x and y, NaN for those left out, each with a label.
 
-    front: points on the front, by x · reference: the point (x, y) to compare with, or a level of y if x is None
+    front: points on the front, by x · is_line: True to join them
+    reference: the point (x, y) to compare with, or a level of y if x is None
     table: the heads and rows of the page's table
     """
 
@@ -39,6 +40,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     front_label: str
     reference: tuple[float | None, float]
     reference_label: str
+    is_line: bool = True
     notes: tuple[str, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
 
@@ -50,7 +52,8 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         x, y = self.points.T
         axes.scatter(x, y, s=18, color=MUTED, alpha=0.5, linewidths=0, clip_on=False)
         at = list(self.front)
-        axes.plot(x[at], y[at], color=LINES[0], marker="o", markersize=5, linewidth=1.5, label=self.front_label)
+        axes.plot(x[at], y[at], color=LINES[0], marker="o", markersize=5, linewidth=1.5 * self.is_line,
+                  label=self.front_label)  # fmt: skip
         level, value = self.reference
         if level is None:
             axes.axhline(value, color=LINES[1], linewidth=1, linestyle=(0, (4, 3)), label=self.reference_label)
@@ -75,8 +78,8 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             figure.add_trace(graphs.Scatter(x=x, y=y, name=name, customdata=texts, hovertemplate=template, **how))
 
         add(self.points, "trials", hover, mode="markers", marker={"color": MUTED, "opacity": 0.5})
-        add(self.points[at], self.front_label, [hover[i] for i in at], mode="lines+markers", marker={"size": 9},
-            line={"color": LINES[0]})  # fmt: skip
+        add(self.points[at], self.front_label, [hover[i] for i in at],
+            mode="lines+markers" if self.is_line else "markers", marker={"size": 9, "color": LINES[0]})  # fmt: skip
         level, value = self.reference
         if level is None:
             figure.add_hline(value, line={"color": LINES[1], "dash": "dash", "width": 1},

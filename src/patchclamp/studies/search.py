@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import Grades
-from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown
 from patchclamp.grade import read_program
 from patchclamp.language import Program
 from patchclamp.language.structs import PublicStruct
@@ -307,7 +307,9 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
             points=points, labels=tuple(described), front=tuple(front),
             front_label="best trial" if alone else "Pareto front", reference_label="unedited model",
             reference=(None, float(self.unedited[0])) if alone else (float(self.unedited[1]), float(self.unedited[0])),
-            notes=("; ".join(aims) + ".", *([f"{len(self.failed)} trials failed."] if self.failed else [])),
+            is_line=len(self.objectives) == 2,
+            notes=("; ".join(aims) + ".", *(["The front is that of all objectives."] if len(aims) > 2 else []),
+                   *([f"{len(self.failed)} trials failed."] if self.failed else [])),
             table=(("trial", *self.settings[0], *self.objectives), *rows),
         )  # fmt: skip
 
@@ -488,6 +490,8 @@ class Search(Study):
                 return records
 
             [unedited] = measure([{}], [Program.of(())])
+            if unedited.error:
+                raise RunError(f"the unedited model failed: {unedited.error}")
             for begin in range(0, total, self.per_round):
                 settings = sampler.ask(min(self.per_round, total - begin))
                 new = measure(settings, [self.space.made(each) for each in settings])
