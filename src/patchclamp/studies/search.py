@@ -13,6 +13,8 @@ N trials · O objectives · P prompts
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import math
 import re
@@ -338,6 +340,19 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
     return objectives
 
 
+def _sources(objective: Objective) -> list[str]:
+    """The source of the functions that decide an objective's values, as far as Python has it."""
+    sources = []
+    for each in (type(objective), *msgspec.structs.asdict(objective).values()):
+        if callable(each):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(each))
+    return sources
+
+
+NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers of Optuna that need more than a seed
+
+
 class RandomSampler:
     """Independent draws. A sampler returns settings when asked, and is told their values."""
 
@@ -381,7 +396,7 @@ class OptunaSampler:
         optuna = style.need("optuna", "optuna")
         if isinstance(sampler, str):
             kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
-                     if name.endswith("Sampler") and name not in ("BaseSampler", "GridSampler")}  # fmt: skip
+                     if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
             # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
@@ -465,14 +480,15 @@ class Search(Study):
         found: list[_Trial] = []
         drawn: list[dict[str, Any]] = []
         with (
-            keeping(lm, self.to_dict(), resume) as journal,
+            keeping(lm, {**self.to_dict(), "sources": list(map(_sources, objectives))}, resume) as journal,
             progress("searching", (total + 1) * runs, show_progress, "runs") as advance,
         ):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
                 """The records of some trials, from the journal if it has them."""
-                plain = [(json_of(plain_data(each)), program.fingerprint)
-                         for each, program in zip(settings, programs, strict=True)]  # fmt: skip
+                # code has no fingerprint, and is not resumed
+                prints = [program.fingerprint if journal is not None else "" for program in programs]
+                plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []
                 if records:
                     advance(len(programs) * runs)
