@@ -245,6 +245,18 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
     name: str = "refusals"
     patterns: Sequence[str] = REFUSALS
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge is not None:
+            raise ProgramError("expected patterns to judge by, got a judge: use TextScore", "judge")
+        for i, pattern in enumerate(as_items(self.patterns, "patterns")):
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error) as error:
+                raise ProgramError(
+                    f"expected a regular expression, got {pattern!r}: {error}", f"patterns[{i}]"
+                ) from None
+
     def score(self, prompt: str, text: str) -> float:
         return float(any(re.search(pattern, text, re.IGNORECASE) for pattern in self.patterns))
 
@@ -474,6 +486,12 @@ class Search(Study):
             sampler = GridSampler(parameters)
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
+        if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
+            raise ProgramError("a grid draws nothing, and a sampler of Optuna has a seed of its own: leave it out",
+                               "seed")  # fmt: skip
+        if taken := parameters.keys() & {"front", *names}:
+            raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",
+                               "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
         runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # of a trial

@@ -1,4 +1,4 @@
-"""Searches of programs with code, and what a search resumes."""
+"""Searches of programs with code, what a search resumes, and arguments that it would ignore."""
 
 from __future__ import annotations
 
@@ -62,3 +62,21 @@ def test_a_search_that_failed_in_part_resumes_to_the_same(lm, tmp_path):
     assert first.failed == again.failed
     assert [*first.failed] == [1]
     assert 1 not in first.front
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("judge", lambda: RefusalRate(prompts=PROMPTS, judge=lambda prompt, text: 1.0)),
+        ("patterns", lambda: RefusalRate(prompts=PROMPTS, patterns="sorry")),
+        ("patterns[1]", lambda: RefusalRate(prompts=PROMPTS, patterns=["sorry", "("])),
+        ("seed", lambda: Search(space=Space(scaled, SETTINGS), objectives=KLDivergence(prompts=PROMPTS),
+                                sampler="grid", seed=1).run(pc.LM("fake"))),
+        ("space.parameters", lambda: Search(space=Space(lambda kl: scaled(kl), {"kl": [1.0]}), sampler="grid",
+                                            objectives=KLDivergence(prompts=PROMPTS)).run(pc.LM("fake"))),
+    ],
+)  # fmt: skip
+def test_no_argument_is_ignored(path, wrong):
+    with pytest.raises(pc.ProgramError) as raised:
+        wrong()
+    assert raised.value.path == path
