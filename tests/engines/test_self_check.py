@@ -9,16 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 import patchclamp as pc
 from patchclamp.engines.vllm import server as server_module
 from patchclamp.engines.vllm import setup
 from patchclamp.engines.vllm.admission import Verdict
-from patchclamp.engines.vllm.worker import logger
+from patchclamp.engines.vllm.worker import Attached, logger
 from patchclamp.errors import Mislabelled, pack
+from patchclamp.language import Program
+from patchclamp.plan import Prompt, bind
+from patchclamp.plan.bound import CHECKED, checked_ranges
 from patchclamp.runtime import runtime as runtime_module
 from patchclamp.runtime.self_check import mislabelled
-from patchclamp.sites import FAMILIES
+from patchclamp.sites import FAMILIES, SiteMap, Sizes
 
 from ..models import of_family, with_words
 from .conftest import TINY
@@ -212,3 +216,40 @@ def test_drafts_that_are_rejected_are_not_compared(tmp_path, inspected_here):
         runs = lm.run(REPEATING, edits=[edit], capture=[pc.resid_post[1]], **LONG)
         assert sum(run.drafts.accepted for run in runs) < sum(run.drafts.proposed for run in runs)
         assert checks(lm).tolist() == [len(REPEATING), 0, 0]
+
+
+def test_a_check_that_cannot_be_made_fails_its_own_run_alone(opened, monkeypatch):
+    """As without memory for it, of requests that end in one step."""
+    lm, forward = opened(1), VocabParallelEmbedding.forward
+    prompts = [PROMPTS[0][:4], PROMPTS[1][:5], PROMPTS[2][:5]]
+    ids = len(prompts[0]) + 1
+
+    def full(layer, tokens):
+        if len(tokens) == ids and is_checking:
+            raise RuntimeError("no memory")
+        return forward(layer, tokens)
+
+    stock, is_checking = Attached._check, []
+
+    def check(*args):
+        is_checking.append(True)
+        stock(*args)
+        is_checking.clear()
+
+    wanted = {"max_tokens": 2, "sampling": {"ignore_eos": True}}
+    monkeypatch.setattr(Attached, "_check", check)
+    monkeypatch.setattr(VocabParallelEmbedding, "forward", full)
+    captures = [[pc.resid_post[1]], [pc.resid_post[1]], []]
+    runs = lm.run(prompts, capture=captures, edits=pc.Zero(pc.mlp_out[0]), **wanted)
+    assert [run.error is not None for run in runs] == [True, False, False]
+    assert "no memory" in str(runs[0].error)
+    monkeypatch.undo()
+    assert lm.run(prompts[0], capture=captures[0], **wanted).error is None
+
+
+def test_few_positions_of_a_long_prompt_are_checked():
+    """The engine waits while rows are compared, and keeps them as long as the captures."""
+    site, prompt = pc.resid_post[0] @ pc.every[10:], Prompt([1] * 3000, lambda: ("", []))
+    bound = bind(Program.of([], [site]), "run", prompt, 2000, SiteMap(FAMILIES[0], Sizes(2, 8, 61)), None)
+    spans = [(each.start, each.stop) for each in checked_ranges(bound, [(20, 30)])]
+    assert spans == [(10, 20), (30, CHECKED), (3001 - CHECKED, 3000 + CHECKED)]

@@ -60,6 +60,21 @@ def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
     assert len(bound_for) == times
 
 
+def test_what_is_of_one_token_is_not_taken_for_every_token(lm):
+    """A row for each position, another run's rows, and edits of logits, which begin at the prompt's last token."""
+    one, site, prompts = lm.run([11], max_tokens=1, capture=pc.resid_post[0]), pc.resid_post[0], ([11], SHORT)
+    call = lm.bindings()
+    logits = Program.of([pc.Add(np.ones(lm.model.d_vocab, np.float32), at=pc.logits)])
+    found = [call.of(logits, "r", Prompt(ids, lambda: ("", [])), 3).bound.ops[0].ranges[0][:2] for ids in prompts]
+    assert found == [(0, 3), (2, 5)]
+    for value in (np.ones((1, lm.model.d_model), np.float32), pc.From(one, site)):
+        program = Program.of([pc.Add(value, at=site)])
+        assert call.of(program, "r", Prompt([11], lambda: ("", [])), 1).bound.ops
+        with pytest.raises(pc.PatchclampError) as raised:
+            call.of(program, "r", Prompt(SHORT, lambda: ("", [])), 1)
+        assert raised.value.path.startswith("edits[0]")
+
+
 def test_cells_of_every_token_are_made_once_and_differ_by_their_ends(lm, monkeypatch):
     """The cells of other lengths, and of other numbers of new tokens, are as if they were made for each."""
     v, prompts = np.resize(V, lm.model.d_model), (COLOSSEUM, SHORT, EIFFEL, SHORT)

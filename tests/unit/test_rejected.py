@@ -18,8 +18,9 @@ from patchclamp.kernels import reference
 from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.language import Program
 from patchclamp.plan import CAPTURE, BoundProgram, Prompt, bind
+from patchclamp.plan.bound import SPAN
 from patchclamp.plan.step import RowLabels
-from patchclamp.plan.table import ProgramTable
+from patchclamp.plan.table import RECORD, ProgramTable
 from patchclamp.runtime import Limits, Runtime, cuda_step
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
@@ -186,3 +187,13 @@ def test_what_several_rows_of_a_step_would_need_in_order_is_refused():
     with pytest.raises(UnsupportedSite) as raised:
         _check_latches(bound)
     assert raised.value.path == "edits[0].tokens"
+
+
+def test_cells_that_have_ended_decide_nothing():
+    """Steps are planned one by one while a program decides."""
+    table, records, counts = ProgramTable(4, 3, 8), np.zeros((2, 1), RECORD), np.eye(2, 3, dtype=np.int64)
+    records["kind"] = SPAN
+    table.install_alike(records, counts, np.array([2, 3]), np.array([0, 4]))
+    assert table.deciding == {2, 3}
+    table.drop_all([2])
+    assert table.deciding == {3}

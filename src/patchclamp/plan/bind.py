@@ -1336,8 +1336,11 @@ class Bindings:
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
             self._by_length[key] = program, binding
-            if all(op.is_edit and op.kind != APPLY and op.ranges == (whole,) for op in bound.ops) and all(
-                isinstance(op, SiteOp) and op.tokens == every for _, op in program.ops
+            # one token is every token, a row of its own, and the prompt's last one, where logits begin
+            if (
+                length > 1
+                and all(op.is_edit and op.kind != APPLY and op.ranges == (whole,) for op in bound.ops)
+                and all(isinstance(op, SiteOp) and op.tokens == every for _, op in program.ops)
             ):
                 self._by_length[any_length] = program, binding
         return binding

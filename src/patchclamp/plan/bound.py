@@ -41,6 +41,7 @@ SPAN = 15  # two bits of the row: its token is between delimiters, and the next 
 MAX_RANK = 1024  # of a low-rank op
 BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
 NEVER = (1 << 31) - 1  # the position of a latch that is not set
+CHECKED = 512  # positions at the beginning of a prompt, and before and after its end, that a self-check compares
 
 
 class PositionRange(NamedTuple):
@@ -664,8 +665,10 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
 
 
 def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
-    """The captured positions, except those of images, whose rows at `embed` are not embeddings of tokens."""
+    """The captured positions whose labels are checked: those near the prompt's two ends, since they are compared while
+    the engine waits, except those of images, whose rows at `embed` are not embeddings of tokens."""
     positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
+    positions = positions[(positions < CHECKED) | (np.abs(positions - bound.prompt) < CHECKED)]
     of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])
     return position_ranges(np.setdiff1d(positions, of_images), None)
 

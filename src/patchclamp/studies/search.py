@@ -13,6 +13,8 @@ N trials · O objectives · P prompts
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import math
 import re
@@ -243,6 +245,18 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
     name: str = "refusals"
     patterns: Sequence[str] = REFUSALS
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge is not None:
+            raise ProgramError("expected patterns to judge by, got a judge: use TextScore", "judge")
+        for i, pattern in enumerate(as_items(self.patterns, "patterns")):
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error) as error:
+                raise ProgramError(
+                    f"expected a regular expression, got {pattern!r}: {error}", f"patterns[{i}]"
+                ) from None
+
     def score(self, prompt: str, text: str) -> float:
         return float(any(re.search(pattern, text, re.IGNORECASE) for pattern in self.patterns))
 
@@ -340,6 +354,19 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
     return objectives
 
 
+def _sources(objective: Objective) -> list[str]:
+    """The source of the functions that decide an objective's values, as far as Python has it."""
+    sources = []
+    for each in (type(objective), *msgspec.structs.asdict(objective).values()):
+        if callable(each):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(each))
+    return sources
+
+
+NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers of Optuna that need more than a seed
+
+
 class RandomSampler:
     """Independent draws. A sampler returns settings when asked, and is told their values."""
 
@@ -383,7 +410,7 @@ class OptunaSampler:
         optuna = style.need("optuna", "'patchclamp[search]'")
         if isinstance(sampler, str):
             kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
-                     if name.endswith("Sampler") and name not in ("BaseSampler", "GridSampler")}  # fmt: skip
+                     if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
             # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
@@ -461,20 +488,27 @@ class Search(Study):
             sampler = GridSampler(parameters)
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
+        if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
+            raise ProgramError("a grid draws nothing, and a sampler of Optuna has a seed of its own: leave it out",
+                               "seed")  # fmt: skip
+        if taken := parameters.keys() & {"front", *names}:
+            raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",
+                               "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
         runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # of a trial
         found: list[_Trial] = []
         drawn: list[dict[str, Any]] = []
         with (
-            keeping(lm, self.to_dict(), resume) as journal,
+            keeping(lm, {**self.to_dict(), "sources": list(map(_sources, objectives))}, resume) as journal,
             progress("searching", (total + 1) * runs, show_progress, "runs") as advance,
         ):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
                 """The records of some trials, from the journal if it has them."""
-                plain = [(json_of(plain_data(each)), program.fingerprint)
-                         for each, program in zip(settings, programs, strict=True)]  # fmt: skip
+                # code has no fingerprint, and is not resumed
+                prints = [program.fingerprint if journal is not None else "" for program in programs]
+                plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []
                 if records:
                     advance(len(programs) * runs)

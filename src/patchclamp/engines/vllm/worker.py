@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
-EMBEDDED = 1 << 12  # tokens that a self-check embeds at a time
 
 
 class Exchange:
@@ -530,21 +529,21 @@ class Attached:
         [embed] = runtime.sites.resolve(Site("embed"))
         if not runtime.has_tap[embed.point]:
             return
-        # before anything that may differ between workers: each has a part of the vocabulary, and they sum
-        with torch.inference_mode():
-            ids = torch.from_numpy(check.ids).to(runtime.device)
-            parts = [self._embedding.forward(part).float().cpu() for part in ids.split(EMBEDDED)]
-        run = runtime.run_of(check.request)
-        if not runtime.keeps_at(embed.point) or run is None:
-            return
-        self._checks[0] += check.is_first
-        if not len(check.positions):
-            return
         try:
+            # before anything that may differ between workers: each has a part of the vocabulary, and they sum
+            with torch.inference_mode():
+                ids = torch.from_numpy(check.ids).to(runtime.device)
+                expected_TD = self._embedding.forward(ids).cpu()
+            run = runtime.run_of(check.request)
+            if not runtime.keeps_at(embed.point) or run is None:
+                return
+            self._checks[0] += check.is_first
+            if not len(check.positions):
+                return
             wanted = Wanted(run, embed.point, SELF_CHECK, int(check.positions[0]))
             [(captured, rows)] = tensors_of(runtime.store.find([wanted]))
             count = int(np.searchsorted(captured, check.positions[-1], "right"))  # without rejected drafts
-            error = mislabelled(captured[:count], rows[:count], check.positions, torch.cat(parts))
+            error = mislabelled(captured[:count], rows[:count], check.positions, expected_TD)
         except Exception as failure:
             error = failure
         if error is not None:
