@@ -65,8 +65,8 @@ says what its fields mean (`plan/table.py`). `vector` is where the vector begins
 
 Range {range} and regions {regions} are numbers of the capture layout. "read" keeps one capture range, at two
 points. The two points form a point group, because they keep the same ranges in the same dtype. The group has a
-region for each of its points. From here on the device has all it needs to know of the two programs. Nothing of
-it changes until a request comes or goes.
+region for each of its points. Nothing here changes until a request
+comes or goes.
 
 **3. Plan.** The step computes one token of "steer" and all three of "read", as {rows} flat rows. `make_plan`
 labels the rows. A rank is a row's number among its request's rows.
@@ -81,12 +81,11 @@ the step has {size} numbers.
 
 **4. Apply.** The model runs. At each of the two points a tap calls the op, and the kernel looks at every row:
 it takes the records of the row's slot at this point, and carries out those whose range holds the row's
-position. The table shows the plain kernel's work (`kernels/reference.py`), after layer 0 and after layer 1.
+position. The table shows the rows on which records act in the plain kernel (`kernels/reference.py`).
 
 {applied}
 
-The edit changes row 0 alone. Layer 1 doubles what it gets, so the edit is in the output of layer 1, too. The
-step's buffer now holds:
+The edit changes row 0 alone, and layer 1 doubles it. The step's buffer now holds:
 
 ```text
 {buffer}
@@ -98,12 +97,9 @@ whose its bytes are:
 {chunk}
 
 **6. Go on.** In the next step each request computes one token: "steer" at position {second[0]}, "read" at
-{second[1]}. The batch has changed, so the step is planned again, and its captures begin a second chunk. The plan
-says that it holds for {steady} more steps (`steady_steps`). The step after that has the same requests, one
-token on. `Continuity` calls it "{sameness}": nothing is planned or uploaded, and the chunk takes its buffer as
-a second step. In the second of its {steps} steps the positions are one higher than the table says.
-
-{second_chunk}
+{second[1]}. The batch has changed, so the step is planned again, with a second chunk. The plan holds for {steady}
+more steps (`steady_steps`) while the requests stay the same. `Continuity` calls these "{sameness}": nothing is
+planned or uploaded, and their buffers join the chunk, which now has {steps} steps.
 
 **7. Fetch.** `run[pc.resid_post[0]]` filters the tables for the run and the point, and gathers the rows:
 
@@ -234,7 +230,7 @@ def section() -> str:
         steer_last=steer.prompt + steer.max_tokens - 2, read_last=read.prompt + read.max_tokens - 2,
         bound=_bound_table(worker), records=records, range=range_, regions=" and ".join(map(str, regions)),
         rows=len(plan.tokens.slot), begin=int(layout.start[0]), count=int(plan.count[0]), size=plan.size, **first,
-        second=second, steady=steady, sameness=sameness, steps=worker.chunk.steps, second_chunk=_chunk_table(worker),
+        second=second, steady=steady, sameness=sameness, steps=worker.chunk.steps,
         fetched=_fetched_table(worker, read.name),
     )  # fmt: skip
 
@@ -248,7 +244,7 @@ def _points_text() -> str:
 
 def _bound_table(worker: Worker) -> str:
     rows = (
-        [bound.run, f"`{op.path}`", f"`{op.action}`".replace("h_scale=", "").replace("v_scale=", ""),
+        [bound.run, f"`{op.path}`", f"`{type(op.action).__name__}`",
          ", ".join(map(str, op.points)), ", ".join(f"{a} to {b - 1}" for a, b, *_ in op.ranges),
          ", ".join(f"`{key[:8]}…`" for key in op.values) or "–"]
         for bound in worker.bound for op in bound.ops
@@ -308,13 +304,14 @@ def _applied_table(worker: Worker) -> str:
                 for number in range(worker.table.first[slot, point], worker.table.first[slot, point + 1])
                 if (record := worker.table.records[number])["start"] <= position < record["stop"]
             ]
-            rows.append([point, row, position, _row(before_RD[row]), ", ".join(acting) or "–", _row(after_RD[row])])
+            if acting:
+                rows.append([point, row, position, _row(before_RD[row]), ", ".join(acting), _row(after_RD[row])])
     return _table(("point", "row", "position", "row before", "records that act", "row after"), rows)
 
 
 def _chunk_table(worker: Worker) -> str:
     table = worker.chunk.source.table()
-    names = list(table.dtype.names or ())
+    names = [name for name in table.dtype.names or () if name not in ("pool", "pooled", "span")]  # of pooled rows
     rows = ([DTYPES[entry["dtype"]] if name == "dtype" else entry[name] for name in names] for entry in table)
     return _table([name.replace("_", " ") for name in names], rows)
 
