@@ -39,7 +39,7 @@ def ablation(lm: pc.LM, direction: Any, first: int, strength: float) -> list[pc.
             for layer in range(first, lm.model.layers) for site in (pc.attn_out, pc.mlp_out)]  # fmt: skip
 
 
-def searched(
+def search_ablations(
     lm: pc.LM, prompts: list[str], others: list[str], patterns: Sequence[str], chat: bool, trials: int, resume: Path,
 ) -> tuple[pc.studies.SearchResult, pc.studies.Space]:  # fmt: skip
     """Directions of every layer, and the search of all their ablations."""
@@ -57,11 +57,11 @@ def searched(
     return pc.studies.search(lm, space, objectives, trials=trials, per_round=16, resume=resume), space
 
 
-def chosen(result: pc.studies.SearchResult, most_kl: float) -> int:
+def choose(result: pc.studies.SearchResult, most_kl: float) -> int:
     """The trial with the least of the behaviour, among those of the front with a small enough KL divergence."""
     fitting = [i for i in result.front if result.values[i, 1] <= most_kl]
     if not fitting:
-        raise SystemExit(f"no trial has a KL divergence of at most {most_kl}: allow more, or try more trials")
+        raise SystemExit(f"no trial has a KL divergence of at most {most_kl}: raise --most-kl or --trials")
     return fitting[0]  # the front is sorted by its first objective
 
 
@@ -71,9 +71,9 @@ def journey(
 ) -> dict[str, Any]:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     # 1. Find directions and 2. search; the picture shows the trade-off
-    result, space = searched(lm, prompts, others, patterns, chat, trials, folder / "search.journal")
+    result, space = search_ablations(lm, prompts, others, patterns, chat, trials, folder / "search.journal")
     result.plot(folder / "search.png")
-    best = chosen(result, most_kl)
+    best = choose(result, most_kl)
     program = space.made(result.settings[best])
     print(result)
     print(f"chosen: trial {best}, {result.settings[best]}; unedited {result.unedited.round(3).tolist()}, "
@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--most-kl", type=float, default=0.2, help="in nats")
     parser.add_argument("--engine")
     args = parser.parse_args()
+    if (args.prompts is None) != (args.others is None):
+        parser.error("--prompts and --others go together")
     lines = [UNPLEASANT, PLEASANT]
     if args.prompts:
         files = (args.prompts, args.others)

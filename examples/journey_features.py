@@ -1,12 +1,12 @@
 """From activations to a measured intervention: harvest rows, train an SAE on them, find the feature that tells two
-moods apart, steer with it, and evaluate what that does.
+moods apart, steer with it, and evaluate the effect.
 
     pip install 'patchclamp[harvest]'
     python examples/journey_features.py smollm2 work
 
-The model writes the documents itself. The SAE is small, so that it is trained in half a minute: a real one takes
-millions of rows. Two controls keep the result honest: the same strength on another feature, and the loss of the model
-on other texts.
+The model writes the documents itself. The SAE is small, so it trains in half a minute; a real one needs millions of
+rows. Two numbers keep the result honest: the effect of the same strength on another feature, and how much of the
+model's loss the SAE's reconstruction recovers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUESTIONS = [
 
 
 def mean_features(lm: pc.LM, sae: pc.SAE, texts: list[str], site: str) -> np.ndarray:
-    """The mean of each feature over the tokens of texts, but the first of each, [F]."""
+    """Each feature's mean over the tokens after the first, averaged over texts, [F]."""
     runs = lm.run(texts, max_tokens=1, capture=[site])
     return np.mean([sae.encode(run[site][1:].float().numpy()).mean(0) for run in runs], axis=0)
 
@@ -51,7 +51,7 @@ def journey(lm: pc.LM, folder: Path, site: str, documents: int, steps: int) -> d
     sae = pc.SAE.load(folder / "sae", site=site, model=lm.model.name)
     lm.attach(sae, name="moods")
 
-    # 3. Find the feature that differs most between the moods, and one that does not
+    # 3. Find the feature that rises most from unpleasant to pleasant texts, and one that does not change
     difference = mean_features(lm, sae, PLEASANT, site) - mean_features(lm, sae, UNPLEASANT, site)
     feature, control = int(difference.argmax()), int(np.abs(difference).argmin())
     shown = pc.studies.top_contexts(lm, sae="moods", documents=texts, folder=folder / "contexts", features=[feature])

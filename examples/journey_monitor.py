@@ -6,7 +6,7 @@ from the server's metrics.
 
 Clients ask the server as they would ask any other. The probe reads layers that vLLM computes anyway, and cached
 prefixes keep their scores. In production Prometheus scrapes the counter, and an alerting rule takes the place of
-`fired`.
+`alert`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REQUESTS = {
 }
 
 
-def fitted(lm: pc.LM, folder: Path) -> tuple[str, float]:
+def fit(lm: pc.LM, folder: Path) -> tuple[str, float]:
     """Save the probe of the best layer. Returns its `--probe` option with a threshold, and its AUROC out of fold."""
     result = pc.studies.fit_probe(lm, prompts=PLEASANT + UNPLEASANT, labels=[0] * 12 + [1] * 12,
                                   tokens="prompt[1:]")  # fmt: skip
@@ -64,9 +64,10 @@ def serving(model: str, *options: str) -> Iterator[str]:
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
             except httpx.HTTPError:
-                time.sleep(0.5)
+                pass
+            time.sleep(0.5)
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}")
+            raise RuntimeError(f"the server exited with status {process.returncode}")
         yield url
     finally:
         process.terminate()
@@ -80,7 +81,7 @@ def above(url: str) -> int:
     return int(float(found[1])) if found else 0
 
 
-def fired(url: str, prompts: list[str], limit: int = 3) -> tuple[bool, int]:
+def alert(url: str, prompts: list[str], limit: int = 3) -> tuple[bool, int]:
     """Ask for completions as any client does. True if more than `limit` tokens were above the threshold."""
     before = above(url)
     body: dict[str, Any] = {"prompt": prompts, "max_tokens": 8, "temperature": 0}
@@ -93,14 +94,14 @@ def journey(model: str, folder: Path, *options: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     # 1. Fit a probe on prompts of two kinds; it must tell apart prompts that it was not fitted on
     with pc.LM(model, engine="transformers", dtype="float32") as lm:
-        words, auroc = fitted(lm, folder)
+        words, auroc = fit(lm, folder)
         name = lm.model.name
 
     # 2. Serve the model with the probe; 3. watch its counter while clients come
     found = {}
     with serving(name, f"--probe={words}", f"--probe-log={folder}/scores.jsonl", *options) as url:
         for kind, prompts in REQUESTS.items():
-            found[kind] = fired(url, prompts)
+            found[kind] = alert(url, prompts)
             print(f"{kind}: {found[kind][1]} tokens above the threshold{', ALERT' if found[kind][0] else ''}")
 
     # 4. After an alert, look at the tokens that caused it

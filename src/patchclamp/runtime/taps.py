@@ -197,13 +197,16 @@ def _router_hook(point: Point) -> Callable[..., Any]:
             if name in module._parameters and module._parameters[name] is not None:
                 own_parameters[name] = module._parameters[name]
                 module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
-        width = getattr(module, "hidden_dim", None)
+        has_width, width = hasattr(module, "hidden_dim"), getattr(module, "hidden_dim", None)
         module.hidden_dim = logits_RX.shape[-1]
         try:
             rerun = type(module).forward(module, logits_RX, *args[1:])
         finally:
             module._parameters |= own_parameters
-            module.hidden_dim = width
+            if has_width:
+                module.hidden_dim = width
+            else:
+                del module.hidden_dim
         return (logits_RX, *rerun[1:])
 
     return hook

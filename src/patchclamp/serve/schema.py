@@ -266,12 +266,7 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
 
 def _written(kind: Any) -> Any:
     """The JSON type of an op's field."""
-    if kind in TYPES:
-        return TYPES[kind]
-    for inner in TYPES:
-        if kind == inner | None:
-            return TYPES[inner] | None
-    return kind
+    return next((of | None for inner, of in TYPES.items() if kind == inner | None), TYPES.get(kind, kind))
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:

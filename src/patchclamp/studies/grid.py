@@ -773,7 +773,8 @@ class Finished:
         """Add values of some places, one unit and draw each."""
         np.add.at(self._sum, places, values)
         np.subtract.at(self._left, places, 1)
-        done = np.unique(places)[self._left[np.unique(places)] == 0]
+        done = np.unique(places)
+        done = done[self._left[done] == 0]
         if self._tell is not None and len(done):
             self._tell(done.tolist(), self._sum[done] / self._parts)
 
