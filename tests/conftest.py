@@ -168,12 +168,12 @@ def shortened(smollm2, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def narrowed(shortened, tmp_path_factory) -> str:
-    """The first `WIDTH` numbers of the stream of `shortened`, and the first 512 neurons: a step takes as long as reading
-    its weights, and these are a quarter. What it generates is varied too."""
-    return beginnings_of(Path(shortened), tmp_path_factory.mktemp("narrowed"), WIDTH, 512)
+    """The first `WIDTH` numbers of the stream of `shortened`, and its first neurons and tokens: a step takes as long
+    as reading its weights, and these are a tenth. What it generates is varied too."""
+    return beginnings_of(Path(shortened), tmp_path_factory.mktemp("narrowed"), TOKENS)
 
 
-WIDTH = 144
+WIDTH, NEURONS, TOKENS = 144, 512, 8192
 
 
 def ends_of(model: Path, folder: Path, layers: int) -> str:
@@ -198,20 +198,23 @@ def ends_of(model: Path, folder: Path, layers: int) -> str:
     return str(folder)
 
 
-def beginnings_of(model: Path, folder: Path, width: int, neurons: int) -> str:
-    """Copy a Llama-shaped checkpoint with the first numbers of its stream and its first neurons."""
+def beginnings_of(model: Path, folder: Path, tokens: int = 49152) -> str:
+    """Copy SmolLM2 with the first numbers of its stream, its first neurons, and its first tokens."""
     from safetensors.torch import load_file, save_file
 
-    config = json.loads((model / "config.json").read_text())
-    kept = {config["hidden_size"]: width, config["intermediate_size"]: neurons}
-    config |= {"hidden_size": width, "intermediate_size": neurons}
-    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
-    (folder / "config.json").write_text(json.dumps(config))
+    config, words = (json.loads((model / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    sizes = {"hidden_size": WIDTH, "intermediate_size": NEURONS, "vocab_size": tokens}
+    kept = {config[name]: size for name, size in sizes.items()}
+    vocabulary = words["model"]["vocab"]
+    # merges are in the order of the tokens that they make: the first ones make of the first tokens what they made before
+    words["model"]["merges"] = [pair for pair in words["model"]["merges"] if vocabulary["".join(pair)] < tokens]
+    words["model"]["vocab"] = {word: number for word, number in vocabulary.items() if number < tokens}
+    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name, content in (("config.json", config | sizes), ("tokenizer.json", words)):
+        (folder / name).write_text(json.dumps(content))
     weights = {}
     for name, weight in load_file(model / "model.safetensors").items():
-        whole = [
-            i for i, of in enumerate(("q_proj", "o_proj")) if of in name
-        ]  # rows or columns of heads, which are kept
+        whole = [i for i, of in enumerate(("q_proj", "o_proj")) if of in name]  # rows or columns of heads: kept
         shape = [size if i in whole else kept.get(size, size) for i, size in enumerate(weight.shape)]
         weights[name] = weight[tuple(map(slice, shape))].contiguous()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

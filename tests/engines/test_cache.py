@@ -5,6 +5,7 @@ import torch
 
 import patchclamp as pc
 
+from ..conftest import TOKENS
 from .conftest import PROMPTS, SHALLOW
 
 BLOCK = 32
@@ -18,7 +19,7 @@ def lm(narrow):
 @pytest.fixture
 def prompt(lm):
     """A prompt that no other test has cached: three full blocks and a rest."""
-    fresh = torch.randint(100, 40000, (20,)).tolist()
+    fresh = torch.randint(100, TOKENS, (20,)).tolist()
     return fresh + (lm.tokens(" ".join(PROMPTS)) * 4)[: 3 * BLOCK - 10]
 
 

@@ -22,6 +22,7 @@ from patchclamp.errors import EngineError, ProgramError, TokensError
 from patchclamp.lm import LM
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
+from ..conftest import TOKENS
 from ..models import of_family
 from .conftest import CHUNKED, VLLM, room_of
 from .test_families import EAGER, IDS, OPTIONS
@@ -97,7 +98,7 @@ def check_equal(one: pc.Grades, other: pc.Grades, most: float = 1e-4) -> None:
 @pytest.mark.parametrize("warm", [False, True])
 def test_random_programs_equal_requests(lm, monkeypatch, warm):
     draw, length = np.random.default_rng(3), 40
-    ids, other = (draw.integers(100, 40_000, length).tolist() for _ in range(2))
+    ids, other = (draw.integers(100, TOKENS, length).tolist() for _ in range(2))
     run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
     programs = random_programs(lm, run, length, draw, 32)
     asked: Any = {"score": SCORES, "kl": True, "top": 4}
@@ -118,7 +119,7 @@ def test_in_bf16_cells_are_as_far_from_requests_as_unedited_ones(narrow, monkeyp
     """The noise floor: how far unedited cells, which begin where edited ones do, differ over batches of several sizes,
     and from the same prompt as requests."""
     lm, draw = narrow.get("vllm", "bfloat16"), np.random.default_rng(7)
-    ids, other, scores = (draw.integers(100, 40_000, size).tolist() for size in (75, 75, 4))
+    ids, other, scores = (draw.integers(100, TOKENS, size).tolist() for size in (75, 75, 4))
     run = lm.run(other, max_tokens=1, capture=[pc.Site(name) for name in CAPTURED])
     edited = [program for program in random_programs(lm, run, 75, draw, 32) if program]
     programs = [each for program in edited for each in (program, [])]

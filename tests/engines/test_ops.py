@@ -10,11 +10,11 @@ import patchclamp as pc
 from patchclamp.kernels.noise import normals
 from patchclamp.plan.bound import noise_stream
 
-from ..conftest import WIDTH
+from ..conftest import TOKENS, WIDTH
 from ..reference.formulas import by_formula
 from .conftest import CHUNKED, PROMPTS, SHALLOW
 
-D, V = WIDTH, 49152
+D, V = WIDTH, TOKENS
 
 MODES = {
     "eager": ("vllm", "float32"), "compiled": ("vllm", "float32", True), "chunks of 16": ("vllm", "float32", CHUNKED),

@@ -9,7 +9,7 @@ import torch
 import patchclamp as pc
 from patchclamp import errors
 
-from ..conftest import WIDTH, beginnings_of
+from ..conftest import beginnings_of
 from .conftest import open_engines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch
 @pytest.fixture(scope="session")
 def thin(smollm2, tmp_path_factory):
     """Engines of all layers of SmolLM2, narrowed: what they say is no sense, in half the time."""
-    yield from open_engines(beginnings_of(smollm2, tmp_path_factory.mktemp("thin"), WIDTH, 512))
+    yield from open_engines(beginnings_of(smollm2, tmp_path_factory.mktemp("thin")))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 
 import patchclamp as pc
 
-from ..conftest import WIDTH
+from ..conftest import TOKENS, WIDTH
 from .conftest import PROMPTS, SHALLOW
 
 D = WIDTH
@@ -44,7 +44,7 @@ BAD = [
     (dict(score=list(range(200))), pc.ProgramError, "score: expected at most 128 tokens, got 200"),
     (dict(edits=5), pc.ProgramError, "edits: expected a list, got int"),
     (dict(edits=[pc.Zero(pc.embed, [1, 1])]), pc.TokensError, "a position is named twice"),
-    (dict(score=[10**6]), pc.TokensError, "score: 1000000 is not a token id below 49152"),
+    (dict(score=[10**6]), pc.TokensError, "score: 1000000 is not a token id below 8192"),
 ]  # fmt: skip
 
 
@@ -508,7 +508,7 @@ def test_programs_wait_for_room_and_never_run_without_themselves(narrow):
     """Each program fills most of the bank: they take turns, all are edited, and what they cached is theirs."""
     lm = narrow.get("vllm", "float32", max_records=64, bank_bytes=200_000, prove=False)
     roomy = narrow.get("vllm", "float32", enable_prefix_caching=False)
-    prompts = [torch.randint(100, 40000, (200,)).tolist() for _ in range(3)]
+    prompts = [torch.randint(100, TOKENS, (200,)).tolist() for _ in range(3)]
     edits = [[pc.Add(torch.randn(190, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:190])] for _ in prompts]
     for _ in range(2):  # the second time from the cache
         runs = lm.run(prompts, max_tokens=2, edits=edits, capture=[pc.logits], logprobs=True)

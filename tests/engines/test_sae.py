@@ -203,7 +203,7 @@ def is_between(tokens: list[int], opening: int, closing: int) -> bool:
 def test_rows_between_generated_delimiters_are_what_the_formula_says(lm):
     """Of SAEs that need the whole encoder, too: the delimiters are known only as they are generated."""
     options = {**ARGUMENTS, "max_tokens": 20}
-    plain = lm.run("Water", **options)
+    plain = lm.run("One two three four", **options)
     opening, *others = dict.fromkeys(plain.token_ids[1:])
     tokens, hits = pc.generated & pc.between(opening, others[-1]), dict.fromkeys(SAES, 0)
     ops = [
@@ -211,7 +211,7 @@ def test_rows_between_generated_delimiters_are_what_the_formula_says(lm):
     ]
     places = [(IN, OUT) if op.name == "transcoder" else (SITE, SITE) for op in ops]
     edits = [[pc.Capture(at), pc.Capture(to), op, pc.Capture(to)] for (at, to), op in zip(places, ops, strict=True)]
-    for run, op in zip(lm.run(["Water"] * len(ops), edits=edits, **options), ops, strict=True):
+    for run, op in zip(lm.run(["One two three four"] * len(ops), edits=edits, **options), ops, strict=True):
         read, before, after = (run[f"edits[{i}]"].double().numpy() for i in (0, 1, 3))
         length, ids = len(run.prompt_token_ids), [*run.prompt_token_ids, *run.token_ids]
         where = [p for p in range(length, len(before)) if is_between(ids[: p + 1], opening, others[-1])]

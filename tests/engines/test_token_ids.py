@@ -10,7 +10,7 @@ import torch
 
 import patchclamp as pc
 
-from ..conftest import WIDTH
+from ..conftest import TOKENS, WIDTH
 from .conftest import CHUNKED, PROMPTS
 from .test_ops import V1
 
@@ -38,7 +38,7 @@ def test_rows_of_some_tokens_are_edited_and_no_others(narrow, mode):
         lambda ids: pc.prompt[0] | pc.token(*ids), lambda ids: (pc.generated[0:7] - pc.token(ids[0])) | pc.token(ids[1]),
         lambda ids: pc.between(ids[1], ids[0]), lambda ids: pc.generated & pc.between(ids[0], ids[0] + 1),
         lambda ids: pc.every[2:] - pc.between(ids[0], ids[1]) - pc.token(ids[0]),
-        lambda ids: pc.token(49151) | (pc.generated[2:] & pc.token(*range(0, 49152, 13), *ids)),
+        lambda ids: pc.token(TOKENS - 1) | (pc.generated[2:] & pc.token(*range(0, TOKENS, 13), *ids)),
     ]  # fmt: skip
     cases = [(i, choose((often[i], run.prompt_token_ids[-1]))) for i, run in enumerate(plain) for choose in asked]
     edits = [[pc.Add(V1, AT, tokens, scale=0.02)] for _, tokens in cases]
@@ -164,10 +164,8 @@ def test_patching_by_token_and_what_is_refused(narrow):
     assert (patched.token_ids, patched.logprobs) == (clean.token_ids, clean.logprobs)
     without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))], logprobs=True)
     assert without.logprobs != clean.logprobs  # it was there to be zeroed
-    for tokens in (pc.generated - pc.token(49152), pc.between(5, 49152)):
-        with pytest.raises(
-            pc.TokensError, match=r"edits\[0\].tokens: token id 49152 is outside the vocabulary of 49152"
-        ):
+    for tokens in (pc.generated - pc.token(TOKENS), pc.between(5, TOKENS)):
+        with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 8192 is outside the vocabulary of 8192"):
             lm.run(PROMPTS[0], edits=[pc.Zero(AT, tokens)], logprobs=True)
     twice = lm.run(
         PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)], logprobs=True
@@ -180,7 +178,7 @@ def test_patching_by_token_and_what_is_refused(narrow):
     with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: how many tokens generated & token"):
         lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))], logprobs=True)
     with pytest.raises(pc.TokensError, match="selects no position of this request"):
-        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(49151))], logprobs=True)
+        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(TOKENS - 1))], logprobs=True)
     known = lm.run(PROMPTS[0], max_tokens=1, capture=[AT], edits=[  # in the prompt, all is known
         pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))], logprobs=True)  # fmt: skip
     assert torch.allclose(known[AT][1] - clean[AT][1], torch.from_numpy(V1), atol=1e-4)
@@ -193,9 +191,9 @@ def test_edits_that_never_acted_are_named(narrow, mode):
     plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, logprobs=True)
     there, stop = plain.token_ids[2], plain.token_ids[5]
     asked = [
-        pc.token(49151), pc.token(there), pc.generated & pc.token(49151), pc.generated - pc.token(there),
-        pc.generated[8:], pc.generated[9], pc.every[15], pc.prompt[0] | pc.token(49151), pc.prompt[-1],
-        pc.generated[8:] | (pc.generated & pc.token(there)), pc.every[14:] - pc.token(49151),
+        pc.token(TOKENS - 1), pc.token(there), pc.generated & pc.token(TOKENS - 1), pc.generated - pc.token(there),
+        pc.generated[8:], pc.generated[9], pc.every[15], pc.prompt[0] | pc.token(TOKENS - 1), pc.prompt[-1],
+        pc.generated[8:] | (pc.generated & pc.token(there)), pc.every[14:] - pc.token(TOKENS - 1),
     ]  # fmt: skip
     ops = [[pc.Capture(AT), pc.Add(V1, AT, tokens, scale=1e-3), pc.Capture(AT)] for tokens in asked]
     idle = []
@@ -234,7 +232,7 @@ def test_a_run_that_ended_early_is_read_as_far_as_it_went(narrow, engine):
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(narrow, engine):
-    lm, never = narrow.get(engine, "float32"), pc.token(49151)
+    lm, never = narrow.get(engine, "float32"), pc.token(TOKENS - 1)
     sites = [pc.z[5], pc.z[5, 3], pc.q[5, 1:3], pc.k[5], pc.neurons[5, 10:20], pc.neurons[5, 7], AT]
     run = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[at @ never for at in sites], logprobs=True)
     assert [list(run[at].shape) for at in sites] == [

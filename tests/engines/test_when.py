@@ -61,7 +61,7 @@ def test_it_equals_the_same_edits_at_the_tokens_that_were_decided(narrow, thresh
             where = np.flatnonzero(held).tolist()
             assert run.acted == {"edits[0].edits[0]": where, "edits[0].edits[1]": where}
             acted[scope].add(len(where))
-            at = where or pc.token(49_000)
+            at = where or pc.token(8_000)
             static.append([pc.Add(PUSH, at=pc.resid_post[4], tokens=at), pc.Scale(0.5, pc.mlp_out[5], at)])
         expected = lm.run(prompts, edits=[*static, *plain], **wanted)
         for run, other in zip(runs, expected, strict=True):

@@ -23,7 +23,7 @@ import pytest
 import patchclamp as pc
 from patchclamp.language.program import to_dict
 
-from ..conftest import WIDTH
+from ..conftest import WIDTH, beginnings_of
 
 T = TypeVar("T")
 
@@ -138,8 +138,9 @@ def stop(server: Server) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(narrowed) -> str:
-    return narrowed
+def model(shortened, tmp_path_factory) -> str:
+    """`narrowed` with all tokens: texts of clients have the tokens that they have with SmolLM2."""
+    return beginnings_of(Path(shortened), tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")
