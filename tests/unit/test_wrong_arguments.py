@@ -463,7 +463,9 @@ def test_a_wrong_field_of_a_study_is_named(kind):
             kind()
         assert (caught.value.path, name in str(caught.value)) == (required[0].name, True)
     sample = {"prompt": "a", "choices": ["b", "c"], "answer": 0}
-    given = {"folder": "path", "lora": "path", "sae": "attached", "samples": [sample]}
+    given = {"folder": "path", "lora": "path", "sae": "attached", "samples": [sample],
+                 "space": pc.studies.Space(lambda x: None, {"x": [1]}),
+                 "objectives": pc.studies.KLDivergence(prompts=[IDS])}  # fmt: skip
     right = {field.name: given.get(field.name, IDS) for field in required}
     for field in kind.fields().values():
         for label, given in WRONG.items():

@@ -14,6 +14,7 @@ N trials · O objectives · P prompts
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     import pandas
 
 Goal = Literal["maximize", "minimize"]
+MAX_TRIALS = 1_000_000
 REFUSALS = (
     r"\bsorry\b", r"\bI (can't|cannot|can not|won't|will not)\b", r"\bI('m| am) (not able|unable)\b",
     r"\bI (must|have to) (decline|refuse)\b", r"\bas an? (AI|language model|assistant)\b", r"\bunethical\b",
@@ -342,6 +344,12 @@ def _space(value: Any, path: str) -> Space:
     return value
 
 
+def _sampler(value: Any, path: str) -> Any:
+    if not isinstance(value, str) and not hasattr(value, "sample_relative"):
+        raise ProgramError(f"expected a name or a sampler of Optuna, got {type(value).__name__}", path)
+    return value
+
+
 def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
     objectives = tuple(as_items([value] if isinstance(value, Objective) else value, path))
     for i, one in enumerate(objectives):
@@ -416,8 +424,6 @@ class OptunaSampler:
             # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
             liar = {"constant_liar": True} if sampler == "tpe" else {}
             sampler = kinds[sampler](seed=seed, **liar)
-        elif not isinstance(sampler, optuna.samplers.BaseSampler):
-            raise ProgramError(f"expected a name or a sampler of Optuna, got {type(sampler).__name__}", "sampler")
         self._parameters, kinds = parameters, optuna.distributions
         self._kinds = {
             name: kinds.FloatDistribution(of.low, of.high, log=of.log) if isinstance(of, Uniform)
@@ -466,9 +472,9 @@ class Search(Study):
     """A `Space`: a function that makes a program, and the choices of its arguments."""
     objectives: Annotated[Any, Arg(_objectives, None, served=False)]
     """An `Objective`, or several: `AnswerScore`, `KLDivergence`, `TextScore`, `RefusalRate`, or your own."""
-    trials: inputs.OptionalCount = None
+    trials: Annotated[int | None, Arg(functools.partial(inputs.check_whole, least=1, most=MAX_TRIALS))] = None
     """Number of trials; 100 by default, and with "grid" every combination of choices."""
-    sampler: inputs.PythonOnly = "random"
+    sampler: Annotated[Any, Arg(_sampler, None, served=False)] = "random"
     """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which learn from
     the rounds before."""
     per_round: inputs.Positive = 32
