@@ -301,7 +301,7 @@ class GradientStudy(Study):
     """Metric: logit_diff, recovered, logprob or prob, or a Python function of log-probabilities (`Metric`, with top=0).
     By default the logit difference, or log p(answer) without a foil."""
     match: inputs.Matched = None
-    """`Match` of corresponding tokens where the prompts differ in length, instead of their alignment; as text, JSON
+    """Match of corresponding tokens where the prompts differ in length, instead of their alignment; as text, JSON
     with clean, corrupt and align."""
     steps: inputs.Whole = 0
     """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
