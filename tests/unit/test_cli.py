@@ -211,7 +211,9 @@ class TestErrors:
         assert failed(*SWEEP[:6]) == "error: sweep: missing option --corrupt; pass it, or a file with --pairs"
         pairs = tmp_path / "pairs.jsonl"
         pairs.write_text('{"clean": "a"}\n')
-        assert "--pairs: expected clean in the file or as --clean" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
+        assert "--pairs: expected clean in the file or as --clean" in failed(*SWEEP, "--pairs", str(pairs)).replace(
+            "error: ", "", 1
+        )
         assert "line 1 of" in failed(*SWEEP[:4], "--pairs", str(pairs))
         assert "cannot be read" in failed(*SWEEP[:4], "--pairs", str(tmp_path / "none"))
         assert "expected zeros, bank:NAME, mean:FILE or resample:FILE" in failed(*SWEEP, "--source", "noise")
@@ -400,7 +402,9 @@ class TestSweep:
         sweep = PatchSweepResult.load(tmp_path / "saved")
         assert [column.label for column in sweep.columns] == ["subject", "last"]
         assert [pair.columns[0].corrupt for pair in sweep.pairs] == [(2,), (4,)]
-        assert "expected positions in the file or as --positions" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
+        assert "expected positions in the file or as --positions" in failed(
+            *SWEEP[:4], "--pairs", str(file), "--positions", "1"
+        )
         pairs[1]["positions"] = {"subject": 1}
         file.write_text("\n".join(map(json.dumps, pairs)))
         assert "--pairs: pair 1 has positions {'subject': 1}" in failed(*SWEEP[:4], "--pairs", str(file))
@@ -735,7 +739,9 @@ class TestSteer:
         assert re.findall(r"^ *(-?\d+)  ", "\n".join(rows), re.MULTILINE) == ["-1", "2"]
         (tmp_path / "wrong.jsonl").write_text('{"positive": "a"}')
         assert "line 1 of" in failed(*sides[:4], "--pairs", str(tmp_path / "wrong.jsonl"))
-        assert "expected positive in the file or as --positive" in failed(*sides, "--pairs", str(tmp_path / "pairs.jsonl"))
+        assert "expected positive in the file or as --positive" in failed(
+            *sides, "--pairs", str(tmp_path / "pairs.jsonl")
+        )
         assert failed(*sides[:4]).removeprefix("error: ").startswith("steer: missing option --positive")
         assert "--scales: expected --prompts" in failed(*sides, "--answer", " the", "--scales", "2")
 
