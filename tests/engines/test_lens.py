@@ -444,14 +444,14 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
                                 if own(name, layer) is not None else None)  # fmt: skip
 
         change(W_U=1.1)
-        with pytest.raises(pc.ModelError, match=r"off its own logits .* readout='engine' works for every model"):
+        with pytest.raises(pc.ModelError, match=r"do not reproduce its logits .* readout='engine'"):
             logit_lens(lm, IDS, readout="weights")
         lens = logit_lens(lm, IDS)
         assert lens.readout == "engine"
-        assert "off its own logits" in lens.about
+        assert "do not reproduce its logits" in lens.about
         change(W_O=1.02)
         with pytest.raises(
-            pc.ModelError, match=r"W_O makes of z\[0\] is not this model's attn_out\[0\]: it is 0.02 off"
+            pc.ModelError, match=r"W_O does not map z\[0\] to this model's attn_out\[0\] \(relative error 0.02"
         ):
             direct_attribution(lm, IDS, answer=7)
         assert logit_lens(lm, IDS).readout == "weights"  # these matrices are its own

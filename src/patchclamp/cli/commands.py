@@ -1,5 +1,5 @@
-"""Commands that are not made from a study (`demo`, `doctor`, `export`, `harvest`, `parity`, `push`, `run`, `serve`,
-`sites`), and the parsing of options."""
+"""The commands other than studies (`demo`, `doctor`, `export`, `harvest`, `parity`, `push`, `run`, `serve`, `sites`),
+and option parsing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "pa
 
 
 def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
-    """The result of `read` on an option's text. Errors get the option as their path."""
+    """Parse an option's text with `read`. Errors carry the option as their path."""
     try:
         return read(*given)
     except PatchclampError as error:
@@ -63,7 +63,7 @@ def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
 
 
 def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[str, Any]:
-    """Engine options from `key=value` texts, with JSON or text as the value, and `--dtype`."""
+    """Parse engine options: `key=value` pairs with JSON or text values, and `--dtype`."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     for pair in pairs or ():
         key, sign, value = pair.partition("=")
@@ -71,7 +71,7 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
             raise ProgramError(f"expected KEY=VALUE, such as max_model_len=512, got {pair!r}", "--option")
         key = key.strip()
         if key in NOT_OPTIONS:
-            raise ProgramError(f"{key} is not an option of the engine: see {NOT_OPTIONS[key]}", "--option")
+            raise ProgramError(f"{key} is not an engine option: see {NOT_OPTIONS[key]}", "--option")
         if key in options:
             raise ProgramError(f"duplicate option {key}", "--option")
         try:
@@ -90,7 +90,7 @@ def check_engine(name: str | None, option: str = "--engine") -> None:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Raise `ProgramError` for a file that cannot be written, and create its folder."""
+    """Create a file's folder. Raise `ProgramError` if the file cannot be written."""
     from patchclamp.plots.style import check_target
 
     if path is None:
@@ -101,12 +101,12 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def flag_of(field: StudyField) -> str:
-    """The option of a study's field, such as `--site` of `sites`."""
+    """The option name of a study's field, such as `--site` for `sites`."""
     return f"--{(field.arg.option or field.name).replace('_', '-')}"
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a study from the given options; a value that needs the model is a function of (lm, study)."""
+    """Read a study's fields from the options. A value that needs the model becomes a function of (lm, study)."""
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
@@ -134,7 +134,7 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
 
 
 def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_position: bool, draws: int) -> Any:
-    """`zeros`, `bank:NAME`, or the mean or draws of the prompts in a file."""
+    """Parse a source: `zeros`, `bank:NAME`, or the mean of or draws from the prompts in a file."""
     from patchclamp.studies import MeanOf, Resampled
     from patchclamp.studies.inputs import lines_of
 
@@ -154,7 +154,7 @@ def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_po
 
 
 def read_mask(text: str) -> Any:
-    """A name in the bank, the numbers of a file, or columns, which become numbers once the model is loaded."""
+    """Parse a mask: a bank entry, an array file, or columns, which are resolved once the model is loaded."""
     from patchclamp.language.tokens import parse_index
     from patchclamp.studies.sources import columns_mask
 
@@ -173,7 +173,7 @@ def read_mask(text: str) -> Any:
 
 
 def read_array(path: Path, option: str) -> Any:
-    """Load an array that NumPy saved."""
+    """Load an array saved by NumPy."""
     import numpy as np
 
     try:
@@ -183,7 +183,7 @@ def read_array(path: Path, option: str) -> Any:
 
 
 class PairLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the file of `--pairs`, for a study of a clean and a corrupt prompt."""
+    """A line of the `--pairs` file, for a study of a clean and a corrupt prompt."""
 
     clean: Any
     corrupt: Any
@@ -193,22 +193,22 @@ class PairLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContrastLine(msgspec.Struct, forbid_unknown_fields=True):
-    """The same for a study of contrasting prompts."""
+    """A line of the `--pairs` file, for a study of contrasting prompts."""
 
     positive: Any
     negative: Any
 
 
 def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
-    """The prompt pairs of a file, one JSON object per line; without a file, check that the options give a pair."""
+    """Read prompt pairs from a file, one JSON object per line; without a file, check that the options give a pair."""
     kind = PairLine if "clean" in study.fields() else ContrastLine
     required = msgspec.structs.fields(kind)
     if file is None:
         if missing := [field.name for field in required if field.required and field.name not in given]:
-            raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", study.command)
+            raise ProgramError(f"missing option --{missing[0]}; pass it, or a file with --pairs", study.command)
         return {}
     if twice := [name for name in kind.__struct_fields__ if name in given]:
-        raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
+        raise ProgramError(f"expected {twice[0]} in the file or as --{twice[0]}, got both", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
     lines = []
@@ -219,13 +219,13 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
             except msgspec.MsgspecError as error:
                 raise ProgramError(f"line {number} of {file}: {error}", "--pairs") from None
     if not lines:
-        raise ProgramError(f"{file} has no pairs", "--pairs")
+        raise ProgramError(f"expected at least one pair, got an empty file: {file}", "--pairs")
     pairs: dict[str, Any] = {name: [getattr(line, name) for line in lines] for name in kind.__struct_fields__}
     if kind is ContrastLine:
         return pairs
     without = [of is None for of in pairs["positions"]]
     if any(without) and not all(without):
-        raise ProgramError(f"{file} has positions in some pairs only", "--pairs")
+        raise ProgramError(f"expected positions in all pairs of {file} or in none", "--pairs")
     if all(without):
         del pairs["positions"]
     elif study.command == "sweep":
@@ -234,7 +234,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """The columns of a file of pairs, as `PatchSweep` takes them: one list per label."""
+    """The positions of a file of pairs in the form of `PatchSweep`: one list per label."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:
@@ -246,7 +246,7 @@ def by_label(positions: list[Any]) -> dict[str, list[Any]]:
 
 
 def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
-    """Raise errors of the study that can be found before a model is loaded."""
+    """Raise the study's errors that can be detected before a model is loaded."""
     from patchclamp.language import Op, Site
     from patchclamp.language.site import At, parse_site
     from patchclamp.language.tokens import parse_tokens
@@ -273,14 +273,14 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)
         if steer["scales"] and steer["prompts"] is None:
-            raise ProgramError("expected --prompts, which are steered", "--scales")
+            raise ProgramError("expected --prompts, the prompts to steer", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
-            raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
+            raise ProgramError("nothing to plot: expected held-out prompts or --prompts", "held_out")
 
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """The `LM` of exact patches: the same one, another engine's with the options, or a server's."""
+    """The `LM` for exact patches: the same one, one on another engine with these options, or a server."""
     if on is None:
         yield lm
     elif "://" in on:
@@ -296,8 +296,7 @@ def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iter
 
 @contextmanager
 def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool = True) -> Iterator[LM]:
-    """An `LM`, loaded under a spinner and closed at the end. vLLM logs only errors, unless the environment says
-    otherwise."""
+    """Load an `LM` under a spinner, and close it at the end. By default vLLM logs only errors."""
     with quietly(), ERR.status(f"loading {model} …"):
         from patchclamp.proving import ProvedLM
 
@@ -414,9 +413,9 @@ def export(
         help="A text on which the effect is measured; repeatable. Random tokens by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the written weights; the checkpoint's by default.")] = None,
 ) -> None:  # fmt: skip
-    """Write a checkpoint with the effect of a program in its weights, checked against the program, with a model card.
+    """Write a checkpoint with a program's effect folded into the weights, checked against it, with a model card.
 
-    Linear edits on all tokens at attn_out and mlp_out, and ablations of the whole stream; the rest is refused.
+    Supports linear edits on all tokens at attn_out and mlp_out, and ablations of the whole stream.
     """
     from patchclamp.exporting import export as write
     from patchclamp.store.named import NamedBank
@@ -453,7 +452,7 @@ def run(
     from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
-        raise ProgramError("expected a file for what is captured", "--out")
+        raise ProgramError("expected a file for the captured rows", "--out")
     if out is not None and not capture:
         raise ProgramError("expected a site to capture", "--capture")
     check_file(out, "--out")
@@ -543,7 +542,7 @@ def harvest(
     dtype: Dtype = None,
     option: Options = None,
 ) -> None:  # fmt: skip
-    """Store activations of a data set on disk, shuffled. Run it again to continue after a stop."""
+    """Store activations of a data set on disk, shuffled. Run it again to resume after a stop."""
     from patchclamp.language.values import as_dtype
     from patchclamp.studies import Filters
     from patchclamp.studies import harvest as run_harvest
@@ -596,7 +595,7 @@ def read_shard(text: str) -> tuple[int, int]:
     """Parse I/N."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
-        raise ProgramError(f"expected I/N, machine I of N from 0, such as 0/4, got {text!r}", "--shard")
+        raise ProgramError(f"expected I/N (machine I of N, from 0), such as 0/4, got {text!r}", "--shard")
     return int(numbers[1]), int(numbers[2])
 
 
@@ -615,7 +614,7 @@ def parity(
 ) -> None:
     """Capture every site of every layer on vLLM and on Transformers, edit at each, and show the differences.
 
-    Options are vLLM's. The exit status is 1 if something is out of tolerance.
+    Options are those of vLLM. The exit status is 1 if any difference is out of tolerance.
     """
     from patchclamp.cli import show
     from patchclamp.studies import parity as compare
@@ -637,7 +636,7 @@ def parity(
 
 
 def serve(model: Model, context: typer.Context) -> None:
-    """Start vLLM's OpenAI server with patchclamp on. Every option of `vllm serve` is passed on.
+    """Start vLLM's OpenAI server with patchclamp enabled. All `vllm serve` options are passed through.
 
     Ordinary clients see no difference; others add a `patchclamp` object to their requests.
     """
@@ -668,7 +667,7 @@ def sites(
     """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves what it must, sums hold.
 
     The exit status is 1 if a proof of a site in the model's table fails. Sites of a model without a table are withdrawn
-    if they are not certain.
+    if they cannot be proved.
     """
     from patchclamp.cli import show
     from patchclamp.proving import prove

@@ -98,7 +98,7 @@ def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
 
 
 def _head(console: Console, picture: Picture, *texts: str) -> None:
-    """Print the title and the provenance of a picture, and sentences below them."""
+    """Print a plot's title and provenance, and sentences below them."""
     console.print()
     console.print(Text(picture.title, style="bold"), soft_wrap=True)
     console.print(Text(picture.provenance, style="dim"), soft_wrap=True)
@@ -111,7 +111,7 @@ _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
 def show_prompts(console: Console, heatmap: Heatmap) -> None:
-    """Print the prompts with the tokens in which they differ."""
+    """Print the prompts, with the tokens that differ underlined."""
     for strip in heatmap.strips:
         line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
         for token, mark in zip(strip.tokens, strip.marks, strict=True):
@@ -149,7 +149,7 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
 
 
 def show_curves(console: Console, curves: Curves) -> None:
-    """Print the middle of every line at every number of the shared axis."""
+    """Print each line's value at every x of the shared axis."""
     lines = [line for chart in curves.charts if not chart.x_label for line in chart.lines]
     table = _table(curves.x_label, *(line.label for line in lines))
     for x in curves.numbers:
@@ -279,7 +279,7 @@ def shape(proof: Proof) -> str:
 
 
 def module(lm: LM, name: str) -> str:
-    """The module at whose border this engine reads and writes a site: `model.layers.{l}.mlp, output`."""
+    """The module and its end where this engine reads and writes a site: `model.layers.{l}.mlp, output`."""
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
@@ -322,7 +322,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """The layer of a place, `5` of "z[5]"; a dash for a site without layers."""
+    """A place's layer, `5` for "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 
@@ -334,7 +334,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bo
 
 
 def findings(console: Console, report: Report) -> None:
-    """Print one table per part, with advice on everything that is not in order."""
+    """Print one table per part, with advice on every problem."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
         table = _table("mark", "finding", "detail", header=False)

@@ -1,4 +1,4 @@
-"""The command line: a command for every study, made from its fields, and the other commands, with errors on one line.
+"""The command line: a command for every study, generated from its fields, and the others, with one-line errors.
 
 An option is a field: its name, its docstring as the help text, and its `Arg`, which parses the text.
 """
@@ -109,12 +109,12 @@ POSITIONS_HELP = "Columns of the grid: selections such as -1 or span('Rome'); al
 
 
 def _help(text: str, fields: dict[str, StudyField]) -> str:
-    """A docstring as help: names of fields become options."""
+    """Convert a docstring to help text: field names become options."""
     return re.sub("`([^`]*)`", lambda found: flag_of(fields[found[1]]) if found[1] in fields else found[1], text)
 
 
 def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
-    """A field as an option: repeatable, a number, a flag, or text."""
+    """Make a field's option: repeatable, a number, a flag, or text."""
     from patchclamp.studies.study import REQUIRED
 
     arg, flag = field.arg, flag_of(field)
@@ -138,7 +138,7 @@ def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
 
 
 def command_of(name: str) -> Callable[..., None]:
-    """The function of a study's command, with the signature that typer reads."""
+    """Make the function of a study's command, with the signature that typer reads."""
     study = studies_by_command()[name]
     groups = options_of(study)
 
@@ -163,7 +163,7 @@ def command_of(name: str) -> Callable[..., None]:
 
 
 def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
-    """The error with the option as its path instead of the field: `--site[0]` for `sites[0]`."""
+    """The error with its path rewritten from field to option: `--site[0]` for `sites[0]`."""
     name = re.match(r"\w*", error.path or "")[0]  # pyright: ignore[reportOptionalSubscript]
     field = study.fields().get(name)
     if field is None or field.arg.parse is None:
@@ -199,7 +199,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
     asked: Any = config
-    if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
+    if steered is not None and not getattr(config, "held_out", 0):  # only the curve uses the answer
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (
@@ -235,7 +235,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
 
 
 class Commands(TyperGroup):
-    """The command group. Makes commands of studies on demand, and prints errors on one line, with exit status 2."""
+    """The command group: makes study commands on demand, prints errors on one line, and exits with status 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted({*super().list_commands(ctx), *studies_by_command()})

@@ -1,5 +1,5 @@
 """Plots of results. A `Heatmap`, a `TokenGrid`, `AttentionMaps`, `Curves` or a `Scatter` holds the numbers; matplotlib
-draws it into files and plotly makes it interactive. Plots do not depend on the study that they came from."""
+draws it into files and plotly makes it interactive. Plots do not depend on the study they come from."""
 
 from patchclamp.plots.attention_view import AttentionMaps
 from patchclamp.plots.curves import Chart, Curve, Curves

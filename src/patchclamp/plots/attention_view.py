@@ -1,5 +1,5 @@
-"""`AttentionMaps`: heatmaps from token to token in a grid, and the prompt's text, where pointing at a token shows what
-it attends to.
+"""`AttentionMaps`: a grid of token-to-token heatmaps, and the prompt's text, where hovering over a token shows what it
+attends to.
 
 G maps · Q queries · K keys, which are the tokens of the text
 """
@@ -30,7 +30,7 @@ LONGEST_LABEL = 14  # characters
 class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """`maps` [G, Q, K] with their `names`, from tokens at the positions `queries` to all `tokens`.
 
-    signed: values around 0, in two colours; otherwise they start at 0
+    signed: values on both sides of 0, in two colours; otherwise they start at 0
     """
 
     title: str
@@ -44,19 +44,19 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def _scale(self) -> tuple[tuple[str, ...], float, float]:
-        """The colours, and the ends of their scale."""
+        """The colours, and the limits of their scale."""
         high = float(np.abs(self.maps).max(initial=0.0)) or 1.0
         return (DIVERGING, -high, high) if self.signed else (SEQUENTIAL, 0.0, high)
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """Panels, and columns and rows of them: few empty places, then about 3 to 2."""
+        """The number of panels, columns and rows: fewest empty cells, then closest to 3:2."""
         count = min(len(self.names), MAX_PANELS)
         across = min(range(min(count, 3), 9), key=lambda n: (-count % n, abs(n - math.sqrt(1.5 * count))))
         return count, across, math.ceil(count / across)
 
     def draw(self) -> Figure:
-        """The heatmaps; the first query is at the top. A single one names its tokens, several their positions."""
+        """The heatmaps, first query at the top. A single map is labelled with tokens, several with positions."""
         (count, across, down), (colours, low, high) = self._grid, self._scale
         keys = [shorten(visible(token), LONGEST_LABEL) for token in self.tokens]
         width, height = 1.7, max(1.7 * len(self.queries) / len(keys), 0.5)
@@ -112,8 +112,8 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         yield "Values", f"<p>{escape(self.explained)}</p>"
 
     def text(self) -> str:
-        """The text as HTML, with a list of the maps. Pointing at a token shows its row or column of the chosen map; a
-        click keeps it."""
+        """The text as HTML, with a list of the maps. Hovering over a token shows its row or column of the chosen map; a
+        click pins it."""
         scales = np.abs(self.maps).max((1, 2), initial=0.0)
         levels = np.round(self.maps / np.where(scales > 0, scales, 1.0)[:, None, None] * 32767).astype("<i2")
         shape = json.dumps({"queries": self.queries, "scales": scales.tolist()})
@@ -132,7 +132,7 @@ _STYLE = f"""
 .pc-attention span {{ border-radius: 3px; padding: 2px 3px; cursor: pointer; white-space: pre; }}
 .pc-attention .at {{ outline: 2px solid {MUTED}; }}
 """
-# a notebook has several views in one document: each script starts those that have not been started
+# a notebook has several views in one document: each script starts those not yet started
 _SCRIPT = """
 for (const view of document.querySelectorAll(".pc-attention:not([data-ready])")) {
   view.dataset.ready = "1";

@@ -1,6 +1,6 @@
 """`Curves`: lines over one quantity, each with its spread, in one or more charts.
 
-A logarithmic axis may include 0, at the left and apart from the rest. A line has N points.
+A logarithmic axis may include 0, set apart at the left. A line has N points.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise ProgramError("expected low and high, got one of them", self.label)
+            raise ProgramError("expected both low and high, got only one", self.label)
         shapes = {np.shape(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(shapes) > 1 or np.ndim(self.x) != 1 or not np.size(self.x):
-            raise ProgramError(f"expected x, y, low and high of one length above 0, got {sorted(shapes)}", self.label)
+            raise ProgramError(f"expected 1-D x, y, low, high of equal length > 0, got {sorted(shapes)}", self.label)
         if not np.all(np.diff(self.x) > 0):
             raise ProgramError("expected ascending x", self.label)
 
@@ -70,8 +70,8 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines with one vertical axis. `y_range`: its ends, by default those of the lines; `note`: the method behind lines
-    and spread; `level`: a value to mark with a dashed line; `x_label`: of a linear horizontal axis of its own."""
+    """Lines with one vertical axis. `y_range`: its limits, by default those of the lines; `note`: the method behind
+    lines and spread; `level`: a value to mark with a dashed line; `x_label`: of a linear horizontal axis of its own."""
 
     title: str
     y_label: str
@@ -85,7 +85,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def span(self) -> tuple[float, float]:
-        """The ends of the vertical axis, with a margin around the lines."""
+        """The limits of the vertical axis, with a margin around the lines."""
         if self.y_range is not None:
             return self.y_range
         sides = [side for line in self.lines for side in (line.y, line.low, line.high) if side is not None]
@@ -115,7 +115,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         if not self.charts or not all(chart.lines for chart in self.charts):
             raise ProgramError("expected at least one chart, with at least one line each", "charts")
         if self.x_log and self.numbers and self.numbers[0] < 0:
-            raise ProgramError(f"expected no number below 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
+            raise ProgramError(f"expected x of at least 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
 
     @property
     def numbers(self) -> list[float]:
@@ -148,7 +148,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Coordinates and labels of the horizontal axis: all numbers, or round ones if they are many or long."""
+        """Coordinates and labels of the horizontal axis: all numbers, or round ones for many or long numbers."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
@@ -265,6 +265,6 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
+    """The smallest 1, 2 or 5 times a power of ten that is at least `least`."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)

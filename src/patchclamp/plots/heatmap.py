@@ -1,7 +1,7 @@
 """`Heatmap`: a grid of metric values over a baseline run, from any study, as a picture and as a page.
 
-White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots, or grey numbers, mark
-effects within the noise floor, an outline the best cell, and hatching cells that were not run.
+White is no effect; blue is towards the clean run's value, orange towards the corrupt one's. Dots, or grey numbers, mark
+effects within the noise floor; an outline marks the best cell, and hatching cells that were not run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are drawn
+EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are plotted
 BEST = 10  # cells in a page's table and with drawn intervals
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches
@@ -35,7 +35,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
     """One part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
     coarse: [R, P], values of blocks of cells, shown paler if a cell has no value of its own
-    details: more numbers of each cell, by name: [R, P] each
+    details: further values of each cell, by name: [R, P] each
     part_of: for a panel whose columns are heads or other parts of a site: the site, and its cells' label
     """
 
@@ -67,7 +67,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
 
 
 class HeatmapColumn(msgspec.Struct, frozen=True):
-    """A column of every panel: its label, and its positions in both prompts."""
+    """A column shared by all panels: its label, and its positions in both prompts."""
 
     label: str
     clean: tuple[int, ...]
@@ -75,7 +75,7 @@ class HeatmapColumn(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> str:
-        """`3 → 4`, the clean and the corrupt positions; for a single prompt, its own."""
+        """`3 → 4`, the clean and corrupt positions; one of them for a single prompt."""
         return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
 
 
@@ -186,7 +186,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def clipped(self) -> tuple[bool, bool]:
-        """True for the low and the high end of the colour scale if cells lie beyond it, and have its colour."""
+        """(low, high): True if cells lie beyond that end of the colour scale and are clipped to its colour."""
         scale, shown = self.scale, np.concatenate([panel.shown for panel in self.panels])
         slack = max(self.noise_floor, 1e-3 * scale.half)
         return bool((shown < scale.low - slack).any()), bool((shown > scale.high + slack).any())
@@ -233,7 +233,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return f"noise floor {number(self.noise_floor)}: smaller effects mean nothing"
 
     def effect(self, value: float) -> float:
-        """The difference of a value from the baseline."""
+        """The difference between a value and the baseline."""
         return value - self.baseline.value
 
     def faint(self, values: np.ndarray) -> np.ndarray:
@@ -241,7 +241,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """The share of the distance from the baseline to the goal; None if that is 0, or there is no goal."""
+        """A value's fraction of the way from the baseline to the goal; None without a goal, or if both are equal."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 

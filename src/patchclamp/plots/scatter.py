@@ -1,4 +1,4 @@
-"""`Scatter`: trials as points, with those that no other beats joined to a front.
+"""`Scatter`: trials as points, with those that no other dominates joined into a front.
 
 N points
 """
@@ -25,9 +25,9 @@ SIZE = (6.4, 4.2)  # inches
 class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """`points` [N, 2] of x and y, NaN for those left out, each with a label.
 
-    front: points on the front, by x · is_line: True to join them
+    front: indices of the points on the front, ordered by x · is_line: True to join them
     reference: the point (x, y) to compare with, or a level of y if x is None
-    table: the heads and rows of the page's table
+    table: the header and rows of the page's table
     """
 
     title: str
@@ -67,7 +67,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The same, with the label of each point on hover."""
+        """The same as a plotly figure, with the label of each point on hover."""
         graphs = style.need("plotly.graph_objects")
         figure, at, hover = graphs.Figure(), list(self.front), [style.html_text(label) for label in self.labels]
 

@@ -56,13 +56,12 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """A token as a label: line breaks and spaces at its ends are visible, and no character is invisible or changes
-    direction."""
+    """A token as a label: line breaks, outer spaces, invisible and direction-changing characters become visible."""
     return re.sub(r"^ | $| (?= )|(?<= ) ", "␣", plain(token)) or "∅"
 
 
 def plain(text: str) -> str:
-    """Like `visible`, with spaces left as they are, for running text."""
+    """Like `visible`, but with spaces unchanged, for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -72,7 +71,7 @@ def _visible(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, with an ellipsis if text was cut."""
+    """Truncate text to `limit` characters, with an ellipsis if it was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -81,7 +80,7 @@ def quoted(token: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number with two decimals, two significant digits if it is small, a power of ten if it is tiny."""
+    """Format a number: two decimals, two significant digits if it is small, a power of ten if it is tiny."""
     size = abs(value)
     if 0 < size < 1e-3:
         digits, power = f"{value:.1e}".split("e")
@@ -99,7 +98,7 @@ def percent(part: float | None) -> str:
 
 
 def tick(value: float) -> str:
-    """A number on an axis, with four significant digits."""
+    """Format a number for an axis, with four significant digits."""
     text = f"{value:.4g}"
     return number(value) if "e" in text else text.replace("-", "−")
 
@@ -125,7 +124,7 @@ def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise PatchclampError(f"pictures need {module.partition('.')[0]}: pip install {package}") from None
+        raise PatchclampError(f"plots require {module.partition('.')[0]}: pip install {package}") from None
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
@@ -154,7 +153,7 @@ def check_targets(png: str | Path | None = None, html: str | Path | None = None)
 
 
 def check_target(path: Path, option: str | None = None) -> Path:
-    """The path of a file to write, whose folder is created. Raises `ProgramError` for a folder."""
+    """Return the path of a file to write, and create its folder. Raises `ProgramError` for a folder."""
     if path.is_dir():
         raise ProgramError("expected a file, got a folder", option or str(path))
     try:
@@ -164,7 +163,7 @@ def check_target(path: Path, option: str | None = None) -> Path:
     return path
 
 
-MAX_PIXELS = 65_000  # of a side, which matplotlib limits to 2¹⁶
+MAX_PIXELS = 65_000  # per side; matplotlib allows at most 2¹⁶
 
 
 @contextmanager
@@ -291,7 +290,7 @@ def new_figure(title: str, notes: Iterable[str], width: float, height: float) ->
 
 
 def _wrapped(paragraphs: Iterable[str], width: float, **how: Any) -> list[str]:
-    """Lines of at most `width` inches."""
+    """Wrap text into lines of at most `width` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -354,14 +353,14 @@ def _as_text(figure: Figure) -> None:
     from matplotlib.text import Text
 
     for axes in figure.axes:
-        _ = axes.get_xticklabels(), axes.get_yticklabels()  # creates them
+        _ = axes.get_xticklabels(), axes.get_yticklabels()  # creates the tick labels
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # pyright: ignore[reportAttributeAccessIssue]
         text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def colour_map(colours: Iterable[str], missing: str) -> Any:
-    """Colours as matplotlib takes them, evenly spaced, and the colour of cells without a value."""
+    """A matplotlib colormap of evenly spaced colours, with the colour of cells without a value."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("patchclamp", list(colours)).with_extremes(bad=missing)
@@ -384,7 +383,7 @@ def html_text(text: str) -> str:
 
 def add_cells(figure: Interactive, values: Any, hover: list[list[str]], labels: Sequence[Sequence[str]],
               names: Sequence[str | None], at: dict[str, Any], **how: Any) -> None:  # fmt: skip
-    """Add a panel of cells with a hover text each. `labels`: of the columns and of the rows; `names`: of both axes."""
+    """Add a panel of cells, each with hover text. `labels`: of the columns and rows; `names`: of both axes."""
     figure.add_trace(need("plotly.graph_objects").Heatmap(
         z=values, xgap=1, ygap=1, customdata=hover, hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
         **how,

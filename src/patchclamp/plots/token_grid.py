@@ -1,4 +1,4 @@
-"""`TokenGrid`: panels of cells with a colour and a text each: predictions of layers, or contributions of heads.
+"""`TokenGrid`: panels of cells, each with a colour and a text: predictions of layers, or contributions of heads.
 
 R rows, the first at the bottom · C columns
 """
@@ -45,7 +45,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     name: of the values · row_name, column_name: of the axes
     centre: the value in white between two colours; None for a scale of one hue, dark at its `strong` end
-    reaches: the ends of the scale; None uses those of the values
+    reaches: the limits of the scale; None uses those of the values
     outlined: (row, column) of cells with a frame
     """
 
@@ -64,7 +64,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def shades(self) -> Shades:
-        """The colour scale, which extends equally far to both sides of a centre."""
+        """The colour scale, symmetric around its centre if it has one."""
         seen = self.values[np.isfinite(self.values)]
         least, most = (float(seen.min()), float(seen.max())) if seen.size else (0.0, 1.0)
         if self.centre is not None:
@@ -76,7 +76,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def longest_text(self) -> int:
-        """The longest text of a cell, in characters; one or two columns have room for sentences."""
+        """The maximum length of a cell's text, in characters; one or two columns have room for sentences."""
         return LONGEST_TEXT if len(self.columns) > 2 else 4 * LONGEST_TEXT
 
     @property
@@ -104,7 +104,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def lines(self) -> list[list[GridPanel]]:
-        """The panels one below the other, or side by side if they have the same rows and fit."""
+        """The panels stacked, or side by side if they have the same rows and fit."""
         lines: list[list[GridPanel]] = []
         for panel in self.panels:
             width = _width(panel)
@@ -115,7 +115,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return lines
 
     def draw(self) -> Figure:
-        """The panels with a text in every cell that has room."""
+        """The panels, with text in every cell that has room."""
         lines = self.lines
         heights = [max(len(panel.rows) * panel.cell[1] for panel in line) + 1.1 for line in lines]
         width = max(6.4, *(sum(map(_width, line)) for line in lines))
@@ -134,7 +134,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The panels with the notes of every cell on hover."""
+        """The panels, with each cell's notes on hover."""
         subplots = style.need("plotly.subplots")
         lines = self.lines
         across = max(map(len, lines))

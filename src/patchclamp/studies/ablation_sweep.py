@@ -1,11 +1,11 @@
 """The ablation sweep: which parts of the model does an answer need?
 
-A prompt is run many times. Each run ablates one cell: with zeros, with the mean over some prompts, or with the row of a
-randomly drawn prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off
-distribution; a resampled row does not, but adds the noise of the draw, which `draws` averages out.
+A prompt is run many times. Each run ablates one cell: with zeros, the mean over some prompts, or the row of a randomly
+drawn prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off distribution; a
+resampled row does not, but adds the noise of the draw, which `draws` averages out.
 
 Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2; resample ablation, Chan et al. 2022, "Causal
-scrubbing" (Alignment Forum); which to take when, Heimersheim and Nanda 2024 (arXiv:2404.15255).
+scrubbing" (Alignment Forum); when to use which, Heimersheim and Nanda 2024 (arXiv:2404.15255).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AblationSweep(PromptGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
-            raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         cases = [
             GridCase(words, NO_WORDS, graded, NO_ALIGNMENT, self._columns(lm, words, i, len(prompts)))
@@ -56,7 +56,7 @@ class AblationSweep(PromptGrid):
         ]
         rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
-            raise UnsupportedSite("without logits there is no answer to grade", "sites")
+            raise UnsupportedSite("ablated logits give no answer to grade; choose other sites", "sites")
         return GridPlan(lm, self, AblationSweepResult, cases, rows, direction="noising", source=as_source(self.source),
                         seed=self.seed, verb="ablating")  # fmt: skip
 

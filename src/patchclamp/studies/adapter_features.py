@@ -1,7 +1,7 @@
 """The features of a sparse autoencoder under the base model and under a LoRA adapter, on the same prompts.
 
-A feature's mean activation is over all rows, those at which it is 0 included; its firing rate is the share of rows at
-which it is active. The SAE is the base model's, so it may miss features that the adapter adds.
+A feature's mean activation is over all rows, including those where it is 0; its firing rate is the share of rows where
+it is active. The SAE is the base model's, so it may miss features that the adapter adds.
 Source: Kissane et al. 2024, "SAEs (usually) transfer between base and chat models"; Bricken et al. 2024, "Stage-wise
 model diffing".
 
@@ -43,8 +43,8 @@ SIDES = ("base", "adapter")
 
 
 class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
-    """The features of one run: its number of rows, and of those with `kept` active features; the ids of all active
-    features, the sum of each one's values, and the number of rows at which it is active."""
+    """The features of one run: the number of rows, and of rows with `kept` active features; per active feature its id,
+    the sum of its values, and the number of rows where it is active."""
 
     rows: int
     full: int
@@ -55,8 +55,8 @@ class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`means`, `rates` [2, K]: mean activation and firing rate of each of `features` [K] over `rows` rows, under the
-    base model and under the adapter. `full` [2]: the share of rows with as many active features as were read, so that
-    smaller ones may be missing; 0 if the features were chosen.
+    base model and under the adapter. `full` [2]: the share of rows where every feature read is active, so that smaller
+    ones may be missing; 0 if the features were chosen.
     """
 
     sae: str
@@ -68,7 +68,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     full: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per feature that is active under either, those whose means differ most first: feature, mean_base,
+        """One row per feature active under either model, largest difference of means first: feature, mean_base,
         mean_adapter, mean_difference, rate_base, rate_adapter, rate_difference."""
         import pandas
 
@@ -81,7 +81,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return frame.iloc[active[order]].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
-        """Plot data: the means and the firing rates of the features that differ most, and a table of these."""
+        """Plot data: the means and firing rates of the features that differ most, also as a table."""
         frame = self.to_frame().iloc[:SHOWN]
         cut = f" {style.percent(float(self.full.max()))} of rows may have more active features than were read."
         table = [(str(one.feature), *map(style.number, (one.mean_base, one.mean_adapter)),
@@ -137,11 +137,11 @@ class AdapterFeatures(Study):
     lora: Annotated[Any, Arg(as_file)]
     """Folder of a LoRA adapter in PEFT's format."""
     at: inputs.SiteField = None
-    """Site that the SAE reads, if its file does not say it."""
+    """Site that the SAE reads, if its file does not name it."""
     features: inputs.FeatureIds = ()
     """Features to compare; all by default."""
     kept: inputs.Kept = inputs.MAX_TOP
-    """Without `features`, the number of the largest features that are read of each token; smaller ones count as 0."""
+    """Number of largest features to read per token, without `features`; smaller ones count as 0."""
     tokens: inputs.Selected = every
     """Tokens whose rows are read; all by default."""
 
@@ -162,7 +162,7 @@ class AdapterFeatures(Study):
             if ids and max(ids) >= card.features:
                 raise ProgramError(f"expected features below {card.features}, got {max(ids)}", "features")
             if ids and self.kept != inputs.MAX_TOP:
-                raise ProgramError("it is for all features: leave it out with features=", "kept")
+                raise ProgramError("kept has no effect with features=: remove one of them", "kept")
             top = None if ids else min(self.kept, card.features)
             read = Features(card.name, self.tokens, top, ids)
 
@@ -188,7 +188,7 @@ class AdapterFeatures(Study):
         for number, one in enumerate(records):
             totals[:, number % 2, one.ids.array()] += one.sums.array(), one.counts.array()
         if not (rows := sum(one.rows for one in records) // 2):
-            raise TokensError(f"{self.tokens}: no token of the prompts is selected", "tokens")
+            raise TokensError(f"{self.tokens} selects no token of any prompt", "tokens")
         chosen = np.arange(card.features) if ids is None else np.array(ids)
         means, rates = totals[:, :, chosen] / rows
         full = [sum(one.full for one in records[side::2]) / rows for side in (0, 1)]

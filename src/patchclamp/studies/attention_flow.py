@@ -1,4 +1,4 @@
-"""The flow of information through attention: rollout, through all layers, and edges, by what a head writes.
+"""The flow of information through attention: rollout through all layers, and edges weighted by what a head writes.
 
 A pattern alone overstates tokens whose values are small, such as the first. An edge from a query to a key is weighted
 by what the head writes for it, α · v W_O: by its length, or by its share of a logit.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-MAX_BYTES = 1 << 28  # of the patterns of one call, and of a result
+MAX_BYTES = 1 << 28  # of the patterns captured by one call, and of a result
 SHOWN = 12  # heads in a picture of many
 READ = ("v", "z", "attn_out")  # sites that edges are made of, beside the pattern
 
@@ -41,7 +41,7 @@ def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
     """Yield each layer with runs of the prompts that captured its patterns from `tokens`, and its sites `also`. A call
-    captures as many layers as `MAX_BYTES` hold. Runs are closed when the iterator advances past them."""
+    captures as many layers as fit in `MAX_BYTES`. Runs are closed when the iterator advances past them."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -79,7 +79,7 @@ class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionRollout(Study):
-    """Multiply the mean attention of all layers, each mixed with the stream that passes it by: 0.5 · A + 0.5 · I.
+    """Multiply the mean attention of all layers, each mixed with the residual connection: 0.5 · A + 0.5 · I.
 
     Raises: `UnsupportedSite` where patterns are not available, and the error of any run.
     """
@@ -99,7 +99,7 @@ class AttentionRollout(Study):
         with progress("rolling out", len(layers), show_progress, "layers") as advance:
             for layer, [run] in by_layer(lm, [list(words.ids)], layers, prompt):
                 mean = run.attention[f"pattern[{layer}]"].values.mean(1)
-                mean = mean / mean.sum(-1, keepdims=True)  # a sink takes a part of a row
+                mean = mean / mean.sum(-1, keepdims=True)  # an attention sink takes part of a row's weight
                 rollout = (0.5 * mean + 0.5 * identity) @ rollout
                 advance(1)
         return AttentionRolloutResult(
@@ -111,7 +111,7 @@ attention_rollout: Callable[..., AttentionRolloutResult] = AttentionRollout.shor
 
 
 class AttentionEdge(PublicStruct, frozen=True):
-    """From the token at `query` to the one at `key`, in a head, as its site `z[layer, head]`."""
+    """An edge from the token at `query` to the one at `key`, in the head with the site `z[layer, head]`."""
 
     head: str
     query: int
@@ -122,7 +122,7 @@ class AttentionEdge(PublicStruct, frozen=True):
 class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
-    `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of what the head writes for the edge, before a norm behind attention.
+    `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of what the head writes for the edge, before any post-attention norm.
     `shares` [L, H, Q, T]: what it adds directly to the logit of `answer` after the query, minus that of `foil`; [0, H,
     Q, T] without an answer. The shares of a query's keys add up to the head's part of a direct logit attribution.
     """
@@ -217,7 +217,7 @@ class AttentionEdges(Study):
         import torch
 
         if self.answer is None and self.foil is not None:
-            raise ProgramError("expected an answer to compare with", "foil")
+            raise ProgramError("foil requires answer=", "foil")
         words, layers = inputs.words_of(lm, self.prompt, "prompt"), inputs.layers_of(lm, "pattern", self.layers)
         chosen = prompt if self.answer is None else prompt[-1]
         queries = inputs.chosen_positions(lm, words, chosen if self.tokens is None else self.tokens, "tokens")
@@ -236,7 +236,7 @@ class AttentionEdges(Study):
                 pattern_QHT = torch.from_numpy(run.attention[f"pattern[{layer}]"].values)
                 gap = relative_gap(torch.einsum("qht,the->qhe", pattern_QHT, v_THE), z_THE[rows])
                 if not gap <= tolerance(lm.model.dtype):
-                    raise ModelError(f"z[{layer}] is not the sum of the values by the pattern: it is {gap:.2g} off")
+                    raise ModelError(f"z[{layer}] does not equal pattern × values (relative error {gap:.2g})")
                 writer = proved_projection(lm, "z", layer, z_THE.flatten(1), out_TD)
                 pattern_HQT = pattern_QHT.transpose(0, 1)
                 matrix_HED = writer.matrix_WD.reshape(heads, -1, writer.matrix_WD.shape[1]) * writer.factor

@@ -25,7 +25,7 @@ from patchclamp.studies.metric import ALONE, METRICS, single_token
 from patchclamp.studies.study import Provenance, Study, StudyResult, progress, provenance
 
 Verified = Literal["all", "best", "sampled"]
-STEP = 1e-3  # nats, of the differences that are a metric's derivative
+STEP = 1e-3  # nats, of the finite differences of a metric
 BEST = 20  # verified cells in the picture's table
 
 
@@ -38,14 +38,14 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     estimates: change of the corrupt run's metric if a cell had its clean value, to first order
     exact: change measured when the cell was patched; NaN if it was not
     sampled: True if a cell was verified because it was drawn at random, not because its estimate is large
-    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged from corrupt to clean; 0 is the
-    gradient of the corrupt run alone · verified_on: what ran the exact patches · noise_floor: difference of two
-    unpatched runs there
+    metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: gradients averaged
+    from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: what ran the exact patches ·
+    noise_floor: difference of two unpatched runs there
     """
 
-    kind: ClassVar[str]  # of study, in titles
+    kind: ClassVar[str]  # the kind of study, in titles
     heads: ClassVar[tuple[str, str]]  # names of the ends of a cell
-    effect: ClassVar[str]  # of the clean run on a cell
+    effect: ClassVar[str]  # the effect of the clean run on a cell
 
     metric: str
     clean_tokens: tuple[str, ...]
@@ -87,11 +87,11 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         return [self.at(n) for n in sorted(verified, key=lambda n: -towards * self.exact.flat[n])[:count]]
 
     def at(self, number: int) -> Proposed:
-        """The cell of a number."""
+        """The cell with this number."""
         raise NotImplementedError
 
     def panels(self) -> Iterator[GridPanel]:
-        """The panels of its picture."""
+        """The panels of the plot."""
         raise NotImplementedError
 
     def marks(self, exact: np.ndarray) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each value; equal values share their mean rank."""
+    """The rank of each value; ties share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((2 * last - counts - 1) / 2)[inverse]
@@ -167,7 +167,7 @@ class GradedAnswer:
         metric = metric or ("logprob" if self.foil is None else "logit_diff")
         [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
         if self.graded.top:
-            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
+            raise ProgramError("expected top=0, since the likeliest tokens have no gradient; list the metric's tokens",
                                "metric.top")  # fmt: skip
         self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
 
@@ -182,8 +182,8 @@ class GradedAnswer:
         return self.graded.value((logprobs.tolist(), {}))
 
     def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by central differences; at 0,
-        which is certainty, by one-sided ones. Steps shrink near 0, where log-odds and the like bend."""
+        """The derivative of the metric with respect to the log-probability of each token, by central differences, or
+        one-sided ones at 0 (certainty). Steps shrink near 0, where log-odds and similar metrics curve."""
         up = np.minimum(STEP, -logprobs / 16)
         down = np.where(up > 0, up, STEP)
         slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
@@ -192,8 +192,8 @@ class GradedAnswer:
                 for token in self._tokens}  # fmt: skip
 
     def gradients(self, ids: list[int], points: list[int], stream: np.ndarray | None = None) -> Gradients:
-        """Rows and gradients of the metric. One that is not linear in its log-probabilities needs them first. Raises
-        `EngineError` without gradients."""
+        """Rows and gradients of the metric. A metric that is not linear in its log-probabilities is computed first.
+        Raises `EngineError` without gradients."""
         engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
         scores = dict.fromkeys(self._tokens, 0.0)
         if not linear:
@@ -203,8 +203,8 @@ class GradedAnswer:
 
 
 class Candidates(GradedAnswer):
-    """The cells that a study estimates, and the two prompts, aligned, with the graded tokens. The number of a cell is
-    its place in the flat array of estimates.
+    """The cells that a study estimates, and the two prompts, aligned, with the graded tokens. A cell's number is its
+    index in the flat array of estimates.
 
     result: of the study · fields: of the result, beside those of `Proposal`
     ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
@@ -301,8 +301,8 @@ class GradientStudy(Study):
     """Metric: logit_diff, recovered, logprob or prob, or a Python function of log-probabilities (`Metric`, with top=0).
     By default the logit difference, or log p(answer) without a foil."""
     match: inputs.Matched = None
-    """Match of tokens that belong together although the prompts differ in length there, instead of their alignment; as
-    text, JSON with clean, corrupt and align."""
+    """Match of corresponding tokens where the prompts differ in length, instead of their alignment; as text, JSON
+    with clean, corrupt and align."""
     steps: inputs.Whole = 0
     """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
     verify: inputs.Whole = 32
@@ -319,16 +319,15 @@ class GradientStudy(Study):
         ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
         if ours != theirs:
             raise ProgramError(
-                f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would "
-                f"run on one with {theirs}", "on"
+                f"expected a model of the estimates' (layers, width, vocabulary) {ours}, got {theirs}", "on"
             )  # fmt: skip
         cells = self.candidates(lm, self)
         _, factor = cells.scale
         estimates = factor * cells.estimates(self.steps)
         if cells.graded.custom is not None and cells.ids[0] != cells.ids[1] and not np.nan_to_num(estimates).any():
             raise ProgramError(
-                f"every estimate is 0: {cells.graded.metric} does not change with the log-probabilities of these runs; "
-                "expected a smooth metric, such as a difference of log-probabilities", "metric"
+                f"every estimate is 0: {cells.graded.metric} has zero gradient in these runs; use a smooth metric, "
+                "such as a difference of log-probabilities", "metric"
             )  # fmt: skip
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]

@@ -70,7 +70,7 @@ class CausalTrace(PromptGrid):
             cases.append(GridCase(words, words, graded, inputs.align(words.ids, words.ids), tuple(columns)))
         rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
-            raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
+            raise ProgramError("restoring the logits restores the answer by construction; choose other sites", "sites")
         seeds = (tuple(range(inputs.check_whole(self.seeds, "seeds", 1, MAX_SEEDS))) if is_token_id(self.seeds)
                  else inputs.as_seeds(self.seeds, "seeds"))  # fmt: skip
         settings = {"subjects": subjects, "std": self.std, "seeds": seeds}
@@ -82,7 +82,7 @@ causal_trace: Callable[..., CausalTraceResult] = CausalTrace.short_form("causal_
 
 
 class _TracePlan(GridPlan):
-    """The runs of the corrupt side are those of the clean one with the subject noised, once for each seed."""
+    """The corrupt runs are the clean prompt with the subject noised, once per seed."""
 
     def run(self, cells: Cells, listener: GridListener | None) -> Sweep:
         subjects, std = self.settings["subjects"], self.settings["std"]
@@ -95,7 +95,7 @@ class _TracePlan(GridPlan):
         return (Noise(self.std, at="embed", tokens=tokens, seed=self.settings["seeds"][repeat]),)
 
     def _embedding_std(self) -> float:
-        """The standard deviation of all numbers in the embeddings of the subjects' tokens."""
+        """The standard deviation over all entries of the subject tokens' embeddings."""
         runs = captured_runs(self.lm, [case.clean.ids for case in self.cases], [Site("embed")])
         rows = [np.asarray(run["embed"], np.float64)[list(subject)]
                 for run, subject in zip(runs, self.settings["subjects"], strict=True)]  # fmt: skip

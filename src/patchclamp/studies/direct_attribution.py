@@ -228,7 +228,7 @@ direct_attribution: Callable[..., DirectAttributionResult] = DirectAttribution.s
 
 
 LastRows = Callable[[Site], "torch.Tensor"]
-"""Returns the rows at a site, captured at the last position of each prompt, fp32 [N, W]."""
+"""Return the rows at a site, captured at the last position of each prompt, fp32 [N, W]."""
 
 
 def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:

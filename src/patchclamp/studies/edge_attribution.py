@@ -1,10 +1,10 @@
 """Edge attribution patching: estimate the effect of every edge u → v between parts of the model, and patch the largest
-edges exactly. The effect of an edge is the change in the metric if v read u's output of the clean run.
+edges exactly. The effect of an edge is the change in the metric if v read u's output from the clean run.
 
 A receiver reads the stream through a norm of its own. To first order, the effect of an edge u → v is the difference
 (clean − corrupt) of u's output, times the gradient at the stream as v alone reads it. An exact patch of the edge gives
-v, and nothing else, the corrupt stream with u's clean output in it, through v's norm. It is one edit at `attn_in`,
-`mlp_in` or the last stream.
+v alone the corrupt stream with u's clean output in it, through v's norm. It is one edit at `attn_in`, `mlp_in` or the
+last stream.
 
 Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
 
@@ -101,7 +101,7 @@ class EdgeEnd(msgspec.Struct, frozen=True):
 
 
 class _EdgeCandidates(Candidates):
-    """A cell is a receiver with a sender."""
+    """A cell is a (receiver, sender) pair."""
 
     result = EdgeAttributionResult
     sources = 2
@@ -157,8 +157,8 @@ def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     family = lm.sites.family
     if family.afterwards:
         raise UnsupportedSite(
-            f"edges lead from what is added to the stream to what reads it, and each layer of {family.name} models "
-            f"ends with {family.afterwards}: what later layers read is not what was added"
+            f"edges are not supported for {family.name} models: each layer ends with {family.afterwards}, so later "
+            "layers do not read what earlier ones added"
         )
     mid = not family.parallel  # otherwise attention and MLP read the same stream
     senders, receivers = [EdgeEnd(Site("resid_pre", 0), 0)], []

@@ -1,4 +1,4 @@
-"""The edge sweep: along which edges of attention does an answer need information?
+"""The edge sweep: which attention edges does an answer depend on?
 
 A prompt is run many times. Each run knocks out one cell: in a window of layers, some queries do not attend to some
 keys. If the answer suffers, it needed what these layers moved from the keys to the queries.
@@ -45,7 +45,7 @@ class EdgeSweep(PromptGrid):
     command = "edge-sweep"
 
     queries: inputs.Positions = ("prompt[-1]",)
-    """Selections of the prompt whose attention is cut, each together; the last token by default."""
+    """Queries whose attention is knocked out: selections of the prompt, each as a whole; the last token by default."""
     positions: inputs.Positions = None
     """Columns of the grid: selections of keys, each knocked out together, or a mapping of labels to selections; one per
     token by default."""
@@ -58,7 +58,7 @@ class EdgeSweep(PromptGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
-            raise ProgramError("a knockout has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         columns = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
         if any(each.keys() != columns[0].keys() for each in columns):
@@ -70,7 +70,7 @@ class EdgeSweep(PromptGrid):
                          seed=self.seed, verb="knocking out")  # fmt: skip
 
     def _columns(self, lm: LM, words: Words, number: int, count: int) -> dict[tuple[int, int], Column]:
-        """The columns of a prompt, by the numbers of queries and keys; none where no query sees a key."""
+        """The columns of a prompt by (query, key) selection number, without pairs where no query sees a key."""
         keys = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, number, count,
                                  lambda label, at, _: Column(label, (), at))  # fmt: skip
         listed = list(self.queries) if isinstance(self.queries, (list, tuple)) else [self.queries]
@@ -83,7 +83,7 @@ class EdgeSweep(PromptGrid):
                     columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
         unseen = {*range(len(keys))} - {j for _, j in columns}
         if not columns or (unseen and self.positions is not None):
-            raise TokensError("expected keys that a query sees, got some that none sees", "positions")
+            raise TokensError("expected keys visible to a query, got keys after all queries", "positions")
         return columns
 
 
@@ -91,7 +91,7 @@ edge_sweep: Callable[..., EdgeSweepResult] = EdgeSweep.short_form("edge_sweep")
 
 
 class _EdgePlan(GridPlan):
-    """The queries of a cell are on the written side, its keys on the other."""
+    """A cell's queries are on the written side, its keys on the other."""
 
     def writers(self, group: Sequence[int], until: object) -> list[Callable[..., sources.CellWriter]]:
         return [lambda places: _KnockoutWriter(self.mixing, None)] * len(group)

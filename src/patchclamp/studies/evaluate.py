@@ -1,9 +1,9 @@
-"""The evaluation of variants of a model, which are programs, on questions: scores of each, and how they differ from the
-first, in one batch.
+"""Evaluate variants of a model (programs) on questions: the scores of each, and their differences from the first, in
+one batch.
 
 A choice's score is its log-probability after the prompt (teacher forcing), and the answer of a variant is the choice
-with the largest. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired: of the
-same questions, with intervals by resampling these (Efron and Tibshirani 1993, chapter 13).
+with the largest. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired by
+question, with bootstrap intervals over questions (Efron and Tibshirani 1993, chapter 13).
 
 M metrics · V variants · N samples
 """
@@ -37,7 +37,7 @@ LEVEL = 95  # percent, of the intervals
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question. answer: the number of the right choice, or its text; without choices the only text that is scored."""
+    """A question. answer: the number of the correct choice, or its text; without choices, the only text scored."""
 
     prompt: str
     answer: int | str
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def right(self) -> int:
-        """The number of the right text."""
+        """The number of the correct text."""
         return self.answer if isinstance(self.answer, int) else self.texts.index(self.answer)
 
 
@@ -79,7 +79,7 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
             raise ProgramError(f"expected an answer among the choices, got {sample.answer!r}", f"{path}[{i}].answer")
         if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
             raise ProgramError(
-                f"expected the number of one of {len(sample.choices)} choices, got {sample.answer}",
+                f"choice {sample.answer} is out of range for {len(sample.choices)} choices",
                 f"{path}[{i}].answer",
             )
         found.append(sample)
@@ -99,8 +99,8 @@ def _variants(value: Any, path: str) -> dict[str, Program]:
 
 
 class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`values` [M, V, N]: the score of each sample: `acc` (1 if the likeliest choice is right), `acc_norm` (the same,
-    with log-probabilities divided by the choices' lengths in characters), `logprob` (of the right choice, in nats).
+    """`values` [M, V, N]: the score of each sample: `acc` (1 if the likeliest choice is correct), `acc_norm` (the same,
+    with log-probabilities divided by the choices' lengths in characters), `logprob` (of the correct choice, in nats).
     `intervals` [M, V, 2]: 95 % intervals of the mean difference from the first variant."""
 
     metrics: tuple[str, ...]
@@ -152,13 +152,13 @@ class Evaluate(Study):
     not_served = "its programs are the caller's; run it with pc.LM of the server's URL"
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
-    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the right choice's number or text.
-    Without choices the answer's log-probability alone is measured."""
+    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's number or
+    text. Without choices, only the answer's log-probability is measured."""
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
-    """Programs: a list, or a mapping by name, None for the unedited model. The first is compared with. On the command
-    line JSON, a .json file, or [] for the unedited model."""
+    """Programs: a list, or a mapping by name, None for the unedited model. The others are compared with the first. On
+    the command line, JSON, a .json file, or [] for the unedited model."""
     seed: inputs.Whole = 0
-    """Seed of the resampled samples."""
+    """Seed of the bootstrap over samples."""
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,
@@ -192,12 +192,12 @@ class Evaluate(Study):
 
 
 def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of a prompt and of what follows it, tokenised together; spaces between them belong to the latter."""
+    """The tokens of a prompt and of its continuation, tokenised together; spaces between them belong to the latter."""
     before = prompt.rstrip()
     count = len(lm.tokenizer.encode(before))
     ids = lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
-        raise TokensError(f"expected tokens before and in {text!r}, got {count} and {len(ids) - count}")
+        raise TokensError(f"expected at least one token before and in {text!r}, got {count} and {len(ids) - count}")
     return tuple(ids[:count]), tuple(ids[count:])
 
 

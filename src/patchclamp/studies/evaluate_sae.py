@@ -1,5 +1,5 @@
-"""The evaluation of a sparse autoencoder on a data set: how much of the model's loss its reconstructions keep, and how
-sparse its features are.
+"""Evaluate a sparse autoencoder on a data set: how much of the model's loss its reconstructions recover, and how sparse
+its features are.
 
     loss recovered = (CE of the ablated model − CE with the SAE) / (CE of the ablated model − CE of the model)
 
@@ -55,7 +55,7 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
     @property
     def totals(self) -> dict[str, float]:
         """The measures over all tokens of all prompts: `loss`, `loss_sae`, `loss_ablated`, `loss_recovered`, `l0`,
-        `explained` (the fraction of variance) and `dead` (the fraction of features that are active nowhere)."""
+        `explained` (the fraction of variance) and `dead` (the fraction of features that are never active)."""
         loss, with_sae, ablated = np.average(self.losses, axis=0, weights=self.predicted).tolist()
         return {
             "loss": loss, "loss_sae": with_sae, "loss_ablated": ablated,
@@ -116,9 +116,9 @@ class EvaluateSAE(Study):
     prompts: inputs.PromptFile
     """The data set: texts or token ids, of at least two tokens each."""
     at: inputs.SiteField = None
-    """Site that the SAE reads, if its file does not say it."""
+    """Site that the SAE reads, if its file does not name it."""
     ablation: Literal["zeros", "mean"] = "zeros"
-    """Rows that the loss is compared with: zeros, or the mean row of the data set."""
+    """Ablation that the loss is compared with: zeros, or the mean row of the data set."""
     tokens: inputs.Selected = every
     """Tokens whose rows are encoded, replaced and ablated; all by default. The loss is that of all tokens but the
     first."""

@@ -1,9 +1,9 @@
 """Feature attribution: which features of a sparse autoencoder does an answer need?
 
-A prompt's active features are ablated one by one: each becomes 0, and what the SAE does not reconstruct stays. The
+A prompt's active features are ablated one by one: each becomes 0, and the SAE's reconstruction error is kept. The
 effect is the metric of the unedited run minus that of the ablated one. To first order it is f · (∂m/∂h · d), for a
-feature with value f and decoder row d, so that one gradient estimates all effects. The largest are verified exactly.
-The faithfulness of n features is the share of the metric that they keep when all other active features are ablated.
+feature with value f and decoder row d, so one gradient estimates all effects. The largest are verified exactly. The
+faithfulness of n features is the share of the metric that they keep when all other active features are ablated.
 
 Source: Marks et al. 2024, "Sparse feature circuits" (arXiv:2403.19647), with ablation to 0; Nanda 2023, "Attribution
 patching: activation patching at industrial scale".
@@ -40,7 +40,7 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
     largest value there. `estimates`, `exact` [C]: the effect of the feature on the metric, from the gradient and from
     an ablation; NaN if not computed. `active` [N, 2], `active_values` [N]: position and feature of active features.
 
-    kept [K]: the metric when only the `sizes` [K] best cells are left, by the estimates if there are some
+    kept [K]: the metric when only the `sizes` [K] best cells are kept, by the estimates if there are any
     clean: of the unedited run · noise_floor: difference of two unedited runs · verified_on: what ran the ablations
     """
 
@@ -64,11 +64,11 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
 
     @property
     def faithfulness(self) -> np.ndarray:
-        """The share of the metric that the best cells keep [K]: 0 for none of them, 1 for the unedited run."""
+        """The share of the metric that the best cells preserve [K]: 0 without any, 1 for the unedited run."""
         return (self.kept - self.kept[0]) / (self.clean - self.kept[0])
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell, those with the largest effects first: feature, position, value, estimate, exact effect."""
+        """One row per cell, largest effects first: feature, position, value, estimate, exact effect."""
         import pandas
 
         frame = pandas.DataFrame({"feature": self.features, "position": self.positions, "value": self.values,
@@ -133,7 +133,7 @@ class FeatureAttribution(Study):
     """Metric: logit_diff, logprob or prob, or a Python function of log-probabilities. By default the logit difference,
     or log p(answer) without a foil."""
     at: inputs.SiteField = None
-    """Site that the SAE reads, if its file does not say it."""
+    """Site that the SAE reads, if its file does not name it."""
     tokens: inputs.Selected = every
     """Tokens of the prompt whose features are ablated; all by default."""
     by_token: inputs.Flag = False
@@ -148,13 +148,13 @@ class FeatureAttribution(Study):
     ) -> FeatureAttributionResult:
         if self.estimate and not lm.engine.has_gradients:
             raise UnsupportedStudy(
-                f"the {lm.model.engine} engine computes no gradients: set estimate=False, which ablates all features, "
-                "or pass this LM as on= beside an LM of engine='transformers'", "estimate"
+                f"the {lm.model.engine} engine computes no gradients: set estimate=False to ablate all features, or "
+                "run on an LM with engine='transformers' and pass this one as on=", "estimate"
             )  # fmt: skip
         serving = on or lm
         metric = GradedAnswer(lm, self.answer, self.foil, self.metric)
         if metric.graded.metric == "recovered":
-            raise ProgramError("expected logit_diff, logprob or prob: there is no other prompt to recover", "metric")
+            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
         words = inputs.words_of(lm, self.prompt, "prompt")
         ids, chosen = list(words.ids), inputs.chosen_positions(lm, words, self.tokens, "tokens")
         with inputs.attached(serving, self.sae, self.at) as (sae, where):
@@ -217,7 +217,7 @@ feature_attribution: Callable[..., FeatureAttributionResult] = FeatureAttributio
 
 
 def _ablation(name: str, cells: Sequence[Cell]) -> list[Op]:
-    """The edits that ablate some cells, one for each set of positions, because an edit reads the values before it."""
+    """The edits that ablate some cells: one per set of positions, because an edit reads the values before it."""
     by_positions: dict[tuple[int, ...], list[int]] = {}
     for feature, positions in cells:
         by_positions.setdefault(positions, []).append(feature)

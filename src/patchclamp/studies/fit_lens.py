@@ -64,7 +64,7 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def translators(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """(A, b) by layer, as `pc.Lens` and `logit_lens` take them; both take this result, or its file, too."""
+        """(A, b) by layer, as `pc.Lens` and `logit_lens` take them; both also accept this result or its file."""
         return {layer: (self.matrix[i], self.bias[i]) for i, layer in enumerate(self.layers)}
 
     def to_frame(self) -> pandas.DataFrame:
@@ -108,12 +108,12 @@ def _share(share: Any, path: str) -> float:
 
 
 class FitLens(Study):
-    """Fit a tuned lens or a Jacobian lens on prompts, and measure it on prompts that it was not fitted on.
+    """Fit a tuned lens or a Jacobian lens on prompts, and measure it on held-out prompts.
 
-    A tuned lens needs rows alone, which any engine has; each step captures those of some prompts. A Jacobian lens needs
-    `engine="transformers"`, and D backward passes for each prompt, in batches. Its Jacobian is of the sum of the last
-    stream over the tokens, with respect to a token's row, averaged over the tokens, then over the prompts: a row's
-    effect on later tokens counts. The last layer of resid_post is not translated.
+    A tuned lens needs only rows, which any engine provides; each step captures those of some prompts. A Jacobian lens
+    needs `engine="transformers"`, and D backward passes for each prompt, in batches. Its Jacobian is that of the last
+    stream, summed over tokens, with respect to one token's row, averaged over tokens and then prompts: effects on later
+    tokens count. The last layer of resid_post is not translated.
 
     Raises: `EngineError` for a Jacobian lens on another engine, `ModelError` if the model's norm and unembedding do not
     reproduce its logits, and the error of any run.
@@ -133,17 +133,17 @@ class FitLens(Study):
     tokens: inputs.Selected = prompt
     """Tokens of each prompt; the authors of the Jacobian lens leave out the first 16 and the last."""
     chat: inputs.Flag = False
-    """Ask each prompt as the user's turn of a chat."""
+    """Send each prompt as the user turn of a chat."""
     held_out: Annotated[float, Arg(_share, float)] = 0.2
     """Share of the prompts on which the lens is measured; at least one prompt."""
     steps: Annotated[int, Arg(_steps, int)] = 250
     """Training steps of a tuned lens (Adam; the learning rate falls to 0)."""
     step_prompts: inputs.Positive = 16
-    """Prompts of each step."""
+    """Prompts per step."""
     learning_rate: Annotated[float, Arg(inputs.as_positive, float)] = 1e-3
     """Learning rate."""
     seed: inputs.Whole = 0
-    """Seed that draws the held-out prompts and the order of the others."""
+    """Seed of the held-out split and of the order of the other prompts."""
 
     def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> FitLensResult:
         site = checked_site(lm, self.site).name
@@ -223,7 +223,7 @@ class _Fit:
     def measured(
         self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
     ) -> tuple[np.ndarray, int]:
-        """`MEASURED` [4, L] of other prompts, and the number of their rows."""
+        """`MEASURED` [4, L] on held-out prompts, and the number of their rows."""
         import torch
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
@@ -262,7 +262,7 @@ class _Fit:
         return self._unembedding(rows_ND).log_softmax(-1)
 
     def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
-        """The prompts of each step: all of them in a random order, again and again."""
+        """Yield the prompts of each step: all of them in random order, repeated."""
         while True:
             yield from parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
 
@@ -295,7 +295,7 @@ class LensFile(NamedTuple):
 @inputs.checked
 def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_pre"] = "resid_post") -> LensFile:
     """Read translators for `pc.Lens` and `logit_lens` from a file of another package, or from its folder: `params.pt`
-    of tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no reading: give their path.
+    of tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` are passed by path instead.
 
     site: "resid_post" or "resid_pre", for which layers are numbered; resid_pre[l + 1] is resid_post[l]. tuned-lens has
         translators of resid_pre[0] (the embedding) and after, without the last resid_post
@@ -317,7 +317,7 @@ def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_p
             written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
         moved = (written == "resid_post") - (site == "resid_post")
         if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
-            raise ProgramError(f"it has no layers of {site}")
+            raise ProgramError(f"the file has no layers of {site}")
         return LensFile(site, tuple(Translator.of(layer, parts) for layer, parts in kept.items()))
     except Exception as error:  # a damaged file may raise anything
         raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None

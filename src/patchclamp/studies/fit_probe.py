@@ -106,7 +106,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.layers[np.lexsort((self.log_loss, -self.auroc))[0]]
 
     def threshold(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
-        """The score that at most this share of the negative rows exceeds, out of fold. With n negative rows, a rate
+        """The threshold that at most this share of the negative rows exceeds, out of fold. With n negative rows, a rate
         below 1/n gives their largest score."""
         rate = inputs.as_float(false_positive_rate, "false_positive_rate")
         if not 0 <= rate < 1:
@@ -120,7 +120,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float((scores > self.threshold(false_positive_rate, layer)).mean())
 
     def calibration(self, layer: int | None = None, bins: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mean score, share of positive rows, and number of rows in equal ranges of the score, without empty ones."""
+        """Mean score, share of positive rows, and number of rows in the non-empty bins of the score."""
         scores, bins = sigmoid(self.log_odds[self._at(layer)]), inputs.check_whole(bins, "bins", 1)
         bin_N = np.minimum((scores * bins).astype(int), bins - 1)
         counts = np.bincount(bin_N, minlength=bins)
@@ -241,7 +241,7 @@ def _pool(pool: Any, path: str) -> str | None:
     pool = pool if isinstance(pool, str) else repr(pool)[:100]
     if pool == "max":
         raise ProgramError(
-            "a probe's max is of scores, not of rows: fit with pool=None, and use result.probe(pool='max')", path
+            "pool='max' applies to scores, not to rows: fit with pool=None, and use result.probe(pool='max')", path
         )
     if pool not in ("mean", "last", "none"):
         raise unknown("pool", pool, ("mean", "last", "none"), path)
@@ -249,10 +249,10 @@ def _pool(pool: Any, path: str) -> str | None:
 
 
 class FitProbe(Study):
-    """Fit a linear probe of two classes at each layer, and measure it on documents that it was not fitted on.
+    """Fit a linear probe of two classes at each layer, and measure it on held-out documents.
 
-    The rows are prompts' activations, or those of a harvest, of which one layer at a time is in memory, in fp64. Folds
-    are stratified, and keep documents whole.
+    The rows are prompts' activations or those of a harvest, which is loaded one layer at a time, in fp64. Folds are
+    stratified, and keep documents whole.
 
     Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
@@ -269,17 +269,17 @@ class FitProbe(Study):
     harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
     """Harvest to use instead of prompts: its folder or its reader. It needs no model: `run(None)`."""
     positive_label: Annotated[Any, Arg()] = None
-    """Label of the positive class; by default the larger one: True, 1, or the later text of the alphabet."""
+    """Label of the positive class; by default the larger one: True, 1, or the alphabetically later text."""
     site: inputs.SiteField = "resid_post"
     """Site whose rows are read."""
     layers: inputs.Layers = None
     """Layers to fit: all by default, a number, a list, or a range such as "0:12"."""
     tokens: inputs.Selected | None = None
-    """Tokens to read of each prompt, by default all. A harvest has chosen its own."""
+    """Tokens to read of each prompt, by default all. A harvest's tokens are fixed."""
     pool: Annotated[str | None, Arg(_pool)] = "mean"
     """Row of a document: the mean of its tokens' rows, or the last one; none for a row per token."""
     chat: inputs.Flag = False
-    """Ask each prompt as the user's turn of a chat."""
+    """Send each prompt as the user turn of a chat."""
     method: Literal["logistic", "mean_difference"] = "logistic"
     """logistic (regression) or mean_difference (of the classes, with the threshold at the midpoint)."""
     l2: Annotated[float, Arg(inputs.as_positive)] = 1.0
@@ -293,7 +293,7 @@ class FitProbe(Study):
         return self.harvest is None
 
     def check(self) -> None:
-        """Raise errors that can be found without a model."""
+        """Raise errors that can be detected without a model."""
         if (self.prompts is None) == (self.harvest is None):
             raise ProgramError("expected either prompts or a harvest", "prompts")
         inputs.check_whole(self.folds, "folds", 2)
@@ -301,7 +301,7 @@ class FitProbe(Study):
             raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")
         for name in ("tokens", "chat") if self.harvest is not None else ():
             if getattr(self, name):
-                raise ProgramError("it is for prompts; a harvest has chosen its rows", name)
+                raise ProgramError("expected only with prompts: the rows of a harvest are fixed", name)
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -314,7 +314,7 @@ class FitProbe(Study):
         elif resume is None:
             examples = self._read_harvest(lm, site)
         else:
-            raise ProgramError("it is for prompts; a harvest is on disk already", "resume")
+            raise ProgramError("expected only with prompts: a harvest is already on disk", "resume")
         layers, (negative, positive) = examples.layers, self._classes(examples.labels)
         positive_N = np.array([one == positive for one in examples.labels])
         fold_N = split_folds(examples.document, positive_N, self.folds, self.seed)
@@ -380,7 +380,7 @@ class FitProbe(Study):
                         recorded_runs(lm, journal, asked, call, record, StoredArray, advance, batch)]  # fmt: skip
         counts = [rows.shape[1] for rows in read_LTD]
         if 0 in counts:
-            raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")
+            raise TokensError(f"{tokens} selects no token of the prompt", f"prompts[{counts.index(0)}]")
         first = dict[tuple[int, ...], int]()
         documents = [first.setdefault(one.ids, i) for i, one in enumerate(asked)]
         labels = [label for label, count in zip(self.labels, counts, strict=True) for _ in range(count)]
@@ -393,9 +393,7 @@ class FitProbe(Study):
         if lm is not None and (recipe.model, recipe.weights) != model_identity(lm):
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {recipe.model}", "harvest")
         if data.missing:
-            raise ProgramError(
-                f"expected all shards, {len(data.missing)} are missing: run the harvest again", "harvest"
-            )
+            raise ProgramError(f"expected all shards, got {len(data.missing)} missing: resume the harvest", "harvest")
         if recipe.sums or any(one.projection for one in recipe.sites):
             raise ProgramError("expected whole rows, got sums or projections", "harvest")
         parsed = [(parse_site(name), name) for name in data.sites]
@@ -437,7 +435,7 @@ class FitProbe(Study):
             return _labels(index[self.labels].to_pylist(), "labels")
         documents, rows, given = self.harvest.manifest.documents, len(document_N), len(self.labels)
         if given == documents == rows and self.pool is None:
-            raise ProgramError(f"{rows} labels could be of {rows} documents or of {rows} rows: use a kept column, or "
+            raise ProgramError(f"{rows} labels could be of {rows} documents or {rows} rows: use a kept column, or "
                                "pool='last' for documents", "labels")  # fmt: skip
         if given == documents:
             return [self.labels[i] for i in document_N]

@@ -1,4 +1,4 @@
-"""The fuzz sweep: how strong may noise in a model's activations be before its answers change, and how do they change?
+"""The fuzz sweep: how strong can noise in a model's activations be before its answers change, and how do they change?
 
 Every prompt is run with noise of several strengths and seeds, and each answer is compared with the run without noise.
 Agreement measures whether the answer changed, divergence how much the first token's distribution changed, perplexity
@@ -99,10 +99,10 @@ class Fuzz(msgspec.Struct, frozen=True):
     def of(cls, mode: str, at: Any, relative: bool) -> Fuzz:
         if at is None:
             if not relative:
-                raise ProgramError("noise at the embedding is relative; for another, give at=['embed']", "relative")
+                raise ProgramError("expected relative noise; for absolute noise, pass at=['embed']", "relative")
             return cls(mode, None, True)
         if mode != "noise":
-            raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
+            raise ProgramError(f"{mode!r} applies to the embedding only; at= requires mode='noise'", "mode")
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(inputs.as_sites(at, "at"))), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
@@ -135,12 +135,12 @@ def _place(site: Any, number: int) -> At:
 
 
 def _sampling(sampling: Any, path: str) -> dict[str, Any]:
-    """Sampling parameters by vLLM's names, without those that each cell has of its own."""
+    """Sampling parameters by vLLM's names, without those set per cell."""
     if not isinstance(sampling, Mapping):
-        raise ProgramError(f"expected names and values, got {type(sampling).__name__}", path)
+        raise ProgramError(f"expected a mapping of sampling options, got {type(sampling).__name__}", path)
     for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
         if name in sampling:
-            raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"{path}.{name}")
+            raise ProgramError(f"the fuzz sweep sets it for each cell: use {instead}", f"{path}.{name}")
     return {name: getattr(value, "tolist", lambda v=value: v)() for name, value in sampling.items()}
 
 
@@ -152,7 +152,7 @@ def _pattern(pattern: Any, path: str) -> str:
 
 
 def _divergence(divergence: Any, path: str) -> str | int:
-    """The part of the first token's distribution that is read: full, none, or a number of its likeliest tokens."""
+    """The part of the first token's distribution to read: full, none, or a number of its likeliest tokens."""
     if is_token_id(divergence):
         return inputs.check_whole(divergence, path, 1, MAX_SCORES)
     if not isinstance(divergence, str) or divergence not in ("full", "none"):
@@ -268,7 +268,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _share(self, label: str, values: np.ndarray) -> Curve:
         """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
-        prompt counts with its share."""
+        prompt counts once, by its share."""
         low, high = wilson(values.mean(2).sum(0), values.shape[0])
         return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
 
@@ -304,7 +304,7 @@ class FuzzSweep(Study):
     relative: inputs.Flag = True
     """Multiply the noise by the row's root mean square."""
     chat: inputs.Flag = False
-    """Ask each prompt as the user's turn of a chat."""
+    """Send each prompt as the user turn of a chat."""
     max_tokens: int = 32
     """Tokens of an answer."""
     sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
@@ -317,13 +317,13 @@ class FuzzSweep(Study):
     refusal: Annotated[str | None, Arg(_pattern, served=False)] = REFUSAL  # matching can take exponential time
     """Regular expression that detects a refusal; None skips this measure."""
     quick: inputs.Flag = False
-    """5 prompts and 7 strengths, unless given."""
+    """Use 5 prompts and 7 strengths where none are given."""
 
     def check(self) -> None:
-        """Raise errors that can be found without a model."""
+        """Raise errors that can be detected without a model."""
         Fuzz.of(self.mode, self.at, self.relative)
         if self.strengths is not None and self.strengths[0] < 0:
-            raise ProgramError(f"expected numbers from 0 on, got {self.strengths}", "strengths")
+            raise ProgramError(f"expected numbers of at least 0, got {self.strengths}", "strengths")
 
     def _run(
         self,
@@ -335,7 +335,7 @@ class FuzzSweep(Study):
     ) -> FuzzSweepResult:
         self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
-            raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
+            raise ProgramError("quick has no effect if prompts and strengths are given", "quick")
         plan = _FuzzPlan(lm, self, batch)
         if self.mode == "scale" and len(self.seeds) > 1 and not plan.drawn:
             raise ProgramError(
@@ -348,7 +348,7 @@ class FuzzSweep(Study):
             perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
 
         def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
-            """A measure of each cell: of the number of its prompt, its run, and the unfuzzed answer."""
+            """A measure of each cell, from the number of its prompt, its run, and the unfuzzed answer."""
             own = [unfuzzed[p][s if plan.drawn else 0] for p, _, s in plan.cells]
             values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
             return np.array(values, np.float64).reshape(P, L, S)
@@ -417,7 +417,7 @@ class _FuzzPlan:
 
     @property
     def question(self) -> dict[str, Any]:
-        """Everything that decides the answers, as plain data."""
+        """Everything that determines the answers, as plain data."""
         return {
             "study": "fuzz_sweep", "prompts": [one.ids for one in self.prompts], "seeds": self._study.seeds,
             "edits": [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self._study.seeds]

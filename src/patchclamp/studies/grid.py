@@ -46,7 +46,7 @@ class GridListener(Protocol):
 
     def start(self, sweep: Any, cells: int) -> None:
         """The study begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
-        a zoom, the largest possible number."""
+        a zoom, an upper bound."""
         ...
 
     def cells(self, cells: list[Cell]) -> None:
@@ -70,7 +70,7 @@ class Grid(Study):
         if check is not None:
             check(plan)
         if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
-            raise ProgramError("a zoom goes where the metric leads, and a file does not know a function", "resume")
+            raise ProgramError("a zoom with a metric function cannot be resumed from a file", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,
@@ -105,7 +105,7 @@ class PairGrid(Grid):
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
         cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
         if (count := len(cleans)) != len(corrupts):
-            raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
+            raise ProgramError(f"expected {count} corrupt prompts, one per clean one, got {len(corrupts)}", "corrupt")
         graded = graded_of(lm, self.answer, self.foil, self.metric, count)
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
@@ -134,8 +134,7 @@ def _pair_columns(
         if alone:
             raise TokensError(
                 f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
-                f"prompt; aligned are {sorted(partner)}. Say which tokens belong together with "
-                "pc.studies.Match(clean=…, corrupt=…)", path
+                f"prompt; aligned: {sorted(partner)}. Pair tokens with pc.studies.Match(clean=…, corrupt=…)", path
             )  # fmt: skip
         partners = tuple(partner[p] for p in chosen)
         return Column(label, *((partners, chosen) if denoising else (chosen, partners)))
@@ -164,7 +163,7 @@ class PromptGrid(Grid):
     group: inputs.OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     window: inputs.Positive = 1
-    """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
+    """Adjacent layers patched together, centred on a cell's layer; 1 is that layer alone."""
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """The prompts with their graded tokens."""
@@ -231,7 +230,7 @@ class Unit(NamedTuple):
 
     before: edits shared by all its runs, before the cell's own
     base: its metric; offset, factor: the grid holds (metric − offset) · factor
-    writer: returns the writer of some places, when one is first needed
+    writer: returns the writer of some places, on first use
     number: of its case among all
     """
 
@@ -256,7 +255,7 @@ class GridPlan:
     source, mixing: of the values written into a cell; without a source, they are read from the other prompt's run
     repeats: unpatched runs of the corrupt prompt of each case
     seed: of the spread over prompts · seeds: all seeds of the result, if there are others
-    settings: further arguments that decide the values, as plain data · extra: further fields of the result
+    settings: further arguments that determine the values, as plain data · extra: further fields of the result
     open: closes runs at the end, because an error's frames may keep them alive for long
     """
 
@@ -326,7 +325,7 @@ class GridPlan:
 
     @property
     def total(self) -> int:
-        """The number of trials, one for each place, unit and draw; for a zoom, the largest possible number."""
+        """The number of trials, one for each place, unit and draw; for a zoom, an upper bound."""
         return self.most * self.units * self.draws
 
     # -- content
@@ -349,13 +348,13 @@ class GridPlan:
         if row.site != "logits":
             return True
         if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
-            raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
+            raise UnsupportedSite("logits determine one token, but this answer or foil has several", "sites")
         ends = [((case.clean.last,), (case.corrupt.last,)) for case in self.cases]
         return all((case.columns[p].clean, case.columns[p].corrupt) == end
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
 
     def place(self, r: Sequence[int], p: Sequence[int]) -> GridPlace:
-        """Some rows of one panel and some columns, patched together."""
+        """A set of rows of one panel and of columns, patched together."""
         row = self.rows[r[0]]
         if len(r) > 1:
             layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
@@ -363,7 +362,7 @@ class GridPlan:
         return GridPlace(row, tuple(p), (r[0], p[0]))
 
     def sides(self, place: GridPlace, number: int) -> sources.Sides:
-        """The positions to read and to write of a case."""
+        """A case's positions to read and to write."""
         column = _joined([self.cases[number].columns[i] for i in place.columns])
         return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
 
@@ -373,7 +372,7 @@ class GridPlan:
 
     @functools.cached_property
     def question(self) -> dict[str, Any]:
-        """Everything that decides the values, as plain data: the key of the journal."""
+        """Everything that determines the values, as plain data: the key of the journal."""
         pairs = [(case.clean.ids, case.corrupt.ids, case.graded.key, case.columns) for case in self.cases]
         return {
             "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
@@ -410,7 +409,7 @@ class GridPlan:
         return self._row_bytes * max(len(self.cases[number].clean.ids), len(self.cases[number].corrupt.ids))
 
     def before(self, number: int, repeat: int) -> tuple[Op, ...]:
-        """Edits that all runs of a case's corrupt prompt have, by the number of the case."""
+        """Edits shared by all runs of a case's corrupt prompt, by case number."""
         return ()
 
     @functools.cached_property
@@ -441,7 +440,7 @@ class GridPlan:
     # -- running
 
     def run(self, cells: Cells, listener: GridListener | None) -> Sweep:
-        """The result, from the unpatched runs to the last cell."""
+        """Run the unpatched baselines, then every cell, and return the result."""
         graded = cells.graded([trial for i in range(len(self.cases)) for trial in self._unpatched(i)])
         both = np.array(graded).reshape(len(self.cases), -1).tolist()  # clean, then corrupt, before normalisation
         scales = [case.graded.scale(of[0], float(np.mean(of[1:] or 0.0)))
@@ -497,7 +496,7 @@ class GridPlan:
             yield Trial(case.corrupt.ids, self.before(number, repeat), case.graded)
 
     def _patched(self, of_case: list[float]) -> list[float]:
-        """The unpatched runs' metric of a case, for the runs that are patched."""
+        """The unpatched metric of each of a case's runs that are patched."""
         return of_case[1:] if self.written == "corrupt" else of_case[:1]
 
     def _begun(self, scaled: list[list[float]]) -> Sweep:
@@ -580,7 +579,7 @@ class Trial(NamedTuple):
 
 
 class Round:
-    """The trials of one unpatched run: every place, once for each draw of the writer's.
+    """The trials of one unpatched run: every place, once per draw of the writer.
 
     sides: of each place, its positions to read and to write
     """
@@ -633,12 +632,11 @@ class Values(NamedTuple):
 
 
 Tell = Callable[[int, np.ndarray, np.ndarray], None]
-"""Called with trials that have finished: the number of their round, their numbers in it [n], their values [n]."""
+"""Receives finished trials: the number of their round, their numbers in it [n], their values [n]."""
 
 
 class Cells:
-    """Grades trials on `lm`; those that run as requests, up to `batch` at a time. Values in `journal` are not computed
-    again.
+    """Grades trials on `lm`, up to `batch` at a time if they run as requests. Values in `journal` are not recomputed.
 
     advance: called with the number of trials that have finished, without reruns
     """
@@ -660,8 +658,8 @@ class Cells:
         return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """The metric of a few trials, before normalisation: as requests, which do not wait for the batches of others.
-        Trials in the journal are not run again."""
+        """The metric of a few trials, before normalisation: as requests, which do not wait for other batches. Trials in
+        the journal are not run again."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         left = trials[len(values) :]
         if left:
@@ -744,7 +742,7 @@ class Cells:
 
 
 def _spread(count: int, reruns: int) -> Iterator[int | None]:
-    """The numbers of a round's trials, with its baselines (None) evenly among them and one at the end."""
+    """The numbers of a round's trials, with its baselines (None) spread evenly among them and one at the end."""
     every_nth = max(count // reruns, 1)
     for i in range(count):
         if i % every_nth == 0:
@@ -764,13 +762,13 @@ class Filled(NamedTuple):
 
 
 class Finished:
-    """Collects the values of `count` places, and reports a place's mean once all of its `parts` are there."""
+    """Collects the values of `count` places, and reports a place's mean once all of its `parts` have arrived."""
 
     def __init__(self, count: int, parts: int, tell: Callable[[list[int], np.ndarray], None] | None) -> None:
         self._sum, self._left, self._parts, self._tell = np.zeros(count), np.full(count, parts), parts, tell
 
     def add(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Add values of some places, one unit and draw each."""
+        """Add one value to each of these places, from one unit and one draw."""
         np.add.at(self._sum, places, values)
         np.subtract.at(self._left, places, 1)
         done = np.unique(places)
@@ -867,5 +865,5 @@ def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, 
 
 
 def _cut(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Even parts, at most `count` of them, without empty ones."""
+    """Split into at most `count` even, non-empty parts."""
     return [tuple(part.tolist()) for part in np.array_split(items, count) if len(part)]

@@ -111,8 +111,8 @@ class HeadScores(Study):
     layers: inputs.Layers = None
     """Layers; all with attention by default."""
     prefix: inputs.Prompt = None
-    """Prompt before the blocks, as text or token ids. By default what the tokenizer puts before every text, such as
-    <s>; GPT-2's puts nothing there, and TransformerLens <|endoftext|>."""
+    """Prompt before the blocks, as text or token ids. By default the tokenizer's own prefix, such as <s>; GPT-2's
+    tokenizer has none, and TransformerLens uses <|endoftext|>."""
     seed: inputs.Whole = 0
     """Seed of the random tokens."""
 
@@ -146,7 +146,7 @@ class HeadScores(Study):
             return []
 
     def _block(self, lm: LM, draw: np.random.Generator) -> list[int]:
-        """Different random tokens. Those without text are special, or pad the vocabulary."""
+        """Distinct random tokens, all with text: the others are special, or pad the vocabulary."""
         ids = draw.permutation(lm.model.d_vocab)[: 2 * self.length].tolist()
         chosen = [token for token in ids if lm.tokenizer.decode([token])] or ids  # without a tokenizer, none has text
         if len(chosen) < self.length:

@@ -28,8 +28,8 @@ from patchclamp.studies.study import Arg
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Allowed differences of two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference of the moves of the logits by an
-    edit, relative to the largest move if that is above 1; `logprobs`: absolute."""
+    """Allowed differences between two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference of the moves of the logits
+    by an edit, relative to the largest move if that is above 1; `logprobs`: absolute."""
 
     rows: float
     edit: float
@@ -87,7 +87,7 @@ class Parity(msgspec.Struct, frozen=True):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Everything that is out of bounds, one line each."""
+        """Everything that is out of tolerance, one line each."""
         problems = [f"{name} is a site on one engine only" for name in self.only]
         problems += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
@@ -166,7 +166,7 @@ def parity(
     token are compared too, as long as both engines choose the same. `options` go to each engine that has one of that
     name; an option that neither has is an error. `tell` receives progress messages.
 
-    Raises: `ProgramError` for a dtype without bounds or no prompts, and whatever an engine's start raises.
+    Raises: `ProgramError` for a dtype without bounds or no prompts, and any error of starting an engine.
     """
     bounds = _bounds(dtype, tolerance)
     prompts = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_items(prompts, "prompts"))]
@@ -181,8 +181,8 @@ def parity(
 
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of each engine that it has; the second also gets those that neither has, which it refuses. For two
-    engines of one kind the options are the second's, except those that decide how a model is read."""
+    """The options that each engine supports; the second also gets those that neither supports, and refuses them. For
+    two engines of one kind the options are the second's, except those that decide how a model is read."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -292,7 +292,7 @@ def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarra
 
 def _bounds(dtype: str, tolerance: float | None) -> Bounds:
     if dtype not in BOUNDS:
-        raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
+        raise pc.ProgramError(f"no tolerances for {dtype!r}; available: {', '.join(BOUNDS)}", "dtype")
     bounds = BOUNDS[dtype]
     return bounds if tolerance is None else Bounds(tolerance, bounds.edit, bounds.logprobs)
 

@@ -42,7 +42,7 @@ class PatchSweep(PairGrid):
     group: inputs.OptionalCount = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     window: inputs.Positive = 1
-    """Adjacent layers patched together, around the layer of a cell; 1 is that layer alone."""
+    """Adjacent layers patched together, centred on a cell's layer; 1 is that layer alone."""
     source: inputs.SourceField = None
     """Values to write instead of the other prompt's: zeros, bank:NAME, `studies.MeanOf(prompts)` or
     `studies.Resampled(prompts)`."""

@@ -1,7 +1,7 @@
 """The parts of a model that studies compute themselves, from its weights (`LM.weights`): norms, the unembedding, and
 the matrices with which heads and neurons write into the stream.
 
-Tables do not say how a norm is computed, so whatever is made of weights is first verified against the live model: a
+Tables do not define how a norm is computed, so anything built from weights is first verified against the live model: a
 readout must reproduce its logits from its own last stream, a writer what it wrote.
 
 A readout maps rows of the stream to logits in one of two ways. From the weights, it uses the final norm and the
@@ -117,8 +117,8 @@ def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tenso
     norm, gap = best_of(norms, lambda norm: relative_gap(norm(before_ND), after_ND))
     if norm is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"the norm before layer {layer}'s {' or '.join(names)} is not one that we know: what its weights make of "
-            f"this model's stream is {gap:.2g} off"
+            f"unsupported norm before layer {layer}'s {' or '.join(names)}: its weights do not reproduce this model's "
+            f"rows (relative error {gap:.2g})"
         )
     return norm
 
@@ -155,7 +155,8 @@ _UNEMBEDDINGS: weakref.WeakKeyDictionary[Engine, Unembedding] = weakref.WeakKeyD
 
 
 def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
-    """The unembedding that reproduces the live model's logits for a prompt. It is kept by engine, and proved again.
+    """The unembedding that reproduces the live model's logits for a prompt. It is cached per engine, and verified
+    again.
 
     Raises: `ModelError` if the model's last step has another form.
     """
@@ -177,9 +178,8 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what this model's last norm and unembedding make of its last stream is {gap:.2g} off its own logits (at "
-            f"most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is not a norm and a matrix "
-            "that we know; readout='engine' works for every model"
+            f"this model's final norm and unembedding do not reproduce its logits (error {gap:.2g} of their spread, at "
+            f"most {tolerance(lm.model.dtype):g} allowed): use readout='engine', which works for every model"
         )
     _UNEMBEDDINGS[lm.engine] = best
     return best
@@ -209,7 +209,7 @@ class FromWeights:
 
 
 class FromEngine:
-    """A readout by the engine: each row replaces the last stream of a run of one token. Methods as of `FromWeights`."""
+    """A readout by the engine: each row replaces the last stream of a run of one token. Same API as `FromWeights`."""
 
     way: Way = "engine"
 
@@ -287,7 +287,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T * self.factor
 
     def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """The share of the biases in it, [N]."""
+        """The share of the biases in ⟨direction, written row⟩, [N]."""
         rest_N = 0.0 * directions_ND[:, 0]
         if self.norm is not None and self.norm.bias is not None:
             rest_N = rest_N + directions_ND @ self.norm.bias
@@ -320,6 +320,6 @@ def proved_projection(
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(rows_NW), written_ND))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what W_{name} makes of {word}[{layer}] is not this model's {WRITES[word]}[{layer}]: it is {gap:.2g} off"
+            f"W_{name} does not map {word}[{layer}] to this model's {WRITES[word]}[{layer}] (relative error {gap:.2g})"
         )
     return best

@@ -1,6 +1,6 @@
-"""The search for a program: which layer, direction, strength or op serves best, of hundreds of settings.
+"""Search for a program: which layer, direction, strength or op works best, among hundreds of settings.
 
-A `Space` makes a program of some settings. A trial is one draw of them, scored by objectives: a metric of the next
+A `Space` maps settings to a program. A trial is one draw of settings, scored by objectives: a metric of the next
 tokens, the divergence from the unedited model, or a judge of generated texts. All trials of a round share the engine's
 batches. With two or more objectives there is a trade-off, and no single best trial: the result marks those that no
 other trial beats, the Pareto front.
@@ -77,7 +77,7 @@ class Uniform(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 
 class Space(PublicStruct, frozen=True):
-    """Programs by their settings.
+    """A mapping from settings to programs.
 
         space = pc.studies.Space(
             lambda layer, strength: pc.Add(vectors.vector(layer), at=pc.resid_post[layer], scale=strength),
@@ -111,7 +111,7 @@ class Space(PublicStruct, frozen=True):
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
             raise ProgramError(f"with {dict(settings)} the function raised {what}", "space.program") from error
         if program.capture:
-            raise ProgramError("expected edits alone, got a program that captures", "space.program")
+            raise ProgramError("expected only edits, got a program that captures", "space.program")
         return program
 
 
@@ -175,7 +175,7 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
     def measure(self, measured: Measured) -> np.ndarray:
         lm, programs, metric = measured.lm, measured.programs, Metric.of(self.metric, "metric")
         if metric == "recovered":
-            raise ProgramError("expected logit_diff, logprob, prob or a function: no other prompt to recover", "metric")
+            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
         asked = inputs.ask(lm, self.prompts, self.chat)
         graded = graded_of(lm, self.answer, self.foil, metric, len(asked))
         values_PN = np.full((len(asked), len(programs)), np.nan)
@@ -279,7 +279,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
     @property
     def front(self) -> list[int]:
         """The trials of the Pareto front: no other is at least as good in every objective and better in one. Of equal
-        trials the first is there; the order is that of the first objective, best first."""
+        trials only the first is included; ordered by the first objective, best first."""
         costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
         order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
         kept: list[int] = []
@@ -290,7 +290,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def best(self) -> int:
-        """The number of the best trial by the first objective; of equal ones, by the others.
+        """The number of the best trial by the first objective; ties are broken by the others.
 
         Raises: `ProgramError` if every trial failed.
         """
@@ -376,7 +376,7 @@ NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers 
 
 
 class RandomSampler:
-    """Independent draws. A sampler returns settings when asked, and is told their values."""
+    """Independent draws. A sampler returns settings on request, and receives their values."""
 
     def __init__(self, parameters: Mapping[str, Any], seed: int) -> None:
         self._parameters, self._draws = parameters, np.random.default_rng(seed)
@@ -412,7 +412,7 @@ class GridSampler:
 
 
 class OptunaSampler:
-    """One of Optuna's samplers, by name or as an object, which learns from the values of earlier rounds."""
+    """One of Optuna's samplers, by name or as an object, which uses the values of earlier rounds."""
 
     def __init__(self, sampler: Any, parameters: Mapping[str, Any], goals: Sequence[str], seed: int) -> None:
         optuna = style.need("optuna", "'patchclamp[search]'")
@@ -421,7 +421,7 @@ class OptunaSampler:
                      if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
-            # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
+            # TPE assumes the worst value for a round's pending trials, which spreads them
             liar = {"constant_liar": True} if sampler == "tpe" else {}
             sampler = kinds[sampler](seed=seed, **liar)
         self._parameters, kinds = parameters, optuna.distributions
@@ -475,8 +475,8 @@ class Search(Study):
     trials: Annotated[int | None, Arg(functools.partial(inputs.check_whole, least=1, most=MAX_TRIALS))] = None
     """Number of trials; 100 by default, and with "grid" every combination of choices."""
     sampler: Annotated[Any, Arg(_sampler, None, served=False)] = "random"
-    """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which learn from
-    the rounds before."""
+    """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which use the
+    results of earlier rounds."""
     per_round: inputs.Positive = 32
     """Trials that are drawn and measured together."""
     seed: inputs.Whole = 0
@@ -495,10 +495,10 @@ class Search(Study):
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
         if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
-            raise ProgramError("a grid draws nothing, and a sampler of Optuna has a seed of its own: leave it out",
+            raise ProgramError("a grid has no draws, and an Optuna sampler object has its own seed: remove this one",
                                "seed")  # fmt: skip
         if taken := parameters.keys() & {"front", *names}:
-            raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",
+            raise ProgramError(f"{min(taken)!r} is a column of the result: rename the setting",
                                "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
@@ -526,7 +526,7 @@ class Search(Study):
                     if journal is not None:
                         journal.append(records)
                 if [(of.settings, of.program) for of in records] != plain:
-                    raise ProgramError(f"{resume} has other trials: the space's function has changed", "resume")
+                    raise ProgramError(f"{resume} has different trials: the space's function has changed", "resume")
                 return records
 
             [unedited] = measure([{}], [Program.of(())])

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Receives the progress of a study in place of a bar. An error that a method raises stops the study."""
+    """Receives the progress of a study instead of a bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
         """A step of the study begins, with this number of runs."""
@@ -104,7 +104,7 @@ class _Lines:
     def advance(self, done: int) -> None:
         self._done += done
         now_s = time.monotonic()
-        if now_s - self._began_s < KNOWN_S:  # a journal had them
+        if now_s - self._began_s < KNOWN_S:  # already in the journal
             self._known = self._done
         elif now_s - self._last_s >= LINE_S and self._done > self._known:
             left = (now_s - self._began_s) / (self._done - self._known) * (self._total - self._done)
@@ -209,8 +209,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return self._repr_mimebundle_().get("text/html")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The figure's data, which JupyterLab and VS Code draw without the web; its HTML, which loads plotly from the
-        web, is for others."""
+        """The figure's data, which JupyterLab and VS Code draw offline; HTML for others loads plotly from the web."""
         try:
             figure = self.figure()
         except (PatchclampError, NotImplementedError):
@@ -226,7 +225,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
 
         def store(value: Any) -> dict[str, str]:
             if not isinstance(value, np.ndarray):
-                raise NotImplementedError(f"{type(value).__name__} is no array, and JSON has no such thing")
+                raise NotImplementedError(f"expected an array or plain JSON data, got {type(value).__name__}")
             name = str(len(tensors))
             tensors[name] = np.ascontiguousarray(value)
             return {"tensor": name}
@@ -267,7 +266,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         try:
             return msgspec.convert(msgspec.json.decode(metadata["result"]), cls, dec_hook=restore, str_keys=True)
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ProgramError(f"{of} is no {cls.__name__} that this version can read: {error}", "path") from None
+            raise ProgramError(f"{of} is not a {cls.__name__} that this version can read: {error}", "path") from None
 
 
 def load(path: str | Path | bytes) -> StudyResult:
@@ -341,7 +340,7 @@ class StudyField(NamedTuple):
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
         if isinstance(given, (list, Iterator)):
-            given = list(given)  # neither used up by the first run, nor changed by its owner
+            given = list(given)  # copied, so that no run exhausts it and its owner cannot change it
         if given is None and (self.default is None or type(None) in get_args(self.kind)):
             return None
         kinds = self.kind, *get_args(self.kind)
@@ -361,7 +360,7 @@ def as_lm(lm: Any, path: str) -> LM:
 
 
 def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> dict[str, StudyField]:
-    """The parameters of a function whose kind is chosen, by name."""
+    """A function's parameters of the given kinds, by name."""
     types, given = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     return {name: StudyField(name, types[name], REQUIRED if one.default is one.empty else one.default, "")
             for name, one in given.items() if chosen(one.kind)}  # fmt: skip
@@ -369,7 +368,7 @@ def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> di
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Study:
-    """The configuration of a study: everything that decides its values, declared once.
+    """The configuration of a study: everything that determines its values, declared once.
 
     A subclass has annotated fields, each followed by a docstring, and `_run(self, lm, *, ...)`, whose keyword arguments
     (`resume`, `batch`, …) do not change the values. They define the constructor, `run`, the short form
@@ -386,7 +385,7 @@ class Study:
         check_options((n for n in given if n not in fields), f"{type(self).__name__}()", fields, hints_for(fields))
         for name, field in fields.items():
             if name not in given and field.default is REQUIRED:
-                raise ProgramError(f"{type(self).__name__}() needs the argument {name}=", name)
+                raise ProgramError(f"{type(self).__name__}() requires the argument {name}=", name)
             object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -490,7 +489,7 @@ def bind_call(
         raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
     for one in required:
         if one not in by_position and one not in named:
-            raise ProgramError(f"{name} needs the argument {one}=", one)
+            raise ProgramError(f"{name} requires the argument {one}=", one)
     return {**named, **by_position}
 
 
@@ -641,9 +640,9 @@ def run_batches(
 def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> Iterator[Journal | None]:
     """The journal of a resumable study; None without `resume`.
 
-    question: everything that decides the values, as plain data
-    Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if a study is
-    writing it.
+    question: everything that determines the values, as plain data
+    Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if another
+    study is writing it.
     """
     if resume is None:
         yield None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Cell(PublicStruct, frozen=True):
-    """One patched run: its place, and the metric, averaged over pairs; `effect` is what the patch changed it by."""
+    """One patched run: its place, and the metric, averaged over pairs; `effect` is its change by the patch."""
 
     site: str
     layer: int | None
@@ -96,7 +96,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, per cell and corrected for all cells
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
     source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
-    question: everything that decides the values, as JSON; `asked` reads it
+    question: everything that determines the values, as JSON; `asked` reads it
     computed: extent of the computation in words, on an engine that leaves out what programs cannot change
     """
 
@@ -130,8 +130,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Everything that decides the values: the prompts' token ids, graded tokens, columns, rows, and the study's own
-        settings, such as source, alpha, mask and zoom; entries of the bank by content. Empty in results of older
+        """Everything that determines the values: the prompts' token ids, graded tokens, columns, rows, and the study's
+        own settings, such as source, alpha, mask and zoom; entries of the bank by content. Empty in results of older
         versions."""
         return msgspec.json.decode(self.question) if self.question else {}
 

@@ -56,7 +56,7 @@ def forced_logprobs(
 ) -> list[np.ndarray]:
     """The log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
 
-    `advance` is called with the number of items that are done. Items in `journal` are not computed again; it grows by
+    `advance` is called with the number of items that are done. Items in `journal` are not recomputed; it grows by
     groups of items that take about `grade.BATCH_S`.
     Raises: the error of any run; `UnsupportedSite` if the model's `final_norm` was not proved and n > 1.
     """
@@ -183,7 +183,7 @@ def fixed(lm: LM, item: Forced) -> Iterator[Op]:
     prompt = prompt_of(lm.tokenizer, item.prompt, item.text, None)
     for path, op in Program.of(list(item.edits)).ops:
         if not isinstance(op, SiteOp):
-            raise ProgramError("a program by its name has no place here: give its edits", path)
+            raise ProgramError("named programs are not supported here: pass the edits", path)
         positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
         if positions:
             yield msgspec.structs.replace(op, tokens=_numbered(positions, len(ids)))

@@ -1,7 +1,7 @@
 """The contexts of a data set in which a feature of a sparse autoencoder is largest.
 
-They are read from a harvest of features, which the study makes if it is not given one. The same study with other
-`features` runs nothing again.
+They are read from a harvest of features, which the study makes if it is not given one. Running the study again with
+other `features` reuses the harvest.
 
 Source: Bricken et al. 2023, "Towards monosemanticity"; Bills et al. 2023, "Language models can explain neurons".
 """
@@ -117,7 +117,7 @@ class TopContexts(Study):
     features: inputs.FeatureIds = ()
     """Features to show contexts of."""
     at: inputs.SiteField = None
-    """Site that the SAE reads, if its file does not say it."""
+    """Site that the SAE reads, if its file does not name it."""
     kept: inputs.Kept = 32
     """Largest features of each token to write, at most 128."""
     contexts: inputs.Positive = 10
@@ -167,12 +167,12 @@ class TopContexts(Study):
         """The features of the SAE in the given harvest."""
         for name in ("documents", "folder", "at", "kept", "column", "context"):
             if getattr(self, name) is not self.fields()[name].default:
-                raise ProgramError("a harvest has chosen it: leave it out", name)
+                raise ProgramError("expected only without a harvest, which has fixed it", name)
         data: Harvested = self.harvest
         if (model := data.manifest.recipe.model) != model_identity(lm)[0]:
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {model}", "harvest")
         if data.missing:
-            raise ProgramError(f"{len(data.missing)} shards are missing: run the harvest again", "harvest")
+            raise ProgramError(f"expected all shards, got {len(data.missing)} missing: resume the harvest", "harvest")
         if isinstance(self.sae, str):
             return data.stored_features(self.sae)
         for one in data.manifest.recipe.features:
@@ -202,7 +202,7 @@ class TopContexts(Study):
         return contexts
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain data; of documents that are not in a file, only their type."""
+        """The configuration as plain data; documents that are not in a file are reduced to their type."""
         documents = self.documents if isinstance(self.documents, (str, Path)) else type(self.documents).__name__
         return super().to_dict() | ({} if self.documents is None else {"documents": str(documents)})
 

@@ -1,5 +1,5 @@
 """Activations of a data set: `harvest` writes them to disk, `Harvested` reads them, and `Harvest.stream` passes them to
-a trainer without a disk. docs/harvest.md has the format.
+a trainer without writing to disk. docs/harvest.md has the format.
 
 `Harvest` writes the activations of documents, shuffled, from any engine. Linear reductions of rows save disk space:
 projections (`Project`) and sums over documents. A projection is done by a projected capture where possible, so that
@@ -78,7 +78,7 @@ __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "as_ha
 
 SHARD_ROWS = 131_072
 MAX_PROJECTED = 256  # rows of a matrix on the device: with more, the host is faster
-BATCH_BYTES = 1 << 29  # captured per batch, if that is between these numbers of tokens:
+BATCH_BYTES = 1 << 29  # captured per batch, within these numbers of tokens:
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
 FIRST_TOKENS = 256  # of the first batch; later ones grow according to speed
 UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step in progress
@@ -103,9 +103,9 @@ class Project:
         """
         matrix = self._by_site.get(site, self._by_site.get(None))
         if matrix is None:
-            raise ProgramError(f"no matrix for {site}; there are some for {', '.join(self.sites)}", "project")
+            raise ProgramError(f"no matrix for {site}; available: {', '.join(self.sites)}", "project")
         if matrix.shape[1] != width:
-            raise ShapeError(f"{site} is {width} wide; its matrix is {list(matrix.shape)}", "project")
+            raise ShapeError(f"{site}: expected a matrix [K, {width}], got {list(matrix.shape)}", "project")
         return matrix
 
     @property
@@ -209,7 +209,7 @@ def _shard(shard: Any, path: str) -> tuple[int, int]:
 def _kept_columns(keep: Any, path: str) -> list[str]:
     names = as_texts([keep] if isinstance(keep, str) else keep, path)
     if reserved := [name for name in names if name in INDEX_COLUMNS]:
-        raise ProgramError(f"the index has a column {reserved[0]} of its own", path)
+        raise ProgramError(f"column name {reserved[0]} is reserved for the index", path)
     return list(dict.fromkeys(names))
 
 
@@ -233,8 +233,7 @@ class Harvest(Study):
     documents: PythonOnly
     """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
     folder: Annotated[Any, Arg(as_file, served=False)] = None
-    """Parent of the data set's folder, whose name is the hash of everything that its bytes depend on. A stream has
-    none."""
+    """Parent of the data set's folder, whose name is the hash of everything its bytes depend on. Unused by streams."""
     sites: Sites
     """Sites to keep, as `capture=` takes them, and `Features` of attached SAEs; each layer is a site of its own."""
     column: OptionalText = None
@@ -257,7 +256,7 @@ class Harvest(Study):
     """Seed of the shuffle."""
     parts: OptionalCount = None
     """Number of parts. Documents are assigned to parts at random; each part is shuffled separately, and written after
-    the one before. By default 8, but of at least 256 MiB and at most 2 GiB, and equally many for each machine. Readers
+    the one before. By default 8, adjusted to parts of 256 MiB to 2 GiB, and equally many for each machine. Readers
     interleave them (`Harvested.order`)."""
     shard_rows: Count = SHARD_ROWS
     """Rows in a file."""
@@ -278,7 +277,7 @@ class Harvest(Study):
         checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
         """
         if self.folder is None:
-            raise ProgramError("expected a folder to write to; without a disk, use Harvest(...).stream(lm)", "folder")
+            raise ProgramError("expected a folder to write to; to stream, use Harvest(...).stream(lm)", "folder")
         needed("pyarrow.parquet")
         machine, machines = shard
         plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
@@ -302,8 +301,8 @@ class Harvest(Study):
         self, lm: LM, *, batch_rows: int = 4096, index: bool = False, shard: tuple[int, int] = (0, 1),
         batch_tokens: int | None = None,
     ) -> HarvestStream:  # fmt: skip
-        """The rows as a `torch.utils.data.IterableDataset` of batches, computed while they are read, without a disk:
-        those of the harvest in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
+        """The rows as a `torch.utils.data.IterableDataset` of batches, computed while they are read, without writing to
+        disk: those of the harvest in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
 
         At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
         Each iteration runs the documents. Ending one early stops the engine's work. An error of a document is raised
@@ -323,7 +322,7 @@ class Harvest(Study):
         as_flag(index, "index")
         machine, machines = _shard(shard, "shard")
         if any(isinstance(site, Features) for site in self.sites):
-            raise ProgramError("a stream has rows of sites; features need a folder", "sites")
+            raise ProgramError("features are not supported in a stream; harvest them to a folder", "sites")
         if batch_tokens is not None:
             check_whole(batch_tokens, "batch_tokens", 1)
         plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
@@ -345,9 +344,9 @@ class Harvest(Study):
             raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
         features = _features(lm, self.sites)
         if features and self.sums:
-            raise ProgramError("features are of tokens, and have no sum over a document", "sums")
+            raise ProgramError("features are per token, and cannot be summed over a document", "sums")
         if not reductions and (filters.caps_norms or self.project is not None):
-            raise ProgramError("caps on norms and projections are of rows: add a site", "sites")
+            raise ProgramError("norm caps and projections apply to rows: add a site", "sites")
         row_bytes = sum(one.site.width for one in reductions) * ARRAYS[self.dtype].itemsize
         row_bytes += sum(4 * one.filling.width for one in features)
         kept: list[tuple[Any, ...]] = []
@@ -381,7 +380,7 @@ class Harvest(Study):
         return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain data; of documents that are not in a file, only their type."""
+        """The configuration as plain data; documents that are not in a file are reduced to their type."""
         file = isinstance(self.documents, (str, Path))
         return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
 
@@ -401,12 +400,12 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
             raise error.under(f"sites[{number}]") from None
         for ref in refs:
             if lm.sites.points[ref.point].rows == "sampled":
-                raise UnsupportedSite(f"{ref} has rows of generated tokens alone, and a harvest keeps none: take "
+                raise UnsupportedSite(f"{ref} has rows only at generated tokens, which a harvest lacks: use "
                                       "final_norm", f"sites[{number}]")  # fmt: skip
             matrices[ref] = None if project is None else project.of(str(ref), width_of(lm, ref))
     unused = [site for site in (project.sites if project else ()) if site not in map(str, matrices)]
     if unused:
-        raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
+        raise ProgramError(f"unused matrix for {', '.join(unused)}, which is not among the sites", "project")
     device = _projectable(lm, matrices) if project is not None and project.on_device and not capped else set[SiteRef]()
     reductions = []
     for ref, matrix in matrices.items():
@@ -425,14 +424,14 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
         if not isinstance(op, Features):
             continue
         if op.tokens != every:
-            raise ProgramError("filters choose the tokens of a harvest", f"{path}.tokens")
+            raise ProgramError("not supported in a harvest: select tokens with filters=", f"{path}.tokens")
         if op.name in stored:
-            raise ProgramError(f"the features of {op.name!r} are there twice", f"{path}.name")
+            raise ProgramError(f"duplicate features of {op.name!r}", f"{path}.name")
         if op.name not in lm.sites.dictionaries:
             raise unknown("attached SAE", op.name, lm.sites.dictionaries, f"{path}.name")
         card = lm.sites.dictionaries[op.name].card
         if (most := max(op.ids) + 1 if op.ids else op.top or 0) > card.features:
-            raise ProgramError(f"{op.name!r} has {card.features} features, got {most}", path)
+            raise ProgramError(f"expected at most the {card.features} features of {op.name!r}, got {most}", path)
         stored[op.name] = StoredFeatures(op.name, card.content, card.at, card.dtype, card.features, op.top, op.ids)
     return tuple(stored.values())
 
@@ -503,7 +502,7 @@ def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
     free = shutil.disk_usage(place).free
     if needs > free:
         raise CapacityError(
-            f"{needs / 1e9:.1f} GB are to be written to {place}, where {free / 1e9:.1f} GB are free: choose "
+            f"the harvest needs {needs / 1e9:.1f} GB in {place}, which has {free / 1e9:.1f} GB free: choose "
             "fewer sites, a narrower dtype, a projection, or another disk"
         )
     shards = max((len(manifest.shards_of(number)) for number in unsealed), default=0)
@@ -520,7 +519,7 @@ class _HarvestJob:
         self._recipe, self._reductions = manifest.recipe, reductions
         self._first, self._tokens = _window(self._recipe.filters, plan)
         self._lengths = np.diff(plan.tokens.prompts)
-        self._parts: list[OpenPart] = []  # those that are open: their places take much memory
+        self._parts: list[OpenPart] = []  # only the open ones: their places take much memory
         self._asked: list[tuple[OpenPart, list[int]]] = []
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
@@ -584,7 +583,7 @@ class _HarvestJob:
             for by_site, which, i in zip(captured, kept, prompts, strict=True):
                 blocks.append(block := self._reduced(one, by_site.pop(one.site.name), which))
                 if overflowed(block) is not None:
-                    raise NotFinite(f"{one.site.name} has numbers above 65,504, the largest of float16: store bfloat16 "
+                    raise NotFinite(f"{one.site.name} has values above 65,504, the float16 maximum: store bfloat16 "
                                     "or float32", "dtype").under(self._document(part, i))  # fmt: skip
             yield blocks
         for one in self._recipe.features:

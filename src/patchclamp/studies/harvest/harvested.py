@@ -86,7 +86,7 @@ class Harvested:
         self.missing: list[str] = [name for name in self.manifest.shards if name not in there]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies in other processes open the folder again."""
+        """Pickle only the folder, which other processes reopen."""
         return Harvested, (self.folder, self.interleave)
 
     @property
@@ -157,9 +157,8 @@ class Harvested:
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def features(self, name: str | None = None, ids: Sequence[int] | None = None, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of the active features of rows: document, position, token_id, feature, value; of an SAE by
-        its name, or the only one, and of some `ids`, or all. It is in the order of the documents, and has the largest
-        features of a token first."""
+        """A `pyarrow.Table` of the active features of rows: document, position, token_id, feature, value; of one SAE by
+        name (by default the only one), and of some `ids` or all. In document order, largest features first."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         file, which = self.stored_features(name).file, None if ids is None else [("feature", "in", list(ids))]
         shards = self._shards_or_error() if shard is None else [shard]
@@ -214,7 +213,7 @@ class Harvested:
         allow_files(shards * len(sites), READING)
 
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
-        """`columns`, with each row's document, position, token and kept columns, as numbers or as objects."""
+        """Like `columns`, plus each row's document, position, token and kept columns, which may be object arrays."""
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
@@ -265,9 +264,9 @@ class Harvested:
         return sites[str(name)]
 
     def names(self, sites: Any, index: bool = True) -> list[str]:
-        """The names of some sites, of one, or of all for None. Without the rows' index, it must be at least one."""
+        """The names of some sites, of one, or of all for None. At least one is required without the rows' index."""
         if isinstance(sites, (int, np.integer)):
-            raise ProgramError(f"expected sites, got {sites}; a number of rows is size={sites}", "sites")
+            raise ProgramError(f"expected sites, got {sites}; to set the number of rows, pass size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
         if not names and not index:
             raise ProgramError("expected at least one site, got none", "sites")
@@ -275,7 +274,7 @@ class Harvested:
 
     def _shards_or_error(self) -> list[str]:
         if not self.shards:
-            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again, it goes on where it stopped")
+            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again to resume it")
         return self.shards
 
     def __repr__(self) -> str:

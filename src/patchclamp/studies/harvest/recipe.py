@@ -91,14 +91,14 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
         except FileNotFoundError as error:
             raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
         if not isinstance(saved, datasets.Dataset):
-            raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
+            raise ProgramError(f"{path} has several splits: pass the folder of one: {', '.join(saved)}", "documents")
         return _of_columns(saved, column, keep, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
                            "documents")  # fmt: skip
     if not path.exists():
-        raise ProgramError(f"there is no {path}", "documents")
+        raise ProgramError(f"{path} does not exist", "documents")
     if path.suffix == ".parquet":
         return _of_parquet(path, column, keep)
     if path.suffix == ".txt" and (column is not None or keep):
@@ -162,14 +162,14 @@ def needed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
+        raise PatchclampError(f"a harvest requires {package}: pip install 'patchclamp[harvest]'") from None
 
 
 def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
     read, end = [], optional(as_integer)
     for window in as_items(windows, ""):
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ProgramError(f"expected pairs of first and end, such as ((4, None),), got {windows!r}")
+            raise ProgramError(f"expected (start, end) pairs, such as ((4, None),), got {windows!r}")
         read.append((end(window[0]), end(window[1])))
     return tuple(read)
 
@@ -251,16 +251,15 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
         if self.norm_times_median is not None:
-            known = norms[~np.isnan(norms)]  # rows that are not numbers pass no cap, and affect no other row
+            known = norms[~np.isnan(norms)]  # NaN norms pass no cap, and do not affect other rows
             passing &= norms <= self.norm_times_median * (np.median(known) if len(known) else 0)
         return passing
 
 
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """The special ones among some token ids: they have a text of their own, but decode to nothing when special tokens
-    are skipped."""
+    """The special tokens among these ids: they have text, but decode to nothing when special tokens are skipped."""
     if isinstance(tokenizer, NoTokenizer):
-        raise ProgramError("an engine without a tokenizer does not know special tokens: give not_tokens=", "filters")
+        raise ProgramError("special tokens are not available without a tokenizer: use not_tokens=", "filters")
     texts = tokenizer.token_strings(ids.tolist())
     return [token for token, text in zip(ids.tolist(), texts, strict=True) if text and not tokenizer.decode([token])]
 
@@ -324,8 +323,8 @@ class ReadingOrder:
         left = np.diff(self._first)
         if left.sum() >= MOST_ROWS:
             raise ProgramError(
-                f"rows of several parts are interleaved up to {MOST_ROWS:,} of them, and these are {left.sum():,}: "
-                "Harvested(folder, interleave=False) reads part after part", "folder"
+                f"expected at most {MOST_ROWS:,} rows to interleave, got {left.sum():,}: read part after part with "
+                "Harvested(folder, interleave=False)", "folder"
             )  # fmt: skip
         draw, before = np.random.default_rng((_COUNTS, self._seed)), [np.zeros_like(left)]
         while left.any():
@@ -352,7 +351,7 @@ class ReadingOrder:
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """The shard of the row at a place, and its number there. `block`: `self.block`, with a cache."""
+        """The shard of the row at a place, and its number in the shard. `block`: `self.block`, with a cache."""
         row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
@@ -370,7 +369,7 @@ class ReadingOrder:
                 yield self._gathered(opened, rows[at : at + most])
 
     def _gathered(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Stored rows together. The rows of each shard are ascending and consecutive."""
+        """Join stored rows. The rows of each shard are ascending and consecutive."""
         shards = np.searchsorted(self._ends, rows, side="right") - 1
         pieces = []
         for shard in np.unique(shards).tolist():
@@ -444,7 +443,7 @@ class StoredFeatures(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that a data set is made from. Whatever changes a byte of it is here.
+    """Everything that determines the bytes of a data set.
 
     model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
     hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
@@ -472,8 +471,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norms(self) -> StoredSite | None:
-        """The norms of whole rows, float32, one number per site, if they have caps. With sums they are 0 for a document
-        with rows within the caps, otherwise NaN. Their files are not part of the data set."""
+        """The norms of whole rows, float32, one number per site, if the filters have norm caps. With sums they are 0
+        for a document with rows within the caps, otherwise NaN. Their files are not part of the data set."""
         return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
 
     def dtype_of(self, site: StoredSite) -> str:
@@ -574,15 +573,15 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     """
     longest = lm.model.max_model_len - 1  # one token is generated
     if context is not None and check_whole(context, "context", 1) > longest:
-        raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
+        raise ProgramError(f"expected a context of 1 to {longest} tokens, got {context!r}", "context")
     longest = context or longest
     parts, starts, prompts, total, cut = [], [0], [0], 0, 0
     for number, document in enumerate(documents):
         ids = _ids(lm, document, number)
         if len(ids) > longest and overlong == "refuse":
             raise TokensError(
-                f"document {number} has {len(ids)} tokens, and a prompt at most {longest}: give overlong='cut' to "
-                "leave the rest out, or 'split' to run it as several prompts", "documents"
+                f"document {number} has {len(ids)} tokens, more than the {longest} of a prompt: pass overlong='cut' to "
+                "truncate it, or 'split' to run it as several prompts", "documents"
             )  # fmt: skip
         if overlong == "cut":
             cut += max(len(ids) - longest, 0)
@@ -592,7 +591,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
         total += len(ids)
         starts.append(total)
     if not total:
-        raise ProgramError("there are no documents, or all are empty", "documents")
+        raise ProgramError("expected at least one non-empty document, got none", "documents")
     return TokenizedDocuments(np.concatenate(parts), np.array(starts, np.int64), np.array(prompts, np.int64), cut)
 
 
@@ -603,13 +602,13 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
         ids = np.array(list(document), object)
     if len(ids) and not (ids.min() >= 0 and ids.max() < lm.model.d_vocab):
         outside = next(int(i) for i in ids if not 0 <= i < lm.model.d_vocab)
-        raise TokensError(f"document {number}: token id {outside} is outside the vocabulary of {lm.model.d_vocab}",
+        raise TokensError(f"document {number}: expected token ids below {lm.model.d_vocab}, got {outside}",
                           "documents")  # fmt: skip
     return ids.astype(np.int32)
 
 
 class HarvestPart(msgspec.Struct, frozen=True, eq=False):
-    """Documents that are shuffled together: all of them, unless a harvest has several parts.
+    """A part: documents that are shuffled together (all, unless a harvest has several parts).
 
     number: of the part
     prompts: the prompts with rows, ascending, int64 [prompts]
@@ -687,10 +686,10 @@ def make_plan(
 ) -> HarvestPlan:  # fmt: skip
     """Tokenise the documents and apply the filters. `parts`: their number, a function of the number of rows."""
     if sums and overlong == "split":
-        raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
+        raise ProgramError("sums over a document require one prompt per document: pass overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)
     kept = filters.kept(tokens.ids, tokens.documents, lm.tokenizer)
     if not kept.any():
-        raise ProgramError(f"no row of {len(kept)} passes the filters", "filters")
+        raise ProgramError(f"none of {len(kept)} rows passes the filters", "filters")
     count = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
     return HarvestPlan(tokens, kept, count, sums, seed)

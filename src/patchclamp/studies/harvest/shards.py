@@ -8,8 +8,8 @@ An unfinished part has a journal of the prompts whose rows are on disk; a resume
 numbers of the prompts of one checkpoint, and is appended after their rows are synced. Sealing a complete shard adds its
 index and statistics, and gives it its final name.
 
-`HarvestWriter` runs the threads. One thread calls it, part after part, and is the only one that waits for room: so a
-slow disk throttles the engine, and an error on any thread is raised there.
+`HarvestWriter` runs the threads. One thread calls it, part after part, and only that thread waits for room, so a slow
+disk throttles the engine, and an error on any thread is raised there.
 
 n rows · D width
 """
@@ -69,7 +69,7 @@ def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) ->
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)
         except OSError as error:
-            raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None
+            raise CapacityError(f"cannot reserve {size} bytes for {path}: {error}") from None
         os.pwrite(file.fileno(), header, 0)
         mapped = mmap.mmap(file.fileno(), size)
     if hasattr(mmap, "MADV_RANDOM"):
@@ -115,7 +115,7 @@ class RowsFile(NamedTuple):
             for first in range(0, rows, size):
                 numbers = np.fromfile(file, ARRAYS[self.dtype], min(size, rows - first) * width)
                 if len(numbers) < min(size, rows - first) * width:
-                    raise ProgramError(f"{self.path} ends before its rows do")
+                    raise ProgramError(f"{self.path} is truncated: it ends before its last row")
                 yield numbers.reshape(-1, width)
 
 
@@ -163,7 +163,7 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
         )  # fmt: skip
 
 
-@np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
+@np.errstate(all="ignore")  # non-finite rows have non-finite statistics
 def statistics_of(file: RowsFile) -> SiteStatistics:
     """The statistics of a file's rows.
 
@@ -192,7 +192,7 @@ def statistics_of(file: RowsFile) -> SiteStatistics:
 
 
 def encode_statistics(sites: dict[str, SiteStatistics]) -> bytes:
-    """`statistics.json`, by site; numbers that are not finite are null."""
+    """`statistics.json`, by site; non-finite numbers are null."""
     return msgspec.json.encode(sites, enc_hook=lambda array: array.tolist())
 
 
@@ -243,7 +243,7 @@ class OpenPart(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Make room for its rows."""
+        """Allocate space for the part's rows."""
 
     @abstractmethod
     def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
@@ -251,11 +251,11 @@ class OpenPart(ABC):
 
     @abstractmethod
     def seal(self, pool: ThreadPoolExecutor) -> None:
-        """Finish it; all its rows have been written."""
+        """Seal the part, once all its rows have been written."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop filling it."""
+        """Stop filling the part."""
 
     def rows_of(self, prompts: list[int]) -> int:
         """The number of rows of some prompts."""
@@ -296,7 +296,7 @@ class PartWriter(OpenPart):
                         if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
         self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
         if not all(path.exists() for path in self._paths.values()):
-            self._journal.clear()  # the rows that it lists are gone
+            self._journal.clear()  # the rows it lists are gone
         finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
         for prompts in self._journal.take(list[int]):
             finished[prompts] = True
@@ -455,8 +455,8 @@ def allow_files(count: int, advice: str) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
     except (ValueError, OSError):
-        raise CapacityError(f"{count} files are open at a time, and this process may have {hard} open: raise that "
-                            f"limit (ulimit -Hn), or {advice}") from None  # fmt: skip
+        raise CapacityError(f"{count} files must be open at a time, above this process's hard limit of {hard}: raise "
+                            f"it (ulimit -Hn), or {advice}") from None  # fmt: skip
 
 
 # -- threads
@@ -476,10 +476,10 @@ class HarvestWriter:
         self._row_bytes, self._checkpoint_bytes = row_bytes, checkpoint_bytes
         self._writers, self._files = _threads("write", WRITERS), _threads("files", SYNCERS)
         self._checkpoints, self._sealers = _threads("checkpoint", 1), _threads("seal", OPEN_PARTS - 1)
-        self._part: OpenPart | None = None  # which is being filled
-        self._left = 0  # its prompts that have not been put
+        self._part: OpenPart | None = None  # the part being filled
+        self._left = 0  # its prompts that are not queued yet
         self._writing: collections.deque[Future[None]] = collections.deque()
-        self._unlisted: Writes = []  # of the part, since its last checkpoint
+        self._unlisted: Writes = []  # writes to the part since its last checkpoint
         self._unlisted_bytes, self._listed_at = 0, 0.0
         self._checkpoint = _done()  # the last one of the part
         self._sealing: collections.deque[Future[None]] = collections.deque()
@@ -512,7 +512,7 @@ class HarvestWriter:
         self._checkpoint = _done()
 
     def seal(self, part: OpenPart) -> None:
-        """Queue the sealing of a part whose prompts have all been put, now or before a stop."""
+        """Queue the sealing of a part whose prompts have all been queued, now or before a stop."""
         writes, checkpoint = [], _done()
         if part is self._part:
             writes, checkpoint = self._unlisted, self._checkpoint

@@ -1,7 +1,7 @@
-"""`HarvestStream`: the rows of a harvest for a trainer, computed while they are read, without a disk.
+"""`HarvestStream`: the rows of a harvest for a trainer, computed while they are read, without writing to disk.
 
 A thread runs the documents and fills a part in memory while the part before it is read. Room for a third one is made
-only when the first has been read, so the engine waits for a slow reader. Rows have the places that they have on disk.
+only when the first has been read, so the engine waits for a slow reader. Rows have the same places as on disk.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StreamedPart(OpenPart):
             write.result()
 
     def seal(self, pool: ThreadPoolExecutor) -> None:
-        """Pass its rows to the reader, and keep none."""
+        """Hand the part's rows to the reader and drop the references."""
         self._rows.clear()
         whole, self._whole = FilledPart(self.part.tokens, self._whole), {}
         filled, self._filled = self._filled, None
@@ -116,7 +116,7 @@ class HarvestStream(IterableDataset[Values]):
 
     def __iter__(self) -> Iterator[Values]:
         if get_worker_info() is not None:
-            raise ProgramError("a stream runs the model, which a worker lacks: DataLoader(stream, batch_size=None, "
+            raise ProgramError("DataLoader workers have no engine: use DataLoader(stream, batch_size=None, "
                                "num_workers=0)", "num_workers")  # fmt: skip
         return self._read()
 
@@ -129,7 +129,7 @@ class HarvestStream(IterableDataset[Values]):
 
         def take_room() -> Columns:
             while not room.acquire(timeout=LOOK_EVERY_S):
-                threads.submit(int)  # raises at the exit of Python, which joins this thread
+                threads.submit(int)  # raises at interpreter exit, which joins this thread
             return free.popleft() if free else {}
 
         def parts() -> Iterator[OpenPart]:
@@ -181,7 +181,7 @@ class HarvestStream(IterableDataset[Values]):
         return np.flatnonzero(np.concatenate([within_caps(self._recipe, of_shard) for of_shard in shards]))
 
     def _indexed(self, tokens: np.ndarray) -> Columns:
-        """The index of some rows, if asked for."""
+        """The index columns of these rows; empty unless `index` is set."""
         if not self._index:
             return {}
         index = with_kept(index_of(self._plan.tokens, tokens, self._recipe.sums), self._kept)

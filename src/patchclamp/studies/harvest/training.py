@@ -49,7 +49,7 @@ class HarvestRows(Dataset[Values]):
         return functools.lru_cache(64)(self._data.order.block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the mapped files, which the receiving process maps itself."""
+        """Drop the mapped files; the receiving process maps them itself."""
         return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block", "_index")}
 
     def __len__(self) -> int:
