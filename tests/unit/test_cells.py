@@ -85,7 +85,7 @@ class TestJournal:
 
         begun(b"one")
         begun(b"one")
-        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
+        with pytest.raises(pc.ProgramError, match=r"resume: .* belongs to a different study"):
             begun(b"two")
 
     def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):

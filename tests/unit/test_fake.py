@@ -336,7 +336,7 @@ def test_a_run_that_is_let_go_is_missing(lm):
     later = lm.run(EIFFEL, max_tokens=1, capture=pc.resid_post)
     key, edit = source.key, pc.Replace(pc.From(source), at=pc.resid_post[1])
     source.close()
-    with pytest.raises(pc.MissingSource, match=f"run {key} is not here: it was released, or captured nothing"):
+    with pytest.raises(pc.MissingSource, match=f"run {key} is not available: it was released, or captured nothing"):
         lm.engine.fetch(key, 0)
     with pytest.raises(pc.MissingSource, match=f"run {key} was closed before resid_post.1. was read"):
         source[pc.resid_post[1]]
@@ -394,9 +394,9 @@ def test_a_failure_is_its_own_requests(lm):
     source.close()
     answers = lm.engine.submit([gone, good, bare, long])
     assert [answer.done() for answer in answers] == [True] * 4
-    with pytest.raises(pc.MissingSource, match=rf"^edits\[1\]\.value: run {source.key} is not here"):
+    with pytest.raises(pc.MissingSource, match=rf"^edits\[1\]\.value: run {source.key} is not available"):
         answers[0].result()
-    with pytest.raises(pc.MissingSource, match=r"^edits\[0\]\.value: vector [0-9a-f]{12} is not here"):
+    with pytest.raises(pc.MissingSource, match=r"^edits\[0\]\.value: vector [0-9a-f]{12} is not available"):
         answers[2].result()
     with pytest.raises(pc.TokensError, match="the request exceeds max_model_len=128"):
         answers[3].result()

@@ -205,7 +205,7 @@ NAN = struct.pack("<f", float("nan"))
         (file(one(), FLOAT + b"more"), "safetensors"), (file(one(), NAN), "finite"),
         (file(one("F64", offsets=[0, 8]), struct.pack("<d", 1e300)), "finite"),
         (file(one("I64", offsets=[0, 8]), bytes(8)), "got I64"), (file(one("F8_E4M3", offsets=[0, 1]), b"\0"), "got F8"),
-        (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "not empty"),
+        (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "non-empty"),
         (file(one(shape=[1] * 100_000), FLOAT), "got \\[1, 1"), (file(one(shape=[-1]), FLOAT), "got \\[-1"),
         (file(one(means="[" * 10_000), FLOAT), "safetensors"), (file(one(means='{"y": ["embed"]}'), FLOAT), "metadata"),
         (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means of"),
@@ -273,7 +273,7 @@ class TestSweeps:
         assert journals.start("a", "x") is first
         assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
-        with pytest.raises(ProgramError, match="was made by another study"):
+        with pytest.raises(ProgramError, match="belongs to a different study"):
             first.open("other")
         journals.end("a", "x")
         now[0] = 40.0

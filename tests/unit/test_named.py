@@ -178,7 +178,7 @@ def test_an_entry_with_code_is_named_when_it_cannot_be_written(tmp_path):
         bank.save(tmp_path / "bank.safetensors")
     assert str(caught.value) == (
         "names: 'mood' cannot be written: edits[1]: Apply is code, and cannot be saved or sent; "
-        "name what is to be written"
+        "list the others in names="
     )
     assert list(tmp_path.iterdir()) == []
     bank.save(tmp_path / "bank.safetensors", ["fine"])

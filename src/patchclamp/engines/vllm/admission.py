@@ -434,7 +434,7 @@ class Admission:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
-                raise MissingSource(f"vector {missing[2:14]} is not here")
+                raise MissingSource(f"vector {missing[2:14]} is not available")
             placement = self._room.place(record_count(program.bound.ops) + len(program.checked), sizes)
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)

@@ -141,7 +141,7 @@ class Exchange:
                 else:
                     received[key] = rows
         if lacking:
-            return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
+            return MissingSource(f"run {lacking[0]} is not available: it was released, or captured nothing")
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
