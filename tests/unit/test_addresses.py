@@ -70,7 +70,7 @@ def test_what_is_made_anew_is_named(path):
     PATHS[path](values)
     with pytest.raises(AddressMoved) as caught:
         compare(then, seen(values), "4 tokens")
-    assert str(caught.value).endswith(f"than this step filled. changed: {path}")
+    assert str(caught.value).endswith(f"that this step did not fill: changed: {path}")
     assert isinstance(caught.value, EngineError)
 
 

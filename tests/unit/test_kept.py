@@ -144,7 +144,7 @@ def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
 
 def test_a_request_over_a_limit_is_told_which():
     with pytest.raises(
-        TooLarge, match=r'ops: 5, and this server takes at most 4 \(limit program_ops; .*"serve"'
+        TooLarge, match=r'ops: 5, but this server accepts at most 4 \(limit program_ops; .*"serve"'
     ) as told:
         ServeLimits(program_ops=4).check("program_ops", 5, "ops")
     assert told.value.status == 413

@@ -80,7 +80,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
     for i in range(5):
         bank[f"tree {i}"] = [pc.Use(f"tree {i - 1}") if i else pc.Zero(pc.embed)] * 10
     for rows in ({}, {"embed": np.ones(D)}, {"embed": pc.Vector.of(np.ones((2, D)))}):
-        with pytest.raises(pc.ShapeError, match="means are vectors"):
+        with pytest.raises(pc.ShapeError, match="of equal width"):
             Means(rows)
     bank["means"] = Means({lm.sites.label(0): pc.Vector.of(np.ones(D))})
     for edit, kind, text in (
