@@ -174,7 +174,7 @@ def test_two_writers_do_not_have_one_journal_in_memory():
     threading.Timer(0.1, waiting.close).start()
     waiting.open(MADE)
     kept.close()
-    with pytest.raises(ProgramError, match="another study"):
+    with pytest.raises(ProgramError, match="a different study"):
         kept.open("other")
     assert kept.open(MADE).take(float) == [1.0]
 

@@ -208,7 +208,7 @@ NAN = struct.pack("<f", float("nan"))
         (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "non-empty"),
         (file(one(shape=[1] * 100_000), FLOAT), "got \\[1, 1"), (file(one(shape=[-1]), FLOAT), "got \\[-1"),
         (file(one(means="[" * 10_000), FLOAT), "safetensors"), (file(one(means='{"y": ["embed"]}'), FLOAT), "metadata"),
-        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means of"),
+        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "expected means"),
     ],
 )  # fmt: skip
 def test_a_file_that_lies_is_refused(data, text):

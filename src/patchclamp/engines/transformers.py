@@ -338,8 +338,7 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts: programs, runs, vectors, free records, planned steps, batches computed in full or from a
-        cut."""
+        """Return counts: programs, runs, vectors, free records, planned steps, batches in full or from a cut."""
         batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
         return self._call(lambda: {**self.runtime.status(), **self._room.counts(), **batches}).result()
 

@@ -255,8 +255,7 @@ class AsyncEngine(VllmFrontEnd):
 
         The program is encoded from `request.bound`, or given as `carried`. `params` is modified. `ended(output, ids)`
         is called with the last output and all generated ids, before that is yielded. `within` is entered for this time.
-        If the caller has set `request.ended` when it requests the next output, the request is aborted, and the
-        generator ends.
+        If the caller has set `request.ended` when it requests the next output, the request is aborted and none follows.
 
         Raises the run's error in place of the last output, or `EngineError` if vLLM did not confirm the program.
         """

@@ -93,8 +93,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     stepped: bool = False
 
     def read(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of the parts' jobs. Yields the number of each job with those of its
-        programs."""
+        """Add the results to the tables of the parts' jobs. Yields the number of each job and its programs."""
         number = np.frombuffer(self.number, np.int64)
         ends = np.cumsum([of.cells.count for of in parts])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
@@ -325,8 +324,7 @@ class _RunningJob:
         return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every token to score in the cells of these parts: the index of the cell, and (score, sequence, offset,
-        token)."""
+        """Every token to score in cells of these parts: the cell's index, and (score, sequence, offset, token)."""
         cells, terms = [], []
         for i in np.unique(part).tolist():
             of_part = [(j, *term) for j, score in enumerate(self._job.parts[i].terms) for term in score]
