@@ -182,7 +182,7 @@ def test_a_chat_with_an_image_is_the_prompt_that_its_template_makes(seen):
     ("words", "kind", "text"),
     [
         (prompt(30, picture(0)) | {"multi_modal_data": {"video": [1]}}, pc.ProgramError,
-         "prompt: programs support only text and images, got video: leave out one of them"),
+         "prompt: expected only text and images with a program, got video"),
         ({"prompt": "w9"}, pc.ProgramError, """prompt: a prompt with images has {"image": ...} under """
          "'multi_modal_data'; without any, give the text or the token ids"),
         ({"multi_modal_data": {"image": []}}, pc.ProgramError,

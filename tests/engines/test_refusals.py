@@ -461,7 +461,7 @@ def test_an_engine_sleeps_lightly_or_not_at_all(narrow):
     with pytest.raises(pc.EngineError, match="sleep level 2"):  # asked of vLLM itself
         lm.engine._call(lambda: lm.engine._engine.collective_rpc("sleep", args=(2,))).result()
     lm.wake()
-    with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
+    with pytest.raises(pc.EngineError, match="the transformers engine does not support sleep"):
         narrow.get("transformers", "float32").sleep()
     assert lm.run(PROMPTS[0], max_tokens=1, logprobs=True).token_ids
 

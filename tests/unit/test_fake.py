@@ -599,7 +599,7 @@ def test_what_the_fake_cannot_do_is_an_engine_error(lm, tmp_path):
     ):
         lm.run(EIFFEL, lora=tmp_path)
     for change in (lm.sleep, lm.wake):
-        with pytest.raises(pc.EngineError, match="the fake engine does not sleep; vLLM on a GPU does"):
+        with pytest.raises(pc.EngineError, match="the fake engine does not support sleep; use vLLM on a GPU"):
             change()
     assert lm.engine.report() == []
     assert not lm.engine.remote

@@ -160,7 +160,7 @@ def rarely() -> Iterator[None]:
     """Run full garbage collections less often inside the context; young objects are collected as usual.
 
     A full collection starts once the objects have grown by a quarter, which the cells of a sweep soon do. With PyTorch
-    and vLLM loaded it takes 0.2 s and blocks everything else.
+    and vLLM loaded, it takes 0.2 s and blocks everything else.
     """
     global _inside, _usual
     with _lock:
@@ -639,7 +639,7 @@ class Engine(Protocol):
 
         Raises: `EngineError` if the engine does not support gradients, `UnsupportedSite` for a point without gradients.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; use engine='transformers'")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
         """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
@@ -647,7 +647,7 @@ class Engine(Protocol):
 
         Raises: as `gradients`.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; use engine='transformers'")
 
     @property
     def batch_refusal(self) -> str:
@@ -665,7 +665,7 @@ class Engine(Protocol):
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         """Return a weight by its name in `engines.weights`, fp32; None if the model, or this layer, has none."""
-        raise EngineError(f"the {self.model.engine} engine does not return weights")
+        raise EngineError(f"the {self.model.engine} engine does not support reading weights")
 
     def report(self) -> list[Finding]:
         """Return the doctor's findings about this engine."""
@@ -673,11 +673,11 @@ class Engine(Protocol):
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights and cache until `wake`. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; use vLLM on a GPU")
 
     def wake(self) -> None:
         """Reallocate the memory and restore the weights. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; use vLLM on a GPU")
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:

@@ -1,4 +1,4 @@
-"""Queries and keys in Transformers, whose attention functions get both, for attention patterns.
+"""Queries and keys for attention patterns, captured from the arguments of Transformers' attention functions.
 
 B requests of the batch · T tokens of a pass · S key columns, with padding · H query heads · K key/value heads
 E head size

@@ -113,7 +113,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     """The grades of N programs on one prompt.
 
     logprobs: log-probabilities of the scores, [N, k]
-    baseline: those of the prompt without a program, [k]
+    baseline: log-probabilities of the scores without a program, [k]
     kl: KL(unedited ‖ edited) of the next token in nats, [N]; None if not requested
     top_ids, top_logprobs: the likeliest next tokens with their log-probabilities, [N, top]
     errors: by the number of the program, whose grades are NaN

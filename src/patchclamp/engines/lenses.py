@@ -36,7 +36,7 @@ class LastNorm(NamedTuple):
 
     @classmethod
     def of(cls, net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"]) -> LastNorm:
-        """Find the norm beside the taps of the site table."""
+        """Find the norm through the taps of the site table."""
         tap = next(tap for point, tap in sites.taps(engine) if point.kind == "stream_end")
         return cls(find(net, tap.module), sites.sizes.factor(tap.scale), tap.residual is not None)
 

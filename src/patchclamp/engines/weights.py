@@ -1,4 +1,4 @@
-"""Weights of a live model by TransformerLens' names, found beside the taps of its site table.
+"""Weights of a live model by TransformerLens' names, found through the taps of its site table.
 
 A name refers to the same matrix on both engines, although vLLM fuses projections, splits them between workers and packs
 or quantizes them. A weight that is not a plain matrix is read by multiplying the identity by it.
@@ -64,7 +64,7 @@ def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
 def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     """The requested layers of a weight: one, or all that have it; empty for a weight that occurs once in the model.
 
-    Raises: `UnknownName` for another name, `UnsupportedSite` for a layer, or a model, without such a weight.
+    Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer, or a model, without such a weight.
     """
     if not isinstance(name, str) or name not in WEIGHTS:
         raise unknown("weight", str(name), WEIGHTS, "name")

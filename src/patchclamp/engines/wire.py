@@ -3,7 +3,7 @@
     GET  info        `Info`
     POST run         `WireBatch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events.
                      Every request ends with one `Answered` or `Failed`. Closing the connection stops unfinished ones
-    GET  batches     the reason why the server takes no jobs to grade, as msgpack; "" if it does
+    GET  batches     the reason why the server does not accept grading jobs, as msgpack; "" if it does
     POST grade       `WireJobs`; returns frames of `GradedPart`, until each program and prompt is graded. Closing the
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I

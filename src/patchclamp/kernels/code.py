@@ -30,7 +30,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
     Raises `TokensError` and `UnsupportedSite` from the code, and `RunError` for any other exception in it or a result
-    of another shape.
+    of the wrong shape.
     """
     import torch
 

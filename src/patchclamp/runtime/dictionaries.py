@@ -49,7 +49,7 @@ class DeviceSAE:
         return rows.to(matrix.dtype).float() @ matrix.T.float()
 
     def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """The offset and scale by which `normalize` shifts and divides each row."""
+        """The offset that `normalize` subtracts from each row, and the divisor."""
         if self.normalize == "none":
             return 0.0, 1.0
         if self.normalize == "layer_norm":

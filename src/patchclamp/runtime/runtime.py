@@ -77,11 +77,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a worker's tables, bank, batches and capture buffers. The last four apply on a GPU only.
 
     max_programs: programs admitted at one time
-    cells: slots for cells that are graded in batches, beside those of programs
+    cells: slots for cells that are graded in batches, in addition to those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
-    sae_bytes: attached SAEs on the device, reserved at start; 0: they take what is free when they are attached
-    batch_share: time of graded batches beside requests, relative to that of the engine's steps
+    sae_bytes: attached SAEs on the device, reserved at start; 0: they use free memory when attached batch_share: time
+    of graded batches while requests run, relative to the time of the engine's steps
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
     ring_bytes: captures in transit from the device
@@ -982,5 +982,5 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
-    """View a point's columns, [R, W], in a tensor that has other columns too."""
+    """View a point's columns, [R, W], in a tensor with further columns."""
     return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

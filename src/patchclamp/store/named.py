@@ -215,7 +215,7 @@ class NamedBank(MutableMapping[str, Entry]):
         key = os.environ.get("VLLM_API_KEY") if api_key is None else str(api_key)
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
-            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: leave it out of names=", "names")
+            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: pass names= without it", "names")
         parts: dict[str, tuple[str, bytes, str]] = {}
         for name, entry in chosen.items():
             if isinstance(entry, Program):

@@ -201,7 +201,7 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """The source of a chunk's table, built lazily: for a wide batch this would take too long within a step."""
+    """The source of a chunk's table, built lazily: for a wide batch, building it would take too long within a step."""
 
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes of each run in a step, by run number."""

@@ -1,7 +1,7 @@
 """Admission in the engine core: it allocates slots, records and bank space, and places each program before its request
 is scheduled.
 
-A request whose program does not fit beside the running ones waits here, first come first served (or by priority);
+A request whose program does not fit alongside the running ones waits here, first come first served (or by priority);
 requests without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a
 round trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
 
@@ -122,7 +122,7 @@ class Verdict(msgspec.Struct):
 
 
 class SelfCheck(msgspec.Struct):
-    """The tokens of a request, by which the workers check the labels of its captures.
+    """The tokens of a request, used by the workers to check the labels of its captures.
 
     The rows at `embed` of the captured positions are captured with the request's own captures, through the same labels,
     buffers and positions. They must equal the embedding matrix's rows of the tokens at these positions.

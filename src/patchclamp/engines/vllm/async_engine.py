@@ -1,4 +1,4 @@
-"""The engine of a server: patchclamp requests beside others on an `AsyncLLM`, in one API process."""
+"""The engine of a server: patchclamp requests alongside others on an `AsyncLLM`, in one API process."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The worker computes W h of each row of a step at the tap of a monitor's site (`MonitorTap`), also in CUDA graphs, and
 the scores are sent with the step's output. The engine core keeps them by slot of the KV cache (`SlotScores`): a token's
-scores are stored with its keys and values, so a request that reuses a cached block also gets its scores. With each
+scores are in the slot of its keys and values, so a request that reuses a cached block also gets its scores. With each
 output of a request the core sends the scores that are new, and the front end collects them (`MonitorLog`).
 """
 

@@ -1,6 +1,6 @@
 """A caller's `vllm.LLM`: an `LM` runs programs on it, and the caller's own requests may have programs, too.
 
-An `LLM` belongs to the thread that calls it, so there is no thread of our own. `submit` steps the engine until its
+An `LLM` belongs to the thread that calls it, so patchclamp has no separate thread. `submit` steps the engine until its
 requests have ended. Outputs of the caller's requests that arrive in between wait for the caller's next step.
 """
 

@@ -3,9 +3,9 @@
 The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not change the engine, so they are
 removed from `additional_config` before vLLM hashes it for its compile cache.
 
-Metrics are beside vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end counts its
-requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores (`held`); a
-program's waiting time comes with its answer.
+Metrics are exported next to vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end
+counts its requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores
+(`held`); a program's waiting time comes with its answer.
 """
 
 from __future__ import annotations

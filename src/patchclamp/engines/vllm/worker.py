@@ -1,4 +1,4 @@
-"""Code in vLLM's worker: the runtime beside a model runner (`Attached`), and the front end's calls (`do_…`).
+"""Code in vLLM's worker: the runtime of a model runner (`Attached`), and the front end's calls (`do_…`).
 
 `Exchange` moves rows that one worker captured to another that reads them, just before the reading program is installed.
 Every worker installs the same programs in the same order, so senders and receivers follow from the program alone.
@@ -571,7 +571,7 @@ class Attached:
 
     def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
-        (`top_tokens`); None if another worker does. `translator`: as msgpack."""
+        (`top_tokens`); None if another worker returns them. `translator`: as msgpack."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)

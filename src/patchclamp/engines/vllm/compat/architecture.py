@@ -2,7 +2,7 @@
 
 Without a family table, one is derived from Transformers' own class if vLLM's Transformers backend runs the model. For
 vLLM's own class, it is found once by a dry run without data, and cached on disk. That run needs process groups, a
-configuration and the sizes of a step, which are global in vLLM, so it has a process of its own:
+configuration and the sizes of a step, which are global in vLLM, so it uses a separate process:
 
     python -m patchclamp.engines.vllm.compat.architecture < pickled VllmConfig > JSON of `TraceResult`
 

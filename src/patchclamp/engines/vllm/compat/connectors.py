@@ -70,8 +70,8 @@ def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], 
 
 
 def check_alone(vllm_config: VllmConfig, others: bool) -> None:
-    """Raise `EngineError` for an engine in this process beside one with a connector, which vLLM keeps in a global.
-    `others`: True if there are other engines."""
+    """Raise `EngineError` if this process has an engine with a connector and another engine: vLLM's connector is
+    global. `others`: True if there are other engines."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
     if has_kv_transfer_group() or (others and vllm_config.kv_transfer_config is not None):

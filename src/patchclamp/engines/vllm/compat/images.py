@@ -83,7 +83,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
     """Raise `ProgramError` if a prompt contains modalities other than images."""
     others = sorted(set(modalities) - {"image"})
     if others:
-        raise ProgramError(f"programs support only text and images, got {' and '.join(others)}: leave out one of them")
+        raise ProgramError(f"expected only text and images with a program, got {' and '.join(others)}")
 
 
 def check_model(vllm_config: VllmConfig) -> None:

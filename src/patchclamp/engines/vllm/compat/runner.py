@@ -143,7 +143,7 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
-    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, and if a seam
+    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for any other kind, and if a seam
     that this kind needs differs."""
     runner: Any = worker.model_runner
     modules = {base.__module__ for base in type(runner).__mro__}
@@ -289,8 +289,8 @@ def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
 
 
 def _keep_top_logprobs(runner: V1Runner) -> None:
-    """Keep the top log-probabilities of requests beside one that scores given tokens: stock's V1 sampler returns only
-    one kind for a whole batch, and -inf to requests for the other kind."""
+    """Keep the top log-probabilities of requests in a batch with one that scores given tokens: stock's V1 sampler
+    returns only one kind for a whole batch, and -inf to requests for the other kind."""
     sampler = runner.sampler
     stock = sampler.gather_specific_token_logprobs
 
