@@ -231,7 +231,7 @@ def test_a_sweep_whose_client_went_away_goes_on(server):
         assert [cell for data in again["cells"] for cell in data["cells"]] == cells
         assert programs(http) == before, "all is known"
         other = http.post("/v1/patchclamp/studies/patch_sweep", json=body | {"layers": "0:2"})
-        assert (other.status_code, "another study" in other.text) == (400, True)
+        assert (other.status_code, "a different study" in other.text) == (400, True)
     run(server, ASKED | {"layers": 1, "resume": "left"}, KEYS[1])  # another key's name is another one
 
 

@@ -85,7 +85,7 @@ class TestJournal:
 
         begun(b"one")
         begun(b"one")
-        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
+        with pytest.raises(pc.ProgramError, match=r"resume: .* belongs to a different study"):
             begun(b"two")
 
     def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):
@@ -279,7 +279,7 @@ def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: 
     for other in (plain, again):
         assert other.save(tmp_path / "other").read_bytes() == first.save(tmp_path / "first").read_bytes()
     for change in changes:
-        with pytest.raises(pc.ProgramError, match="another study"):
+        with pytest.raises(pc.ProgramError, match="a different study"):
             study(lm, **change, resume=tmp_path / "j")
         study(lm, **change)
 
@@ -291,7 +291,7 @@ def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: 
 )  # fmt: skip
 def test_another_question_needs_another_file(lm, tmp_path: Path, change: dict):
     patch_sweep(lm, **ASKED, resume=tmp_path / "j")
-    with pytest.raises(pc.ProgramError, match="another study"):
+    with pytest.raises(pc.ProgramError, match="a different study"):
         patch_sweep(lm, **(ASKED | change), resume=tmp_path / "j")
 
 

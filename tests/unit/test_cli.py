@@ -457,7 +457,7 @@ class TestResume:
         assert {name: (tmp_path / name).read_bytes() for name in files} == kept
         (tmp_path / "0").write_text("another\nprompt\nand\nmore")
         command[command.index(SWEEP[5]) if SWEEP[5] in command else 0] = "x" if SWEEP[5] in command else command[0]
-        assert "was made by another study" in failed(*command)
+        assert "belongs to a different study" in failed(*command)
 
 
 class TestSites:

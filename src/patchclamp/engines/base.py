@@ -5,8 +5,8 @@ full garbage collections, and the bytes that carry a program to an engine core, 
 
 `numerics` selects the code for steps without programs, on an engine that compiles:
 
-uniform: the same code as steps with programs, which has taps. Reading changes no bit of a run. Neither does writing a
-    capture back to its origin. The default of `pc.LM`.
+uniform: the same code as steps with programs, which has taps. Reading leaves a run bit-identical, and so does writing a
+capture back to its origin. The default of `pc.LM`.
 stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
 The two round differently in the last bits wherever the compiler fuses ops across a tap.
@@ -92,7 +92,7 @@ def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
     if not isinstance(folders, (list, tuple)):
         return [None if folders is None else _read_at(folders, "lora")] * prompts
     if len(folders) != prompts:
-        raise ProgramError(f"expected one adapter, or one for each of {prompts} prompts, got {len(folders)}", "lora")
+        raise ProgramError(f"expected one adapter, or one per prompt ({prompts}), got {len(folders)}", "lora")
     adapters: dict[Any, Adapter | None] = {None: None}  # by folder
     for i, folder in enumerate(folders):
         if not isinstance(folder, (str, os.PathLike, type(None))) or folder not in adapters:
@@ -111,21 +111,21 @@ def read_adapter(path: Any) -> Adapter:
     """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
     folder = Path(as_file(path)).expanduser().resolve()
     if not folder.is_dir():
-        raise MissingSource(f"expected the folder of a PEFT adapter, got {str(path)!r}, which does not exist")
+        raise MissingSource(f"expected the folder of a PEFT adapter, got {str(path)!r}, which is missing")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise MissingSource(
-            f"{folder} has no {' and no '.join(missing)}, only {files}; write one with peft_model.save_pretrained"
+            f"{folder} lacks {' and '.join(missing)}, and has only {files}; write one with peft_model.save_pretrained"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
         rank, kind = max(int(rank) for rank in ranks), config.get("peft_type", "LORA")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProgramError(f"{folder / CONFIG} is not an adapter's: {type(error).__name__}: {error}") from None
+        raise ProgramError(f"{folder / CONFIG} is not an adapter config: {type(error).__name__}: {error}") from None
     if kind != "LORA":
-        raise ProgramError(f"{folder} is an adapter of type {kind}; only LORA runs beside programs")
+        raise ProgramError(f"{folder} is an adapter of type {kind}; only LORA is supported with programs")
     marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
     return Adapter(
         str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
@@ -160,7 +160,7 @@ def rarely() -> Iterator[None]:
     """Run full garbage collections less often inside the context; young objects are collected as usual.
 
     A full collection starts once the objects have grown by a quarter, which the cells of a sweep soon do. With PyTorch
-    and vLLM loaded it takes 0.2 s and blocks everything else.
+    and vLLM loaded, it takes 0.2 s and blocks everything else.
     """
     global _inside, _usual
     with _lock:
@@ -210,13 +210,13 @@ class PartScores(NamedTuple):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The newest output of a run. The concatenated parts are the run's text, token ids and log-probabilities.
+    """The new output of a run since the last part. Concatenated, parts give its text, token ids and log-probabilities.
 
     text: new text that no later token changes; partial characters and possible stop texts are held back
     token_ids: the new tokens
     logprobs: one float per new token, if requested
-    scores: those of the new tokens, by the name of each probe that is not pooled; the first part has the prompt's, too.
-        The last token of a run has none: it was never an input
+    scores: scores of the new tokens, by the name of each unpooled probe; the first part also has the prompt's. The last
+    token of a run has no score: it was never an input
     lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
     features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
     """
@@ -233,7 +233,7 @@ class PartListener(Protocol):
     """A callback for the parts of a run, called in order, before the run's answer. It runs on the engine's thread, in
     this process, so it must not block or raise.
 
-    closed: the reader is gone; the engine stops the run as far as it can
+    closed: the client disconnected; the engine stops the run if it can
     """
 
     closed: bool
@@ -261,7 +261,7 @@ class Request(msgspec.Struct):
     images: the positions of each image's placeholder tokens in the prompt
     inputs: the engine's form of a prompt with images (`Expanded`)
     ended: True once `Engine.end` was called
-    prompt_logprobs: as `logprobs`, at each token of the prompt
+    prompt_logprobs: as `logprobs`, for each prompt token
     """
 
     run: str
@@ -285,7 +285,7 @@ class Request(msgspec.Struct):
 
     @property
     def abandoned(self) -> bool:
-        """True if it has a listener and that is closed."""
+        """True if it has a listener, and the listener is closed."""
         return self.listener is not None and self.listener.closed
 
 
@@ -303,7 +303,7 @@ class Expanded(msgspec.Struct):
 
 
 class Drafts(NamedTuple):
-    """Speculative decoding of a request: the number of drafted tokens, and how many of them the model accepted."""
+    """Speculative decoding of a request: the number of draft tokens, and the number accepted."""
 
     proposed: int
     accepted: int
@@ -315,7 +315,7 @@ class Monitor(msgspec.Struct, frozen=True):
     probe: its weight and bias; without a selection of tokens, and not pooled
     threshold: count the scores above this number; None: do not count
     points: the points of its site, in the order of layers
-    columns: its columns among all monitors' products of a token: k for each point
+    columns: its columns in the products of all monitors for a token: k for each point
     """
 
     probe: Probe
@@ -325,13 +325,13 @@ class Monitor(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> np.ndarray:
-        """W, [k, D]."""
+        """The weight W, [k, D]."""
         assert isinstance(self.probe.weight, Vector)
         return self.probe.weight.rows()
 
     @property
     def outputs(self) -> int:
-        """k, the number of scores of a token at one point."""
+        """The number of scores k of a token at one point."""
         return len(self.weight)
 
     def scores(self, products_TK: np.ndarray) -> np.ndarray:
@@ -352,13 +352,13 @@ class Answer(msgspec.Struct):
     finish_reason: "stop" or "length"
     cached_tokens: prompt tokens read from the prefix cache instead of computed
     top_logprobs: for each generated token, the log-probabilities of the top tokens, by token id
-    computed_from: the first layer and prompt position computed, if everything before came from a run of the prompt
-        without a program; None if all of it was computed, or came from a prefix cache
+    computed_from: the first layer and prompt position computed, if everything before was reused from a run of the
+    prompt without a program; None if all of it was computed, or read from a prefix cache
     drafts: None if the engine does not count drafts, or makes none
     monitored: the products of the engine's own probes (`Engine.monitors`) for every token that was an input, [T, K]
-    stop_reason: "probe:NAME" if a condition on that probe ended the run, whose last token is then the one that it held
-        at, and was an input
-    prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, of each token of the prompt after the first
+    stop_reason: "probe:NAME" if a condition on that probe ended the run; the last token is then the one that met it,
+    and was an input
+    prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
 
     token_ids: list[int]
@@ -458,7 +458,7 @@ TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, 
 
 
 def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
-    """Split the likeliest tokens of all rows by the captures that these are of."""
+    """Split the likeliest tokens of all rows by capture."""
     ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
 
@@ -470,7 +470,7 @@ class VllmLLM(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Captured rows to read: those of one op, by its index in the bound program, or of all (None), at positions from
+    """Captured rows to read: of one op, by its index in the bound program, or of every op (None), at positions from
     `first` on."""
 
     run: str
@@ -483,7 +483,7 @@ class Wanted(NamedTuple):
 
 
 class PackedTokens(msgspec.Struct, array_like=True):
-    """`TopTokens` of captures as bytes: positions int64, and of all rows the ids int32, log-probabilities fp32."""
+    """`TopTokens` of captures as bytes: int64 positions, then int32 ids and fp32 log-probabilities of all rows."""
 
     positions: list[bytes]
     ids: bytes
@@ -504,14 +504,14 @@ class Engine(Protocol):
     sites: its site map
     tokenizer: its tokenizer
     remote: True if programs run in other processes, which rules out `Apply`
-    has_gradients: True if it computes `gradients` and `jacobians`
+    has_gradients: True if it supports `gradients` and `jacobians`
     proved: True if the sites were already proved where the engine runs
-    weights: how often the model's weights were updated in place
-    proved_weights: the same when its sites were last proved
+    weights: the number of in-place updates of the model's weights
+    proved_weights: that number when its sites were last proved
     run_prefix: the prefix of its runs' names
-    batch_difference: how programs graded in batches differed from requests; "" if they did not, None before the proof
-    keeps_captures_here: True if captures use this machine's memory before they are fetched
-    monitors: probes of its own, which score every token of every request
+    batch_difference: the difference between programs graded in batches and as requests; "" if none, None before the
+    proof keeps_captures_here: True if captures use this machine's memory before they are fetched
+    monitors: its always-on probes, which score every token of every request
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
 
@@ -540,7 +540,7 @@ class Engine(Protocol):
 
     @property
     def has_views(self) -> bool:
-        """True if large captures are returned without a copy, so that all of a run can be fetched at once."""
+        """True if large captures are returned without a copy, so that a whole run can be fetched at once."""
         return False
 
     @contextlib.contextmanager
@@ -563,7 +563,7 @@ class Engine(Protocol):
 
     def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
         """The rows of a point in many runs, of one op or of all, as one array: the index of each row's run, its
-        position, and the rows [R, W], ascending by run and position. They may be the captured memory itself."""
+        position, and the rows [R, W], ascending by run and position. The array may be a view of captured memory."""
         captured = self.fetch_many([Wanted(run, point, op) for run in runs])
         run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
         parts = [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
@@ -573,10 +573,10 @@ class Engine(Protocol):
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
         model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
-        raise EngineError(f"the {self.model.engine} engine has no lens")
+        raise EngineError(f"the {self.model.engine} engine does not support lenses")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
-        """Copy an SAE to the device, under a name that no other has. Raises `CapacityError` if it does not fit."""
+        """Copy an SAE to the device, under a unique name. Raises `CapacityError` if it does not fit."""
         raise EngineError(f"SAEs are attached where the {self.model.engine} engine runs: patchclamp serve --sae")
 
     def detach(self, name: str) -> None:
@@ -617,7 +617,7 @@ class Engine(Protocol):
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         raise EngineError(
-            f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
+            f"the {self.model.engine} engine does not support LoRA adapters: merge it into the model first "
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
 
@@ -627,7 +627,7 @@ class Engine(Protocol):
 
         Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """
-        raise EngineError(f"the {self.model.engine} engine takes prompts of text alone; engine='vllm' reads images")
+        raise EngineError(f"the {self.model.engine} engine supports only text prompts; use engine='vllm' for images")
 
     def gradients(
         self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
@@ -637,35 +637,35 @@ class Engine(Protocol):
 
         stream: rows [T, D] that replace the stream before the first layer
 
-        Raises: `EngineError` if the engine computes no gradients, `UnsupportedSite` for a point without gradients.
+        Raises: `EngineError` if the engine does not support gradients, `UnsupportedSite` for a point without gradients.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; use engine='transformers'")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
         """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
-        as the stream: that of its sum over some positions, averaged over the same positions of the point's rows.
+        as the stream: of its sum over some positions, averaged over the same positions of the point's rows.
 
         Raises: as `gradients`.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; use engine='transformers'")
 
     @property
     def batch_refusal(self) -> str:
-        """The reason why programs to grade run as requests; "" if `grade` runs them."""
-        return f"the {self.model.engine} engine has no batches of its own"
+        """The reason why graded programs run as requests; "" if `grade` runs them."""
+        return f"the {self.model.engine} engine does not grade in batches"
 
     def job_refusal(self, job: GradeJob) -> str:
-        """The reason why the programs of one job run as requests, on an engine with batches of its own."""
+        """The reason why the programs of one job run as requests, on an engine that grades in batches."""
         return ""
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade the programs of jobs, which have the same `kl` and `top`, in batches of the engine's own. Fills the
-        tables, and yields the number of a job with those of its programs that have been graded."""
+        """Grade the programs of jobs, which have the same `kl` and `top`, in the engine's own batches. Fills the
+        tables, and yields the number of a job with the numbers of its graded programs."""
         raise EngineError(self.batch_refusal)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
         """Return a weight by its name in `engines.weights`, fp32; None if the model, or this layer, has none."""
-        raise EngineError(f"the {self.model.engine} engine does not return weights")
+        raise EngineError(f"the {self.model.engine} engine does not support reading weights")
 
     def report(self) -> list[Finding]:
         """Return the doctor's findings about this engine."""
@@ -673,18 +673,18 @@ class Engine(Protocol):
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights and cache until `wake`. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; use vLLM on a GPU")
 
     def wake(self) -> None:
         """Reallocate the memory and restore the weights. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; use vLLM on a GPU")
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
     """Raise `UnknownName` for a parameter that an engine does not support, `ProgramError` for an invalid value."""
     for name in (name for name in sampling if name not in known):
         if name in VLLM_SAMPLING:
-            supported = f"vLLM supports {name!r}, and the {engine} engine does not; there are: {', '.join(known)}"
+            supported = f"vLLM supports {name!r}, but the {engine} engine does not; available: {', '.join(known)}"
             raise UnknownName(supported, f"sampling.{name}")
         raise unknown("sampling parameter", name, known, f"sampling.{name}")
     for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
@@ -693,11 +693,11 @@ def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: st
             raise ProgramError(f"expected a number from {low} to {high}, got {number!r}", f"sampling.{name}")
     top_k = sampling.get("top_k", 0)
     if top_k is not None and (not _is_integer(top_k) or top_k < -1):
-        raise ProgramError(f"expected a whole number, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
+        raise ProgramError(f"expected a positive integer, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
     stop = [] if sampling.get("stop") is None else sampling["stop"]
     words = [stop] if isinstance(stop, str) else stop
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
-        raise ProgramError(f"expected text or a list of texts, none of them empty, got {stop!r}", "sampling.stop")
+        raise ProgramError(f"expected non-empty text or a list of non-empty texts, got {stop!r}", "sampling.stop")
     ids = [] if sampling.get("stop_token_ids") is None else sampling["stop_token_ids"]
     if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
         raise ProgramError(f"expected a list of token ids, got {ids!r}", "sampling.stop_token_ids")

@@ -1,4 +1,4 @@
-"""Queries and keys in Transformers, whose attention functions get both, for attention patterns.
+"""Queries and keys for attention patterns, captured from the arguments of Transformers' attention functions.
 
 B requests of the batch · T tokens of a pass · S key columns, with padding · H query heads · K key/value heads
 E head size
@@ -22,12 +22,12 @@ from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 from patchclamp.sites.tables import ROTATED
 
-WATCH = "_patchclamp_watch"  # of a module: called with query, key and options of its attention function
+WATCH = "_patchclamp_watch"  # module attribute: called with the query, key and options of its attention function
 
 
 class DenseKeys:
-    """The keys of a pass (`runtime.attention.Keys`). They are held from a layer's attention to the end of the pass, of
-    layers that a program reads."""
+    """The keys of a pass (`runtime.attention.Keys`). For layers that a program reads, they are kept from the layer's
+    attention to the end of the pass."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -52,7 +52,7 @@ class DenseKeys:
                 self._held[number] = key_BKSE, value_BKSE, _facts(query_BHTE, options)
                 tap(query_BHTE.transpose(1, 2).flatten(2))
 
-        vars(module)[WATCH] = watch  # with the module, which it holds by way of `self`
+        vars(module)[WATCH] = watch  # stored on the module, which `self` keeps alive
 
     def begin(self, passes: Passes) -> None:
         """Begin a pass."""
@@ -60,7 +60,7 @@ class DenseKeys:
         self._held.clear()
 
     def end(self) -> None:
-        """End the pass, whose keys and cache are not held any longer."""
+        """End the pass, and release its keys and cache."""
         self.passes = None
         self._held.clear()
 
@@ -88,7 +88,7 @@ class DenseKeys:
         assert self.passes is not None
         slot, mask_BS = batch.slot.tolist(), self.passes.mask_BT
         index = to_device(np.array([slot.index(each) for each in slots]), key_BKSE.device)
-        # positions are the columns that are not padding; a cache of a window has the last columns alone
+        # positions are the columns that are not padding; a sliding-window cache has only the last columns
         column_BS = (~mask_BS[index].bool()).to(torch.int8).argsort(dim=1, stable=True)[:, :count]
         column_BS = (column_BS - (mask_BS.shape[1] - key_BKSE.shape[2])).clamp(min=0)
         keys = key_BKSE[index].transpose(1, 2)
@@ -98,10 +98,10 @@ class DenseKeys:
 def unread_attention(net: Any, sites: SiteMap) -> str:
     """The reason why attention is not read on this model; "" if it is."""
     if getattr(net.config.get_text_config(), "attention_chunk_size", None):
-        return "its layers attend within chunks"
+        return "its layers use chunked attention"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
     if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
-        return f"{type(module).__name__} computes attention itself and not by an attention function of Transformers"
+        return f"{type(module).__name__} computes attention without an attention function of Transformers"
     return ""
 
 

@@ -26,9 +26,9 @@ from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch
 from patchclamp.plan.cuts import Cut
 
-PROMPT_ROWS = 256  # of a prompt that are unembedded at a time
-SAME_LOGITS = 0.02  # difference of logits, of the largest; rounding to bfloat16 is a fifth of it
-UNSEEDED = -1  # means no seed, as in vLLM
+PROMPT_ROWS = 256  # prompt rows unembedded at a time
+SAME_LOGITS = 0.02  # tolerated difference relative to the largest logit; rounding to bfloat16 is a fifth of it
+UNSEEDED = -1  # no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # lower temperatures above 0 are raised to this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
@@ -146,13 +146,13 @@ class OutputWriter:
     def take_prompt(
         self, hidden_TD: torch.Tensor, own_logits_V: torch.Tensor, unembed: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Read the log-probabilities of the prompt's tokens from the unembedding's inputs at the tokens before them.
+        """Compute the log-probabilities of the prompt's tokens from the unembedding's inputs at the preceding tokens.
         Raises `UnsupportedSite` if `unembed` does not give the model's own logits after the prompt."""
         top, ids = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[1:]
         logits_V = unembed(hidden_TD[len(ids) : len(ids) + 1])[0].float()
         if float((logits_V - own_logits_V).abs().max()) > SAME_LOGITS * float(own_logits_V.abs().max()):
             raise UnsupportedSite(
-                "prompt_logprobs is not available: the model does more to its logits than unembed them"
+                "prompt_logprobs is not available: the model transforms its logits after the unembedding"
             )
         for begin in range(0, len(ids), PROMPT_ROWS):
             some = ids[begin : begin + PROMPT_ROWS]
@@ -215,7 +215,7 @@ class StepReadout:
             self._values = Arriving(logprobs_BV.gather(1, columns_BK))
 
     def take(self) -> None:
-        """Append the next token to every request that is not done by now."""
+        """Append the next token to every unfinished request."""
         tokens = self._tokens.result().tolist()
         values = None if self._values is None else self._values.result().tolist()
         for b, writer in self._rows:
@@ -275,7 +275,7 @@ class Passes:
             self.logits_BV = logits_BV.clone()  # a program may edit the others
             return logits_BV
         name = cache_name(type(net))
-        # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
+        # with cached states, a model without keys takes one token and no mask: Mamba 1 would repeat the token
         # along a longer mask
         has_states = name == "cache_params" and self.cache is not None
         out = net(
@@ -288,7 +288,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _reading(self, net: Any) -> Iterator[None]:
-        """Keep the unembedding's inputs of all rows, and unembed only the last."""
+        """Keep the unembedding's inputs of all rows, but unembed only the last."""
         keep, self.keep = self.keep, self.ids_BT.shape[1]
 
         def take(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -316,7 +316,7 @@ class Passes:
 
 @functools.cache
 def cache_name(kind: type) -> str:
-    """Return the name of a model class's cache argument; classes that keep only states have their own."""
+    """Return the name of a model class's cache argument; classes that cache only states name it differently."""
     return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 

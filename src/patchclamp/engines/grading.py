@@ -32,15 +32,15 @@ class GradeJob(msgspec.Struct):
 
     name: unique; runs of the job have names that begin with it
     count: N
-    suffixes: the tokens after the prompt of each sequence that a program's run computes
-    terms: for each score the tokens whose log-probabilities are summed: the sequence, the number of tokens between the
-        prompt and the token, and the token
+    suffixes: for each sequence that a program's run computes, the tokens after the prompt
+    terms: for each score the tokens whose log-probabilities are summed: the sequence, the token's offset after the
+    prompt, and the token
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
     cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit
     refused: by number, the reason why a program cannot run in batches
     vectors, code, sources: as in a `Request`
-    has_baseline: False if the prompt without a program need not be graded
+    has_baseline: False to skip grading the prompt without a program
     """
 
     name: str
@@ -69,7 +69,7 @@ class GradeJob(msgspec.Struct):
 class JobPart(NamedTuple):
     """Consecutive programs of a job.
 
-    number: of the job · first: the number of the first of the programs in it
+    number: the number of the job · first: the number of the first program in it
     """
 
     job: GradeJob
@@ -80,7 +80,7 @@ class JobPart(NamedTuple):
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
     """The suffixes and terms of a job. A score is a list of tokens to score, each with the tokens after the prompt that
-    precede it. Suffixes that begin others need no sequence of their own."""
+    precede it. A suffix that is a prefix of another shares its sequence."""
     wanted = sorted({suffix for score in scores for suffix, _ in score}, key=len, reverse=True)
     suffixes: list[tuple[int, ...]] = []
     for suffix in wanted:
@@ -113,12 +113,12 @@ class Grades(PublicStruct, frozen=True, eq=False):
     """The grades of N programs on one prompt.
 
     logprobs: log-probabilities of the scores, [N, k]
-    baseline: those of the prompt without a program, [k]
+    baseline: log-probabilities of the scores without a program, [k]
     kl: KL(unedited ‖ edited) of the next token in nats, [N]; None if not requested
     top_ids, top_logprobs: the likeliest next tokens with their log-probabilities, [N, top]
-    errors: by the number of the program; its numbers are NaN
-    route: "bulk" if the engine ran them in batches of its own, "requests" if each was a request
-    route_reason: why they, or some of them, were requests
+    errors: by the number of the program, whose grades are NaN
+    route: "bulk" if the engine graded them in batches, "requests" if each was a request
+    route_reason: the reason why some or all of them were requests
     from_cut: the number of requests that were computed from their first edit on (`Run.computed_from`)
     captured: the captures of each program, as `LM.fetch` returns them; None for one that failed
     """
@@ -141,16 +141,16 @@ class Grades(PublicStruct, frozen=True, eq=False):
 
 
 def arrived(found: queue.SimpleQueue[Any]) -> Any:
-    """The next item of a queue, awaited in short steps: Python handles a signal that arrives just before it blocks only
-    after the wait."""
+    """Get the next item of a queue, polling: Python handles a signal that arrives just before it blocks only after the
+    wait."""
     while True:
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=LOOK_EVERY_S)
 
 
 class GradeTable:
-    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i. `done` marks those
-    that were graded."""
+    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i. `done` marks graded
+    rows."""
 
     def __init__(self, job: GradeJob) -> None:
         rows = job.count + 1

@@ -1,4 +1,4 @@
-"""Lenses where the model runs: captured rows through a live model's own final norm and unembedding.
+"""Lenses next to the model: captured rows through a live model's own final norm and unembedding.
 
 N rows · D model width · V vocabulary · K likeliest tokens
 """
@@ -17,16 +17,16 @@ from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # unembedded together
-MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
-CHUNK = 512  # logits of a row whose maximum is taken first
+MAX_LOGITS = 1 << 27  # logits computed at a time
+CHUNK = 512  # logits per chunk of a row; the maxima of chunks are found first
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 
 
 class LastNorm(NamedTuple):
-    """A model's final norm, the module at whose input the stream ends.
+    """A model's final norm, whose input is the end of the stream.
 
-    factor: rows are the module's input times this
+    factor: rows equal the module's input times this factor
     pair: True if its input is the sum of two tensors
     """
 
@@ -36,7 +36,7 @@ class LastNorm(NamedTuple):
 
     @classmethod
     def of(cls, net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"]) -> LastNorm:
-        """Find the norm beside the taps of the site table."""
+        """Find the norm through the taps of the site table."""
         tap = next(tap for point, tap in sites.taps(engine) if point.kind == "stream_end")
         return cls(find(net, tap.module), sites.sizes.factor(tap.scale), tap.residual is not None)
 
@@ -50,7 +50,7 @@ class LastNorm(NamedTuple):
 
 
 def translation(translator: Translator | None, device: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of rows [N, D], fp32 on a device, that a translator is; without one, of the rows as they are."""
+    """A translator as a function of rows [N, D], fp32 on a device; without one, the identity."""
     if translator is None:
         return lambda rows_ND: rows_ND
     matrix_DD = torch.tensor(translator.matrix.array(), device=device)
@@ -63,11 +63,11 @@ def top_tokens(
     rows: Sequence[torch.Tensor], unembed: Unembed, top: int, sites: SiteMap, device: Any,
     translator: Translator | None,
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
-    """The ids and log-probabilities [N, K] of all rows, one after another; None if this worker gets no logits."""
+    """The ids and log-probabilities [N, K] of all rows, concatenated; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
-        raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
+        raise ProgramError(f"expected rows of width {sites.d_model}, the width of the stream")
     translate, is_here = translation(translator, device), True
-    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that no part waits for another
+    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that parts do not wait
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):
         rows_ND = torch.cat([each.to(device, non_blocking=True).float() for each in part])
         logits_NV = unembed(translate(rows_ND))
@@ -98,8 +98,8 @@ def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tenso
 
 
 def likeliest(logits_NV: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids and the log-probabilities of the largest logits, [N, K]. They are in the chunks of a row with the largest
-    maxima, and the rest of the row is not sorted."""
+    """The ids and the log-probabilities of the largest logits, [N, K]. They are in the chunks with the largest maxima,
+    so the rest of the row is not sorted."""
     chunks = logits_NV.shape[1] // CHUNK
     largest_NC = logits_NV[:, : chunks * CHUNK].unflatten(1, (chunks, CHUNK)).amax(-1)
     chunk_NK = largest_NC.topk(min(top, chunks)).indices

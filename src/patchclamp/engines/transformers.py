@@ -72,14 +72,14 @@ from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
-JACOBIAN_TOKENS = 1 << 11  # of the copies of a prompt that are run at a time
+JACOBIAN_TOKENS = 1 << 11  # in the copies of a prompt that run at a time
 
 
 def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. Nothing else may run the model meanwhile. Raises as `_watching`."""
+    """Implement `Engine.gradients`. Nothing else may run the model at the same time. Raises as `_watching`."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     with _watching(net, sites, points, stream) as (tensors, run):
         logprobs_V = run([prompt_token_ids]).logits[0, -1].float().log_softmax(-1)
@@ -100,7 +100,7 @@ def gradients(
 def jacobians(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], positions: list[int]
 ) -> dict[int, np.ndarray]:
-    """Implement `Engine.jacobians`. Nothing else may run the model meanwhile. Raises as `_watching`.
+    """Implement `Engine.jacobians`. Nothing else may run the model at the same time. Raises as `_watching`.
 
     The prompt is run B times in one batch, and copy b gives row b of B rows of the Jacobians.
     """
@@ -130,15 +130,15 @@ def jacobians(
 def _watching(
     net: Any, sites: SiteMap, points: list[int], stream: np.ndarray | None = None
 ) -> Iterator[tuple[dict[int, torch.Tensor], Callable[[list[list[int]]], Any]]]:
-    """The tensors at some points, which are filled as the model runs, with gradients; and a function that runs it on
-    prompts of one length. `stream` replaces the stream before the first layer.
+    """The tensors at some points, filled with gradients attached as the model runs; and a function that runs it on
+    prompts of equal length. `stream` replaces the stream before the first layer.
 
     Raises `UnsupportedSite` for a router, whose choice of experts has no gradient, and for logits.
     """
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
         if taps[number].rerun or sites.points[number].rows == "sampled":
-            raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
+            raise UnsupportedSite(f"gradients are not supported at {sites.label(number)}")
     tensors: dict[int, torch.Tensor] = {}
     net.requires_grad_(False)  # only activations need gradients
     device = next(net.parameters()).device
@@ -246,7 +246,7 @@ class TransformersEngine(Engine):
         for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,
                              "max_model_len": 1 if max_model_len is None else max_model_len}.items():  # fmt: skip
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-                raise ProgramError(f"expected a whole number from 1 on, got {size!r}", option)
+                raise ProgramError(f"expected a positive integer, got {size!r}", option)
         as_flag(trust_remote_code, "trust_remote_code")
         as_flag(skip_tokenizer_init, "skip_tokenizer_init")
         self.device: str = _checked_device(device)
@@ -259,7 +259,7 @@ class TransformersEngine(Engine):
                 NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"{name} cannot be loaded: {describe_error(error)}", "model") from error
+            raise ModelError(f"cannot load {name}: {describe_error(error)}", "model") from error
         whole = self._net.config
         config = whole.get_text_config()
         architectures = whole.architectures or [type(self._net).__name__]
@@ -338,14 +338,14 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts: programs, runs, vectors, free records, planned steps, batches computed whole or from a cut."""
+        """Return counts: programs, runs, vectors, free records, planned steps, batches in full or from a cut."""
         batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
         return self._call(lambda: {**self.runtime.status(), **self._room.counts(), **batches}).result()
 
     def report(self) -> list[Finding]:
         why = self._call(self._recompute.why_whole).result()
         if why:
-            return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
+            return [Finding("configuration", "recompute", "note", f"every run is computed in full: {why}")]
         words = "runs that share a prompt are computed from the first layer and position that their programs change"
         return [Finding("configuration", "recompute", "ok", words)]
 
@@ -407,7 +407,7 @@ class TransformersEngine(Engine):
         while self._reads:
             read, job = self._reads.popleft()
             try:
-                with torch.inference_mode(False):  # callers may train on the rows, and change them
+                with torch.inference_mode(False):  # callers may train on the rows, and modify them
                     read.set_result(job())
             except Exception as error:
                 read.set_exception(error)
@@ -427,8 +427,8 @@ class TransformersEngine(Engine):
         return logits_NV if cap is None else cap * (logits_NV / cap).tanh()
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
-        """Serve a batch. A program without room is an error, except in a batch formed by a cut: there it waits for the
-        next batch.
+        """Serve a batch. A program that does not fit is an error, except in a batch formed by a cut: there it waits for
+        the next batch.
 
         The device computes a single-step batch while the next one is admitted, so it is finished after that one starts.
         """
@@ -606,11 +606,11 @@ def _checked_device(device: str | None) -> str:
         raise ModelError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}", "device") from None
     fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
     if asked.type == "cuda" and (asked.index or 0) >= gpus:
-        raise ModelError(f"{device} is not there: {fix}", "device")
+        raise ModelError(f"{device} is not available: {fix}", "device")
     try:
         torch.zeros(1, device=asked).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ModelError(f"{device} cannot be used ({describe_error(error)}): {fix}", "device") from None
+        raise ModelError(f"cannot use {device} ({describe_error(error)}): {fix}", "device") from None
     return str(device)
 
 
@@ -631,24 +631,24 @@ def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = Fals
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
     except ImportError as error:  # a library for quantised weights is missing
-        raise ModelError(f"Transformers cannot load this checkpoint here: {error}") from error
+        raise ModelError(f"Transformers cannot load this checkpoint in this environment: {error}") from error
     net, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:
         others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(
             f"the checkpoint lacks {', '.join(missing[:5])}{others}, which {type(net).__name__} reads; Transformers "
-            "would initialize them at random. Is it a causal language model's?"
+            "would initialize them at random. Is it a causal language model?"
         )
     return net
 
 
 def _check_cache(net: Any) -> None:
-    """Raise `ModelError` if the model does not accept the cache argument, so steps could not pass on its state."""
+    """Raise `ModelError` if the model does not accept the cache argument, as its state would be lost between steps."""
     if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
-            f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
-            'engine="vllm" may run it'
+            f"{type(net).__name__} does not accept past_key_values, so its state cannot be kept between tokens. "
+            'Try engine="vllm"'
         )
 
 
@@ -661,9 +661,9 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
     recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
     if not tabled or recurrent or (windowed and window is not None and window < max_model_len):
         why = "recurrent layers" if recurrent else "a sliding window"
-        why = why if tabled else "no site table that would tell what its layers count"
+        why = why if tabled else "no site table that says what its layers count"
         raise ModelError(
-            f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
+            f"with right padding, generated tokens would follow the padding, and this {config.model_type} model "
             f'has {why}; use padding_side="left"'
         )
 
@@ -674,7 +674,7 @@ def _max_positions(config: Any) -> int:
     for name in names:
         if isinstance(length := getattr(config, name, None), int):
             return length
-    raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
+    raise ModelError(f"the config of {config.architectures} has no maximum length: pass max_model_len")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | str:
@@ -683,5 +683,5 @@ def _dtype(name: str | torch.dtype) -> torch.dtype | str:
         return word
     dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
+        raise ProgramError(f"unknown dtype {name!r}; available: auto, float32, bfloat16, float16", "dtype")
     return dtype

@@ -1,9 +1,9 @@
-"""Weights of a live model by TransformerLens' names, found beside the taps of its site table.
+"""Weights of a live model by TransformerLens' names, found through the taps of its site table.
 
-A name stands for the same matrix on both engines, although vLLM fuses projections, splits them between workers and
-packs or quantizes them. A weight that is no plain matrix is read by multiplying the identity with it.
+A name refers to the same matrix on both engines, although vLLM fuses projections, splits them between workers and packs
+or quantizes them. A weight that is not a plain matrix is read by multiplying the identity by it.
 
-    D model width · V vocabulary · P positions · H heads (of keys and values: their own number) · E head size ·
+    D model width · V vocabulary · P positions · H heads (or key/value heads) · E head size ·
     M MLP width · I input of a matrix
 """
 
@@ -22,13 +22,13 @@ from patchclamp.sites.tables import REORDERED
 if TYPE_CHECKING:
     import torch
 
-PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # of a module's `quant_method`
+PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # types of a module's `quant_method`
 INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # in layers whose attention and MLP may share a norm
 
 
 class WeightKind(NamedTuple):
-    """shape: its dimensions · point: the point kind beside which it is found; empty: the model has one · axis: the
-    dimension that tensor-parallel workers divide; None: each has all of it"""
+    """shape: its dimensions · point: the kind of the points next to it; empty: one per model · axis: the dimension
+    split across tensor-parallel workers; None: replicated"""
 
     shape: str
     point: str = ""
@@ -54,7 +54,7 @@ _IN_FULL = re.compile(r"(?:embed|unembed|pos_embed)\.(\w+)|blocks\.(\d+)\.(?:att
 
 
 def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
-    """The name and the layer of a weight whose name may be TransformerLens' whole one, such as blocks.5.attn.W_O."""
+    """The name and the layer of a weight, also from TransformerLens' full name, such as blocks.5.attn.W_O."""
     found = _IN_FULL.fullmatch(name) if isinstance(name, str) else None
     if found is None or layer is not None:
         return name, layer
@@ -62,16 +62,16 @@ def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
 
 
 def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
-    """The layers that a weight is asked of: one, or all that have one; empty for a weight that the model has one of.
+    """The requested layers of a weight: one, or all that have it; empty for a weight that occurs once in the model.
 
-    Raises: `UnknownName` for another name, `UnsupportedSite` for a layer, or a model, without such a weight.
+    Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer, or a model, without such a weight.
     """
     if not isinstance(name, str) or name not in WEIGHTS:
         raise unknown("weight", str(name), WEIGHTS, "name")
     point = WEIGHTS[name].point
     if not point:
         if layer is not None:
-            raise UnsupportedSite(f"the model has one {name}, got layer {layer!r}", "layer")
+            raise UnsupportedSite(f"expected no layer for {name}, which the model has once, got {layer!r}", "layer")
         return []
     layers = sites.layers_with(point)
     if layer is None and layers:
@@ -181,7 +181,7 @@ class _Reader:
             module = embedding if word == "E" or is_tied else head
         module = _inner(module)
         rows = _rows(module, is_bias)
-        if module is not None and rows is not None and hasattr(module, "shard_indices"):  # without padding
+        if module is not None and rows is not None and hasattr(module, "shard_indices"):  # strip padding
             rows = rows[:, : module.shard_indices.num_org_elements]
         if rows is None or is_bias:
             return None if rows is None else rows[0]
@@ -246,7 +246,7 @@ class _Reader:
         return next((child for child in children if type(_inner(child)).__name__ == "RowParallelLinear"), None)
 
     def _into_neurons(self, word: str, down: torch.nn.Module, is_bias: bool) -> torch.Tensor | None:
-        """The weights of the matrix, or of the gate, that the MLP's input is multiplied with."""
+        """The weights of the MLP's input matrix, or of its gate."""
         parent = self._find(self._tap("neurons").module.rpartition(".")[0])
         out_MD = _rows(down, False)
         assert parent is not None
@@ -266,7 +266,7 @@ class _Reader:
 
 
 def _is_missing(module: torch.nn.Module) -> bool:
-    """True if the module is of another pipeline stage."""
+    """True if the module belongs to another pipeline stage."""
     return type(module).__name__ == "PPMissingLayer"
 
 

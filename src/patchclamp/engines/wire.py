@@ -3,7 +3,7 @@
     GET  info        `Info`
     POST run         `WireBatch`; returns frames: 4 bytes of length, little-endian, then msgpack of a list of events.
                      Every request ends with one `Answered` or `Failed`. Closing the connection stops unfinished ones
-    GET  batches     the reason why the server takes no jobs to grade, as msgpack; "" if it does
+    GET  batches     the reason why the server does not accept grading jobs, as msgpack; "" if it does
     POST grade       `WireJobs`; returns frames of `GradedPart`, until each program and prompt is graded. Closing the
                      connection stops it
     POST fetch       `Fetch`; streams safetensors (`CapturedFile`): "I positions" and "I rows" for the item at index I
@@ -41,7 +41,7 @@ from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_hea
 
 WIRE = 11  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
-LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
+LEASE_S = 60.0  # time without a heartbeat after which a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
 MAX_PROGRAMS = 8192  # to grade, that a client sends at a time; the last job may exceed it
@@ -52,7 +52,7 @@ class Info(msgspec.Struct):
     """Facts of the server's engine. The fields from `family` on describe its site map.
 
     owner: the first part of the names of runs that this API key may use
-    withdrawn: the sites that were not proved
+    withdrawn: the sites that failed the proof
     dictionaries: the attached SAEs
     no_attention: the reason why the engine does not read attention patterns; "" if it does
     """
@@ -70,7 +70,7 @@ class Info(msgspec.Struct):
     no_attention: str = ""
 
     def site_map(self, rows: Callable[[str, Sequence[int]], FeatureRows]) -> SiteMap:
-        """The site map, in which `rows(name, ids)` are those of features."""
+        """The site map; `rows(name, ids)` returns the rows of features."""
         sites = SiteMap(self.family, self.sizes, self.tensor_parallel, self.stages)
         sites.withdrawn, sites.no_attention = dict(self.withdrawn), self.no_attention
         for card in self.dictionaries:
@@ -200,8 +200,8 @@ class Failed(msgspec.Struct, tag="error"):
 
 
 class GradedPart(msgspec.Struct, tag="grades"):
-    """Results of some programs of job `i`: their numbers, int64, and what `GradeTable.take` takes; −1 is the prompt
-    without a program."""
+    """Results of some programs of job `i`: their numbers, int64, and the arguments of `GradeTable.take`; −1 is the
+    prompt without a program."""
 
     i: int
     number: bytes
@@ -255,7 +255,7 @@ class CapturedFile:
         try:
             import torch  # noqa: F401  captures are returned as tensors
         except ImportError:
-            raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
+            raise EngineError("reading captures requires PyTorch: pip install torch") from None
         self._count, self._head = count, bytearray()
         self._tensors: dict[str, TensorEntry] | None = None
         self._memory: dict[str, np.ndarray] = {}
@@ -273,7 +273,7 @@ class CapturedFile:
             rest, self._head = rest[end - before :], bytearray()
         while len(rest):
             if not self._places:
-                raise EngineError("what was captured came with more bytes than its header says")
+                raise EngineError("the captures response has more bytes than its header declares")
             place = self._places.popleft()
             size = min(len(place), len(rest))
             place[:size] = rest[:size]
@@ -286,7 +286,7 @@ class CapturedFile:
         import torch
 
         if self._tensors is None or self._places:
-            raise EngineError("what was captured broke off before its end")
+            raise EngineError("the captures response was truncated")
         read: dict[str, torch.Tensor] = {}
         for name, each in self._tensors.items():
             memory, dtype = torch.from_numpy(self._memory[name]), getattr(torch, DTYPES[each.dtype])
@@ -299,9 +299,9 @@ class CapturedFile:
             tensors = parse_header(header).tensors
             names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}
             if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
-                raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
+                raise ValueError(f"unexpected tensors {', '.join(list(tensors)[:4])} …")
         except ValueError as error:
-            raise EngineError(f"what was captured is not what was asked for: {error}") from None
+            raise EngineError(f"the captures response does not match the request: {error}") from None
         for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
             self._memory[name] = np.empty(each.data_offsets[1] - each.data_offsets[0], np.uint8)
             if self._memory[name].size:

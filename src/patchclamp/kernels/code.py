@@ -23,14 +23,14 @@ _within = _Within()
 def check_outside() -> None:
     """Raise `EngineError` on a thread that runs code: a call to the engine would deadlock on the step that runs it."""
     if _within.code:
-        raise EngineError("called from within Apply, where it would deadlock: compute what Apply needs before the run")
+        raise EngineError("called from within Apply, which would deadlock: compute what Apply needs before the run")
 
 
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `TokensError` and `UnsupportedSite` of the code, and `RunError` for any other exception in it or a result of
-    another shape.
+    Raises `TokensError` and `UnsupportedSite` from the code, and `RunError` for any other exception in it or a result
+    of the wrong shape.
     """
     import torch
 
@@ -50,7 +50,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
-    except (TokensError, UnsupportedSite) as error:  # of an edit of attention
+    except (TokensError, UnsupportedSite) as error:  # raised by an attention edit
         raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error

@@ -68,8 +68,8 @@ def _dot(a, b, inside):
 
 @triton.jit
 def _factor(total, other, kind, x, y):
-    """The factor of v or ε, from the sum over the row, and from what its square is divided by: the number of columns,
-    or the sum of v's squares."""
+    """The factor of v or ε, from the sum over the row and the divisor of its square: the number of columns, or the sum
+    of v's squares."""
     projection = total.to(tl.float32)
     clamped = tl.minimum(tl.maximum(projection, x), y) - projection
     none = (kind == PROJECT) | (other == 0)
@@ -79,7 +79,7 @@ def _factor(total, other, kind, x, y):
 
 @triton.jit
 def _turned(a, b, cos, sin, is_relative):
-    """The changes of two coordinates that turn them to an angle, or by it."""
+    """The changes that rotate two coordinates to an angle, or by it."""
     cos, sin, length = cos.to(tl.float64), sin.to(tl.float64), tl.sqrt(a * a + b * b)
     to_a = tl.where(is_relative, a * cos - b * sin, length * cos) - a
     to_b = tl.where(is_relative, a * sin + b * cos, length * sin) - b
@@ -144,7 +144,7 @@ def _kept_row(
     kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """The address of a captured row's region, and the row's offset in it, in numbers. A step that advances the planned
+    """The address of a captured row's region, and the row's offset in it, in elements. A step that advances the planned
     one writes `stride` bytes further on per step."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if not SAMPLED:
@@ -204,7 +204,7 @@ def _gate(product, numbers, toward):
 @triton.jit
 def _when(latch, bit, position, bits, latches):
     """True if a bit of the row is set, or, with a latch of at least 0, if its position is not after the row's. A latch
-    that this row has set itself may not be in memory yet."""
+    set by this row itself may not be in memory yet."""
     number = tl.maximum(latch, 0).to(tl.int32)
     first = tl.load(latches + number)
     from_latch = (position >= first) | (((bits >> (BITS + number)) & 1) != 0)
@@ -231,8 +231,8 @@ def _walk(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: these
-    are all columns of the row. The next record and its vector are prefetched while one is applied."""
+    """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: the
+    columns are the whole row. The next record and its vector are prefetched while one is applied."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # for wider rows, two vectors do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
     bits = _look(bits_of_row + row)  # above the bits of records: the latches that this row has set
@@ -311,7 +311,7 @@ def _walk(
                     h = tl.where(changed, h + factor * along, h)
             elif kind == LOW_RANK:
                 edited = 1
-                if WHOLE:  # sampled rows are not edited so
+                if WHOLE:  # not supported for sampled rows
                     rank, gates = y.to(tl.int32), gates_of_row + row * MAX_GATES
                     factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
                     for turn in range(2 * rank):  # all gates, which go through memory, and then all changes

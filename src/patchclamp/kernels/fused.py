@@ -1,6 +1,6 @@
 """The kernel in vectorized torch, for the CPU: pass i applies record i of every row, all rows at once.
 
-    R rows · A rows with records · W width of the point · K numbers in the step's capture buffer
+    R rows · A rows with records · W width of the point · K elements in the step's capture buffer
 
 With fused norms, the stream is the fp32 sum of two tensors, hidden and residual. Writing s back as r' = round(s),
 h' = round(s − r') loses nothing that the pair could represent (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
@@ -101,17 +101,17 @@ def apply(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
                 )
             elif kind == SPAN:
-                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
-                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                assert bits_R is not None, "a record needs row bits, but the engine passed none"
+                assert token_R is not None, "a record needs token ids, but the engine passed none"
                 _span(named(alike, SPAN), at[some], token_R, bits_R, rows, table)
             elif kind in DECIDE:
-                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+                assert bits_R is not None, "a record needs row bits, but the engine passed none"
                 _decide(int(kind), h_AW, some, named(alike, int(kind)), at, bits_R, rows, table, bank_B)
             elif kind == MATCH:
-                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                assert token_R is not None, "a record needs token ids, but the engine passed none"
                 matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
             elif kind == APPLY:
-                assert code is not None, "a record runs code, and the engine gave none"
+                assert code is not None, "a record runs code, but the engine passed none"
                 broken[some] |= ~_run(h_AW, some, alike, point, position[some], code)
             else:
                 _edit(int(kind), h_AW, some, alike, position[some], bank_B)
@@ -178,7 +178,7 @@ def _keep(
 
 
 def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torch.Tensor:
-    """The products of rows with those of a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
+    """The products of rows with a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
     first, count, columns = int(record["other"]), int(record["y"]), columns_of(record)
     matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
     parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
@@ -189,8 +189,8 @@ def _held(
     records: np.ndarray, row: np.ndarray, slot: np.ndarray, position: np.ndarray, table: ProgramTable,
     bits_R: np.ndarray | None,
 ) -> np.ndarray:  # fmt: skip
-    """True for each row at which its `WHEN` record holds."""
-    assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+    """A mask of the rows whose `WHEN` record holds."""
+    assert bits_R is not None, "a record needs row bits, but the engine passed none"
     fields = named(records, WHEN)
     is_set = bits_R[row] >> fields["bit"] & 1 == 1
     return np.where(fields["latch"] < 0, is_set, position >= table.latches[slot, fields["latch"]])
@@ -250,7 +250,7 @@ def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: t
 def _run(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
 ) -> np.ndarray:
-    """Run the code of each record on its rows; returns True for the rows where it succeeded."""
+    """Run the code of each record on its rows; returns a mask of the rows where it succeeded."""
     done = np.zeros(len(index), bool)
     for number, columns in np.unique(records[["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
@@ -277,7 +277,7 @@ def _edit(
 
 
 def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
-    """True for the columns of each record, bool [A, W]."""
+    """A mask of each record's columns, bool [A, W]."""
     first = records["columns"].astype(np.int64) & 0xFFFF
     end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
     end = np.where(records["columns"] == 0, h_AW.shape[1], end)
@@ -286,7 +286,7 @@ def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
-    """True for each token that meets its record's condition."""
+    """A mask of the tokens that meet their record's condition."""
     matches = np.zeros(len(records), bool)
     conditions, condition_A = np.unique(records[["value", "step", "x"]], return_inverse=True)
     for i, (ids, count, expected) in enumerate(conditions.tolist()):

@@ -2,11 +2,11 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405) maps
 (seed, position, site, index) to 32 bits. The lowest bit is the sign. The other 31 bits, m, index a table: ε is the
-half-normal quantile at the tail (m + ½) / 2³¹, by the octave of m, linear within 2⁷ parts of it, in integers of 2⁻²⁷.
-The error against the exact quantile is at most 4·10⁻⁶; the largest ε is 6.4. Box-Muller would not be reproducible,
-since libraries differ in the last bits of sine and logarithm.
+half-normal quantile at the tail (m + ½) / 2³¹, by the octave of m, linear within each of its 2⁷ bins, in integers of
+2⁻²⁷. The error against the exact quantile is at most 4·10⁻⁶; the largest ε is 6.4. Box-Muller would not be
+reproducible, since libraries differ in the last bits of sine and logarithm.
 
-    W numbers of a row
+    W width of a row
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-PARTS, FRACTION = 7, 27  # 2^PARTS parts per octave; the table is in units of 2^-FRACTION
+PARTS, FRACTION = 7, 27  # 2^PARTS bins per octave; the table is in units of 2^-FRACTION
 OCTAVES = 31  # octaves of m from 1 on; m = 0 has its own row after them
 MASK, MULTIPLIERS, STEPS = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 @functools.cache
 def quantiles() -> np.ndarray:
-    """The half-normal quantiles at the borders of the parts, [OCTAVES + 1, 2^PARTS + 1] int32, decreasing."""
+    """The half-normal quantiles at the bin edges, [OCTAVES + 1, 2^PARTS + 1] int32; rows decrease."""
     exact = np.vectorize(NormalDist().inv_cdf)
     table = np.zeros((OCTAVES + 1, (1 << PARTS) + 1), np.int32)
     for octave in range(OCTAVES):

@@ -1,6 +1,6 @@
 """The reference kernel, written to be read: one row and one record at a time. The fast kernels must equal it.
 
-R rows · W width of the point · B numbers in the bank · K numbers in the step's capture buffer
+R rows · W width of the point · B elements in the bank · K elements in the step's capture buffer
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarra
 def rotate(
     h_W: np.ndarray, a_W: np.ndarray, b_W: np.ndarray, cos: np.float32, sin: np.float32, relative: bool
 ) -> np.ndarray:
-    """Turn h's part in the plane of two orthonormal vectors a and b to an angle, or by it; h + (a′ − a)·a + (b′ − b)·b
-    with coordinates in fp64."""
+    """Rotate h in the plane of two orthonormal vectors a and b, to an angle or by it; h + (a′ − a)·a + (b′ − b)·b with
+    coordinates in fp64."""
     a, b = (float(h_W.astype(np.float64) @ unit_W.astype(np.float64)) for unit_W in (a_W, b_W))
     length, cos64, sin64 = np.sqrt(a * a + b * b), float(cos), float(sin)
     to_a, to_b = (a * cos64 - b * sin64, a * sin64 + b * cos64) if relative else (length * cos64, length * sin64)

@@ -1,4 +1,4 @@
-"""Relaunch a Triton kernel without the overhead of Triton's own launch, which doubles the host time."""
+"""Relaunch a Triton kernel without the overhead of Triton's own launch, which takes twice the host time."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result may share its memory. The
-    result is contiguous: kernels, vLLM's too, count from its first element and ignore strides."""
+    result is contiguous: kernels, including vLLM's, index from its first element and ignore strides."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
     tensor = tensor.contiguous()
     if torch.device(device).type != "cuda":

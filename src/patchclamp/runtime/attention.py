@@ -1,7 +1,7 @@
 """The attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
 
-What is read is computed at the end of a step. Edits act in a layer, right after its attention: they replace the result
-of the queries that they change by one computed from the edited pattern.
+Reads are computed at the end of a step. Edits act in a layer right after its attention: for the queries that they
+change, they replace the result by one computed from the edited pattern.
 
 B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size · M edited queries
 """
@@ -24,15 +24,15 @@ MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and numbers of keys, computed
 
 
 class Keys(Protocol):
-    """An engine's cached keys. A slot is that of a request in the step."""
+    """An engine's cached keys. Slots number the requests of the step."""
 
     def facts(self, point: int) -> AttentionFacts:
-        """Return the way in which the layer of a point computes scores. Raises `UnsupportedSite` where they cannot be
-        computed again."""
+        """Return the score parameters of a point's layer. Raises `UnsupportedSite` if its scores cannot be
+        recomputed."""
         ...
 
     def width(self, point: int) -> int:
-        """The numbers of the keys of one position."""
+        """The number of elements in the keys of one position."""
         ...
 
     def scores(
@@ -43,14 +43,14 @@ class Keys(Protocol):
         ...
 
     def values(self, point: int, slot: int, count: int) -> torch.Tensor:
-        """The values of the first `count` positions of a request, [T, K, E]; any numbers where no query of the step
-        sees them."""
+        """The values of the first `count` positions of a request, [T, K, E]; arbitrary values where no query of the
+        step sees them."""
         ...
 
 
 class Queries(NamedTuple):
-    """The rows of a region: the point, and of each consecutive range its request's slot, its first position, and its
-    number of rows."""
+    """The rows of a region: the point, and for each consecutive range the request's slot, first position and row
+    count."""
 
     point: int
     slot: np.ndarray
@@ -64,7 +64,7 @@ Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # of programs, by slot 
 class AttentionReading:
     """Reads whole rows of attention, or the `top` largest of each head.
 
-    number: of this reading among those that programs use now
+    number: the index of this reading among those in use
     """
 
     def __init__(self, number: int, reader: AttentionReader, top: int) -> None:
@@ -75,7 +75,7 @@ class AttentionReading:
         self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits
     ) -> torch.Tensor:  # fmt: skip
         """The attention of some rows of queries, [N, numbers]: each head's row; or each head's largest numbers and then
-        their key positions, as the bits of int32. Patterns are those with the edits of their program."""
+        their key positions, as the bits of int32. Patterns include the edits of their program."""
         query_NHE, facts = rows_NW.view(len(rows_NW), heads, -1), keys.facts(of.point)
         found = rows_NW.new_zeros((len(rows_NW), self.numbers), dtype=torch.float32)
         first = np.cumsum(of.count) - of.count
@@ -112,7 +112,7 @@ class AttentionReading:
         return batches
 
     def _kept(self, found_BNHT: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that are kept of each row, [B, N, numbers]."""
+        """Return the values to keep of each row, [B, N, numbers]."""
         shape, unseen = found_BNHT.shape[:2], 0.0 if self._reader.site == "pattern" else -torch.inf
         if not self.top:
             padded = torch.nn.functional.pad(found_BNHT, (0, self._reader.keys - found_BNHT.shape[-1]), value=unseen)
@@ -125,12 +125,12 @@ class AttentionReading:
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
 
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative error of a recomputed result
 
 
 class EditedAttention:
-    """The edits of one request's attention in one layer, as code at two points: the queries are held at their own, and
-    the result of attention is changed at its."""
+    """One request's attention edits in one layer, as code at two points: the first stores the queries, the second edits
+    the attention result."""
 
     def __init__(self, point: int, slot: int, heads: int, edits: Sequence[PatternEdit], keys: Keys) -> None:
         self._point, self._slot, self._heads, self._edits, self._keys = point, slot, heads, edits, keys
@@ -143,9 +143,8 @@ class EditedAttention:
         return rows_NW
 
     def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The result of attention, with that of edited rows computed from their pattern. Raises `TokensError` for a
-        query that would see no key, and `UnsupportedSite` where patterns and values do not give the result that the
-        engine has."""
+        """The attention result, with edited rows computed from their pattern. Raises `TokensError` for a query without
+        visible keys, and `UnsupportedSite` if patterns and values do not reproduce the engine's result."""
         first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
         query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
         edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]
@@ -157,7 +156,7 @@ class EditedAttention:
         low, high = self._first // group, (self._end - 1) // group + 1
         value_TKE = cached_TKE[:, low:high].float()
         seen_from = max(first - facts.window + 1, 0) if facts.window else 0
-        value_TKE[:seen_from] = 0  # of blocks that may be free already
+        value_TKE[:seen_from] = 0  # their blocks may already be free
         value_THE = value_TKE.repeat_interleave(group, 1)[:, self._first - low * group :][:, :heads]
         for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
             position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
@@ -177,10 +176,10 @@ class EditedAttention:
         self, scores_1HT: torch.Tensor, facts: AttentionFacts, value_THE: torch.Tensor, engines_HE: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """Check that the engine's result of a query, without edits, is that of its pattern."""
+        """Check that a query's unedited pattern reproduces the engine's result."""
         result_HE = torch.einsum("ht,the->he", pattern(scores_1HT[None], facts, self._first)[0, 0], value_THE)
         error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
         if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
-                f"attention of this model is not its patterns times its values ({error:.1g} off, of {size:.1g}): edit z"
+                f"attention output of this model is not pattern × values (error {error:.1g}, norm {size:.1g}): edit z"
             )

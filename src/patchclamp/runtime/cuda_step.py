@@ -12,11 +12,11 @@ engine waits for them, so that memory stays bounded and nothing is lost.
 
 `CudaStep`: the captures of a step are allocated in the ring when it begins, and the tables hold their offset. Steps
 that reuse the plan get the memory after it, so that the tables do not change. Rows that are pooled or encoded come
-last, and only their results are kept: when the step ends the rows' memory is taken back, so that it is never copied. If
-a step captures too much, like a large prefill, every tap allocates its own part, and 64 MiB from the first layers are
-copied while later layers compute. If only the sampled rows are too much, only their tap allocates.
+last, and only their results are kept: when the step ends the rows' memory is reclaimed, so that it is never copied. If
+a step captures too much, such as a large prefill, every tap allocates its own part, and 64 MiB from the first layers
+are copied while later layers compute. If only the sampled rows are too much, only their tap allocates.
 
-    R rows of a step at most · N requests of a step at most · S slots · P points · O records
+    R maximum rows of a step · N maximum requests of a step · S slots · P points · O records
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class CudaTables:
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int | None, stride: int = 0) -> None:
-        """Write a step's plan to the tables, with its captures at byte `begin`, or in parts of each tap (None). In
+        """Write a step's plan to the tables, with its captures at byte `begin`, or allocated by each tap (None). In
         further steps of one token per request with the same plan, captures start `stride` bytes after those of the step
         before."""
         slot, origin = plan.tokens.slot, []
@@ -172,14 +172,14 @@ class CudaTables:
             self._latches.masked_fill_(self._latches >= self._since, NEVER)
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """The ranks of sampled rows, if they may have changed: they are 0 except with drafted tokens."""
+        """The ranks of sampled rows, if they may have changed: they are 0 except with draft tokens."""
         if batch.samples is None and not self._ranked:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
 
     def _unsettled(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """The positions from which latches are cleared, if rejected drafts may have set some."""
+        """The positions from which latches are cleared, if rejected draft tokens may have set some."""
         if not self.table.deciding:
             return []
         since = self.table.unsettled(batch.slot, batch.position, batch.samples)
@@ -235,7 +235,7 @@ class CudaTables:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans begin … end − 1, ascending, adjacent ones as one."""
+    """Spans begin … end − 1, ascending, with adjacent ones merged."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -594,8 +594,8 @@ class CudaStep:
         return bad
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
-        """Allocate memory for a point's captures: the tensor, the first byte in it, and which byte of the step's buffer
-        that is; None without captures."""
+        """Allocate memory for a point's captures: the tensor, the first byte in it, and that byte's offset in the
+        step's buffer; None without captures."""
         part = plan.by_tap[1].get(point)
         if part is None:
             return None
@@ -608,7 +608,7 @@ class CudaStep:
         return memory, first_byte, begin
 
     def _reduce_upfront(self, plan: StepPlan) -> None:
-        """Reduce the rows behind the memory that was allocated when the step began, and take their memory back."""
+        """Reduce the rows stored after the upfront allocation, and reclaim their memory."""
         if self._scratch:
             ring, zero = self.drain.ring, self._zero(plan)
             for begin, data in self._results(plan, range(len(plan.reduced)), plan.base, ring, zero):
@@ -617,7 +617,7 @@ class CudaStep:
             self._scratch = 0
 
     def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
-        """Reduce the rows of a point's own part, take their memory back, and keep the results."""
+        """Reduce the rows of a point's own part, reclaim their memory, and keep the results."""
         numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
         base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
         results = self._results(plan, numbers, base, memory, first_byte - zero)
@@ -630,8 +630,8 @@ class CudaStep:
     def _results(
         self, plan: StepPlan, numbers: Iterable[int], base: np.ndarray, memory: torch.Tensor, zero: int
     ) -> list[tuple[int, torch.Tensor]]:
-        """The results of some regions of `plan.reduced`, by number: where they begin in the step's buffer, and their
-        bytes. The rows are in a tensor, at `base` from byte `zero` on."""
+        """The results of regions of `plan.reduced`, by number: their offset in the step's buffer, and their bytes. The
+        rows are in a tensor, at `base` from byte `zero` on."""
         results = []
         for number in numbers:
             region = plan.reduced[number][0]
@@ -708,7 +708,7 @@ class CudaStep:
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def _matches(self, condition: np.void, rows: np.ndarray) -> np.ndarray:
-        """True for each row whose token meets the condition of a `MATCH` record."""
+        """A mask of the rows whose token meets the condition of a `MATCH` record."""
         ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
@@ -722,7 +722,7 @@ class CudaStep:
             point not in self._tapped and (upfront is None or self.tables.table.sampled[point])
             for point in plan.by_tap[1]
         ):
-            raise ModelError("rows that were to be captured did not come by their taps")
+            raise ModelError("some rows to capture never reached their taps")
         if upfront is not None:
             self._reduce_upfront(plan)
             if not begin:

@@ -1,6 +1,6 @@
-"""Attached SAEs on the device of one worker: whole encoders, for `Features` and for edits that need all of a row.
+"""Attached SAEs on the device of one worker: whole encoders, for `Features` and for edits that need whole rows.
 
-N rows · D width · F features · O width of the output · K features asked for
+N rows · D width · F features · O width of the output · K requested features
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
 
 
 class DeviceSAE:
-    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything beside
+    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything except
     the matrices is fp32."""
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
@@ -49,7 +49,7 @@ class DeviceSAE:
         return rows.to(matrix.dtype).float() @ matrix.T.float()
 
     def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """The numbers that `normalize` subtracts from each row and divides it by."""
+        """The offset that `normalize` subtracts from each row, and the divisor."""
         if self.normalize == "none":
             return 0.0, 1.0
         if self.normalize == "layer_norm":
@@ -84,14 +84,14 @@ class DeviceSAE:
         return gates_NK @ self._arrays["decoder"][ids].float() * self.moments(rows_ND)[1]
 
     def edited(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The row that replaces h, or, of features, what is added to h."""
+        """The row that replaces h; for an edit of features, the row added to h."""
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
 class Reading:
-    """Reads features by an SAE: the `top` largest of each row, or those of a reader's ids.
+    """Reads features by an SAE: the `top` largest of each row, or those with a reader's ids.
 
-    number: of this reading among those that programs use now
+    number: the index of this reading among those in use
     """
 
     number: int
@@ -117,12 +117,12 @@ class Reading:
 
 
 class Dictionaries:
-    """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they take what memory is free."""
+    """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they use free memory."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        # the parts of the memory: a run under way may still use an SAE that was detached
+        # the parts of the memory: a running program may still use a detached SAE
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
         # the readings of admitted programs
@@ -133,7 +133,7 @@ class Dictionaries:
         return len(self._of)
 
     def attach(self, name: str, sae: SAE, dtype: torch.dtype) -> int:
-        """Copy an SAE to the device, with matrices of a dtype. Returns the bytes that are not of the reserved memory.
+        """Copy an SAE to the device, with matrices of a dtype. Returns the bytes allocated outside the reserved memory.
         Raises `CapacityError` if it does not fit."""
         self.detach(name)
         arrays = {part: getattr(sae, part) for part in SHAPES if getattr(sae, part) is not None}
@@ -150,14 +150,14 @@ class Dictionaries:
                     room = torch.empty(array.size, dtype=dtypes[part], device=self._device)
                 on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
         except torch.OutOfMemoryError:
-            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
+            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start with sae_bytes") from None
         self._of[name] = attached = DeviceSAE(sae, on_device)
         if self._size:
             self._used[attached] = begin - needed, begin
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
-        """The first gap of the memory that is large enough."""
+        """The first sufficiently large gap in the memory."""
         begin = 0
         for first, end in sorted(self._used.values()):
             if first - begin >= needed:
@@ -166,7 +166,7 @@ class Dictionaries:
         if self._size and begin + needed > self._size:
             used = sum(end - first for first, end in self._used.values())
             raise CapacityError(
-                f"the SAE needs {needed:,} bytes, and sae_bytes={self._size:,} has {self._size - used:,} left"
+                f"the SAE needs {needed:,} bytes, but sae_bytes={self._size:,} has {self._size - used:,} left"
             )
         return begin
 
@@ -175,7 +175,7 @@ class Dictionaries:
         self._of.pop(name, None)
 
     def of(self, name: str, content: str = "") -> DeviceSAE:
-        """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by one of other content."""
+        """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by different content."""
         found = self._of.get(name)
         if found is None or content not in ("", found.content):
             raise MissingSource(f"the SAE {name!r} was detached")
@@ -200,11 +200,11 @@ class Dictionaries:
         return made
 
     def numbers_of(self, number: int) -> int:
-        """The numbers that a reading keeps of each row."""
+        """The values that a reading keeps of each row."""
         return self._numbered[number].numbers
 
     def numbered(self, number: int) -> Reading | AttentionReading:
-        """The reading of a number."""
+        """The reading with a number."""
         return self._numbered[number]
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
@@ -224,12 +224,12 @@ class Dictionaries:
 
 
 class _Held:
-    """One edit. A transcoder reads a row at one site, and edits that of the same token at a later site in the step. A
+    """One edit. A transcoder reads a row at one site, and edits the same token's row at a later site in the step. A
     kernel calls both once for each range of positions."""
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action
-        self._held: dict[int, torch.Tensor] = {}  # by position, what is written there
+        self._held: dict[int, torch.Tensor] = {}  # the rows to write, by position
 
     def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         new_ND = self._sae.edited(self._action, rows_ND)

@@ -123,8 +123,8 @@ class Step(Protocol):
         ...
 
     def failed(self) -> list[tuple[int, int]]:
-        """The (slot, point) pairs with edits that were not finite, and so not written, of steps whose results have
-        arrived; without those that `apply` returned."""
+        """The (slot, point) pairs whose edits were not finite, and so not written, in steps whose results have arrived;
+        excludes those that `apply` returned."""
         ...
 
 

@@ -77,16 +77,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a worker's tables, bank, batches and capture buffers. The last four apply on a GPU only.
 
     max_programs: programs admitted at one time
-    cells: slots for cells that are graded in batches, beside those of programs
+    cells: slots for cells that are graded in batches, in addition to those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
-    sae_bytes: attached SAEs on the device, reserved at start; 0: they take what is free when they are attached
-    batch_share: time of graded batches beside requests, relative to that of the engine's steps
+    sae_bytes: attached SAEs on the device, reserved at start; 0: they use free memory when attached batch_share: time
+    of graded batches while requests run, relative to the time of the engine's steps
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
     ring_bytes: captures in transit from the device
     pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the free
-        memory, and 4 to 32 GiB (`default_pinned_bytes`)
+    memory, within 4 to 32 GiB (`default_pinned_bytes`)
     active_sizes: step sizes, in tokens, for which graphs with taps are recorded; None: all that vLLM records. Steps of
         other sizes run without a graph if they have programs
     """
@@ -145,7 +145,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
-                f"noise is drawn four columns at a time, and this worker's begin at column {shard.first}: use another "
+                f"noise is drawn four columns at a time, but this worker's begin at column {shard.first}: use another "
                 "tensor_parallel_size"
             )
         return msgspec.structs.replace(action, first_column=shard.first)
@@ -153,7 +153,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
 
 
 def _sharded_key(key: str, shard: Shard) -> str:
-    """Append the shard's columns to the key of a vector, which is whole; rows of runs were captured sharded."""
+    """Append the shard's columns to a vector's key. Vectors are whole; rows of runs were captured sharded."""
     return f"{key}#{shard.first}:{shard.end}" if key.startswith("v:") else key
 
 
@@ -225,15 +225,15 @@ class ResidentRows:
             self._unwritten[resident] = begin, rows[:count]
             self._places[resident] = begin, rows.shape[-1]
         if self._places.get(resident, (-1, 0))[0] != begin:
-            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
+            raise MissingSource(f"the rows of {name[:40]} could not be loaded into the bank on their first read")
         return self._places[resident]
 
     def _check_whole(self, source: tuple[str, int], rows: torch.Tensor) -> None:
         width = self._sites.points[source[1]].width // self._sites.shard_count(source[1])
         if rows.shape[-1] != width:
             raise MissingSource(
-                f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
-                f"{width}"
+                f"run {source[0]} captured {self._sites.label(source[1])} projected to {rows.shape[-1]} values, "
+                f"expected {width}"
             )
 
     def write(self) -> None:
@@ -329,7 +329,7 @@ class Continuity:
         return self._answer
 
     def keep_answer(self, requests: list[str] | None, answer: tuple[bool, bool], steps: int) -> None:
-        """Cache an answer for `steps` further steps of the same requests; with None for requests it is not cached."""
+        """Cache an answer for `steps` further steps of the same requests; with None for requests, nothing is cached."""
         self._scheduled = None if requests is None else list(requests)
         self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
 
@@ -388,7 +388,7 @@ class _Local(NamedTuple):
     """The part of a program on one worker.
 
     ops: the program's ops, at the local points
-    added: the number of ops before them that this worker has added
+    added: the number of ops that this worker has prepended
     addresses: the (offset, width) of the rows of their keys in the bank
     token_bytes, readings, attention: as in `_InstalledProgram`
     """
@@ -633,7 +633,7 @@ class Runtime:
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
         """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
-        # rows to load may have had a place before, which is valid no more even if they cannot be loaded
+        # rows to load may have an old place, which is invalid even if loading fails
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
@@ -782,7 +782,7 @@ class Runtime:
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def _token_bytes_at(self, point: int, keep: Keep) -> int:
-        """The aligned bytes that a capture keeps per token at a point, at most, with the results of rows that a step
+        """The most aligned bytes that a capture keeps per token at a point, with the results of rows that a step
         reduces."""
         kept = self._bytes_of_token[keep.dtype][point]
         if keep.products:
@@ -927,11 +927,11 @@ class Runtime:
             shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.tensor_width if view is not None and view.tensor_width else width):
             raise ModelError(
-                f"{self.sites.describe_point(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
+                f"{self.sites.describe_point(point)}: expected width {width}, got a tensor {list(hidden.shape)}"
             )
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} "
+                f"{self.sites.describe_point(point)}: expected stream halves of equal shape, got {list(hidden.shape)} "
                 f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):
@@ -982,5 +982,5 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
-    """View a point's columns, [R, W], in a tensor that has other columns too."""
+    """View a point's columns, [R, W], in a tensor with further columns."""
     return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

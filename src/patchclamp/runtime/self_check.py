@@ -1,7 +1,7 @@
 """Compare captured rows of `embed` with the embedding matrix, to check the labels of captures while serving.
 
-A row at `embed` is the embedding of its token, times a factor that the model has for all of them (Gemma's). A row that
-was captured under another position's label is another token's. Rows of equal tokens cannot be told apart.
+A row at `embed` is the embedding of its token, times a factor that is the same for all tokens (Gemma's). A row captured
+under the wrong position belongs to another token. Rows of equal tokens are indistinguishable.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TOLERANCE = 0.02  # of a row's length: bfloat16 rounds by 0.4 %, and different t
 def mislabelled(
     captured: np.ndarray, rows_TD: torch.Tensor, positions: np.ndarray, expected_TD: torch.Tensor
 ) -> Mislabelled | None:
-    """The error of captured rows, given with the positions that they were captured at, if they are not the embeddings
-    of the tokens at `positions`; else None."""
+    """The error if captured rows, at positions `captured`, are not the embeddings of the tokens at `positions`; else
+    None."""
     if not np.array_equal(captured, positions):
         wrong = np.setxor1d(captured, positions)
         return Mislabelled(_message(len(wrong), len(positions), int(wrong[0])))
@@ -33,6 +33,6 @@ def mislabelled(
 
 def _message(wrong: int, count: int, first: int) -> str:
     return (
-        f"self-check: {wrong} of {count} captured rows are not those of their tokens, the first at position {first}; "
+        f"self-check: {wrong} of {count} captured rows do not match their tokens, the first at position {first}; "
         "restart the engine, and report this with the output of `patchclamp doctor`"
     )

@@ -123,7 +123,7 @@ def attach(
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at a path, or a `PPMissingLayer` on the way. Raises `ModelError` with the available names."""
+    """The submodule at a path, or a `PPMissingLayer` on the path. Raises `ModelError` with the available names."""
     module, walked = model, []
     for name in path.split("."):
         children = dict(module.named_children())

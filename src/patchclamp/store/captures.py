@@ -99,8 +99,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return _split_by_run(self.table)
 
     def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """The rows of some entries of equal row size and alignment: the index of each row's entry, its position, and
-        the bytes of all rows in pieces, [S, n] for each place; views if the rows are contiguous."""
+        """The rows of entries with equal row size and alignment: each row's entry index and position, and the bytes of
+        all rows in pieces, [S, n] per place; views if the rows are contiguous."""
         count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
         rows, begin, pieces = int(count.sum()), int(table["offset"][0]), list[np.ndarray]()
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
@@ -121,7 +121,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """The entries of a run at a point, of one op, or of all that capture the site (None)."""
+        """A run's entries at a point: those of one op, or of every op that captures the site (None)."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -149,8 +149,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
             self.places.append(place)
 
     def rows(self, entry: CapturedEntry, first: int, known: dict[Any, np.ndarray]) -> StoredRows:
-        """An entry's rows as views, [S, size] for each place, without places that end before position `first`. `known`:
-        positions of entries that were read before, which share them."""
+        """An entry's rows as views, [S, size] per place, skipping places that end before position `first`. `known`: the
+        positions of entries read before, for reuse."""
         begin, end, count = entry.offset, entry.offset + entry.count * entry.row_bytes, entry.count
         steps, number = self.steps, 0 if first <= entry.position else len(self.places)
         before = steps if number else 0  # steps of the places left out
@@ -228,8 +228,8 @@ class KeptRun(msgspec.Struct):
 
 
 class CaptureStore:
-    """Captured rows of every run that has not been released. `widths` [P]: the numbers in a row of each point. `flush`
-    returns once all queued copies are done.
+    """Captured rows of every run that has not been released. `widths` [P]: the row width of each point. `flush` returns
+    once all queued copies are done.
 
     `keeps_last`: if a position was captured twice, its last rows win instead of its first. With speculative decoding
     the first rows may belong to a rejected draft token.
@@ -332,11 +332,11 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """The captured positions [T], ascending, from `first` on, and their rows [T, W], of one op or of all at the
-        point but probes.
+        """The captured positions [T], ascending, from `first` on, and their rows [T, W]: of one op, or of every op at
+        the point except probes.
 
-        If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`; of two
-        ops the later wins. Raises `MissingSource` for a run that is not kept.
+        If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`;
+        between two ops, the later wins. Raises `MissingSource` for a run that is not kept.
         """
         return tensors_of(self.find([(run, point, op, first)]))[0]
 
@@ -344,8 +344,8 @@ class CaptureStore:
         self, runs: Sequence[str], point: int, op: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """The rows of one point in many runs, as one tensor: the index of each row's run in `runs` [R], its position
-        [R], and the rows [R, W], ascending by run and position; a view of a chunk where they are contiguous. Of several
-        rows of a position the same one counts as with `fetch`. No run may be given twice."""
+        [R], and the rows [R, W], ascending by run and position; a view of a chunk if they are contiguous. Duplicate
+        rows of a position are resolved as in `fetch`. Runs must be distinct."""
         self._check_kept(runs)
         self._flush()
         kept = [self._runs[run] for run in runs]
@@ -385,7 +385,7 @@ class CaptureStore:
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
-        if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
+        if how:  # steps pooled the rows of some runs; the caller pools runs that also read generated tokens
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
             labels = run[some], position[some], pooled[some], span[some], turn[some]
             reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
@@ -409,7 +409,7 @@ class CaptureStore:
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
             if run not in self._runs:
-                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+                raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
         """Locate the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""
@@ -441,11 +441,11 @@ def _pooled(
     run: np.ndarray, position: np.ndarray, count: np.ndarray, span: np.ndarray, turn: np.ndarray, rows: np.ndarray,
     pool: str,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
-    """One row for each run of what steps pooled, at the last position of all: its run, [R], that position, [R], and the
-    row, [R, W]. A preempted request begins again: of its passes over the prompt, the first that came furthest counts.
+    """Combine the rows that steps pooled into one per run, at its last position: the run [R], that position [R], and
+    the row [R, W]. A preempted request restarts its prompt; the first of the passes that got furthest counts.
 
-    run, position, count, span, turn: each row's run, the first of the positions that it pools, their number, those from
-        the first to the last, and when, [N]
+    run, position, count, span, turn: each row's run, its first position, the number of positions pooled, the span from
+    the first to the last, and the turn, [N]
     """
     order = np.lexsort((turn, run))
     run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + span))
@@ -543,13 +543,13 @@ def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
 
 
 def _width_of(entry: CapturedEntry) -> int:
-    """The numbers in a row."""
+    """The width of a row."""
     return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 
 def _joined(parts: list[tuple[int, StoredRows]], width: int, keeps_last: bool) -> StoredRows:
     """Join rows, each given with its op. For equal positions and ops, the first or last wins. Mixed dtypes become fp32.
-    `width`: that of no rows."""
+    `width`: the width of an empty result."""
     of_entry = [rows for _, rows in parts]
     width = of_entry[0].width if parts else width
     positions = np.concatenate([np.zeros(0, np.int64), *(rows.positions for rows in of_entry)])

@@ -1,6 +1,6 @@
 """Host memory: pinned slabs, reused memory, memory shared between processes, and multithreaded copies.
 
-The system faults pages in at only 1 to 2 GB/s per thread. So large memory uses huge pages, is touched by several
+The system faults pages in at only 1 to 2 GB/s per thread. Large memory therefore uses huge pages, is touched by several
 threads before CUDA pins it, is allocated ahead of need, and is reused.
 
 Open memory can be mapped by other processes of the machine without a copy. It is an anonymous file (`memfd`) that the
@@ -104,7 +104,7 @@ def place_of(data: np.ndarray) -> MemoryLocation | None:
 
 
 def is_open(place: MemoryLocation) -> bool:
-    """True if the owner of a place still has it open. Raises nothing."""
+    """True if the owner of a place still has it open. Never raises."""
     try:
         return f"/memfd:{place.name}" in os.readlink(place.path)
     except OSError:
@@ -112,9 +112,9 @@ def is_open(place: MemoryLocation) -> bool:
 
 
 def map_place(place: MemoryLocation) -> mmap.mmap:
-    """Map the file of a place. Raises `OSError` if the path is another file, as on another machine."""
+    """Map the file of a place. Raises `OSError` if the path is a different file, such as on another machine."""
     if not is_open(place):
-        raise FileNotFoundError(f"{place.path} is another file")
+        raise FileNotFoundError(f"{place.path} is now a different file")
     with open(place.path, "r+b", buffering=0) as file:
         return mmap.mmap(file.fileno(), place.size)
 
@@ -123,7 +123,7 @@ logger: logging.Logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
 MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
-SLABS_AHEAD = 4  # slabs that are made ahead of need
+SLABS_AHEAD = 4  # slabs allocated in advance
 MAX_FREE_BYTES = 1 << 28  # unused bytes that `ReusedMemory` keeps
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
@@ -265,7 +265,7 @@ class PinnedSlabs:
         try:
             self._register(memory)
         except MemoryError as error:  # copies to unpinned memory are slower; results are unchanged
-            logger.warning("patchclamp: captures go to ordinary memory: %s", error)
+            logger.warning("patchclamp: captures use unpinned memory: %s", error)
             return Slab(memory, lambda memory: None)
         return Slab(memory, self._unregister)
 
@@ -335,7 +335,7 @@ def make_shared(size: int) -> tuple[str, np.ndarray] | None:
 
 
 def map_shared(path: str, size: int) -> np.ndarray:
-    """Map a file that another process made, and delete the file; the memory stays valid. Raises `OSError`."""
+    """Map a file that another process created, and delete the file; the memory stays valid. Raises `OSError`."""
     with open(path, "r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     os.unlink(path)
@@ -343,7 +343,7 @@ def map_shared(path: str, size: int) -> np.ndarray:
 
 
 def forget_shared(path: str) -> None:
-    """Forget a file once its receiver has mapped, and thereby deleted, it."""
+    """Stop tracking a file that its receiver has mapped, and thereby deleted."""
     _unmapped_paths.discard(path)
 
 
@@ -364,8 +364,8 @@ def _delete_all() -> None:
 
 
 def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copy arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; large ones on several threads. A small copy
-    takes less time than a thread needs to acquire the GIL."""
+    """Copy byte arrays, given as pairs (to, from) of equal shape, [n] or [S, n]; large copies use several threads. A
+    small copy takes less time than a thread needs to acquire the GIL."""
     large = [pair for pair in copies if pair[0].size >= _MIN_THREADED_BYTES]
     size = sum(new.size for new, _ in large)
     if size < 4 * _MIN_SHARE_BYTES:
@@ -385,7 +385,7 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def floats(rows: torch.Tensor) -> np.ndarray:
-    """Rows in fp32, converted on several threads: new memory takes longer to fill than its numbers to convert."""
+    """Convert rows to fp32 on several threads: faulting in new memory takes longer than the conversion."""
     if rows.dtype == torch.float32:
         return rows.numpy()
     new = torch.from_numpy(reused.take(4 * rows.numel())).view(torch.float32).view(rows.shape)

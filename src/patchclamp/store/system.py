@@ -29,7 +29,7 @@ def available_bytes() -> int:
 
 
 def sync(path: Path) -> None:
-    """Block until a file, or the names in a folder, are on disk."""
+    """Block until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

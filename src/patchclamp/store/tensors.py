@@ -80,7 +80,7 @@ def parse_header(data: bytes | bytearray) -> Header:
 
 
 def header_size(data: bytes | bytearray) -> int:
-    """The size of a header from its first 8 bytes, which count."""
+    """The size of a header, including its first 8 bytes, which state it."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
@@ -101,8 +101,7 @@ def with_sorted_header(data: bytes) -> bytes:
 
 
 def to_dtype(rows: Any, dtype: str) -> np.ndarray:
-    """Rows as an array of `dtype`: a tensor or an array of `dtype`, or of another floating-point type, which is
-    rounded."""
+    """Convert rows, a tensor or array of any floating-point type, to an array of `dtype`, with rounding."""
     if not isinstance(rows, np.ndarray):
         name = str(rows.dtype).removeprefix("torch.")
         if name == "bfloat16":
@@ -166,7 +165,7 @@ def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
 # -- the table of a capture chunk
 
 
-SELF_CHECK = -1  # in place of an op's ordinal, for rows that a worker keeps to check a run's labels
+SELF_CHECK = -1  # replaces an op's ordinal for rows that a worker keeps to check a run's labels
 PROBE = 1 << 20  # added to the op of a probe, so that the rows of a site do not include its products
 CAPTURED = np.dtype(
     [
@@ -202,7 +201,7 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """The source of a chunk's table, built lazily: for a wide batch this would take too long within a step."""
+    """The source of a chunk's table, built lazily: for a wide batch, building it would take too long within a step."""
 
     def bytes_of_runs(self) -> dict[int, int]:
         """The bytes of each run in a step, by run number."""

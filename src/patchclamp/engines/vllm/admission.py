@@ -1,9 +1,9 @@
 """Admission in the engine core: it allocates slots, records and bank space, and places each program before its request
 is scheduled.
 
-A request whose program does not fit beside the running ones waits here, first come first served (or by priority);
+A request whose program does not fit alongside the running ones waits here, first come first served (or by priority);
 requests without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a
-round trip. A program's `Verdict`, its receipt or error, travels back with the request's outputs.
+round trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
 
 `LastWords` is a store through which the front ends of one engine core exchange notes.
 """
@@ -93,8 +93,7 @@ class BlockPool(Protocol):
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """Resources of the cells of a job: blocks of the cache, slots and records of the program table, rows of the
-    bank."""
+    """The resources leased to a job's cells: cache blocks, slots and records of the program table, rows of the bank."""
 
     blocks: list[int]
     slots: list[int]
@@ -123,13 +122,13 @@ class Verdict(msgspec.Struct):
 
 
 class SelfCheck(msgspec.Struct):
-    """The tokens of a request, by which the workers check the labels of its captures.
+    """The tokens of a request, used by the workers to check the labels of its captures.
 
-    The rows at `embed` of the captured positions are captured with the request's own captures, and take the same way:
-    labels, buffers, positions. They must be the embedding matrix's rows of the tokens at these positions.
+    The rows at `embed` of the captured positions are captured with the request's own captures, through the same labels,
+    buffers and positions. They must equal the embedding matrix's rows of the tokens at these positions.
 
-    positions, ids: [N], computed since the last check: a request that may end at a stop text is checked repeatedly
-    is_first: True if there was none
+    positions, ids: [N], since the last check: a request that may end at a stop text is checked repeatedly is_first:
+    True for the first check
     """
 
     request: str
@@ -157,7 +156,7 @@ class RequestProgram:
         decoded = decode(carried)
         self.images = images
         self.checked: tuple[PositionRange, ...] = ()  # positions of a self-check
-        self.unchecked: int = 0  # the first of them that was not checked yet
+        self.unchecked: int = 0  # the first of them not checked yet
         self.seen_whole: tuple[tuple[int, int], ...] | tuple[()] = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
@@ -180,15 +179,15 @@ class RequestProgram:
     def forget_proof(self) -> None:
         """Discard the proof of the edited tokens, because they will be recomputed.
 
-        proved: the number of tokens whose keys and values may enter the prefix cache. Those from the first edit on may
-            once the workers have confirmed that the run is free of errors up to there.
+        proved: the number of tokens whose keys and values may enter the prefix cache. Tokens from the first edit on may
+        do so once the workers have confirmed that the run has no errors up to there.
         asked: the number of tokens that the workers were last asked about
         """
         self.proved, self.asked = self.unedited, 0
 
 
 class _SharedVector(msgspec.Struct):
-    """An inline vector [n, W], and the number of its holders."""
+    """An inline vector [n, W], and its reference count."""
 
     rows: np.ndarray
     holders: int = 0
@@ -208,7 +207,7 @@ class Admission:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
         self._check_rate, self._checkable = check_rate, 0  # requests with captures so far
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
-        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests; some have ended
+        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, including ended ones
         self._waiting: dict[str, Any] = {}  # requests that wait
         self._blocked: Any = None  # the head of the queue, if it had no room and none was freed since
         self._order = itertools.count()
@@ -268,14 +267,14 @@ class Admission:
         self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
     def free_dead(self, lease_s: float) -> None:
-        """Free the captures of clients whose last heartbeat is older than `lease_s`."""
+        """Free the captures of clients whose last heartbeat is more than `lease_s` ago."""
         oldest = time.monotonic() - lease_s
         for session in [session for session, heard_s in self._sessions.items() if heard_s < oldest]:
             del self._sessions[session]
             self.release([run for run in self._capturing if run.startswith(f"{session}-")])
 
     def abort(self, runs: list[str]) -> None:
-        """End the requests of runs with the error that they were aborted."""
+        """End the requests of runs with an error that says they were aborted."""
         for request, program in self.programs.items():
             if program.bound.run in runs:
                 self.errors[request] = pack(EngineError(ABORTED))
@@ -340,7 +339,7 @@ class Admission:
             self.errors[request.request_id] = pack(error)
             return False
         except Exception as error:
-            self.errors[request.request_id] = pack(ProgramError(f"the program cannot be read: {error!r}"))
+            self.errors[request.request_id] = pack(ProgramError(f"cannot decode the program: {error!r}"))
             return False
         if self._check_rate and _is_checkable(request, program):
             self._checkable += 1
@@ -355,28 +354,28 @@ class Admission:
         return False
 
     def _check(self, program: RequestProgram) -> None:
-        """Raise `ProgramError` for an invalid program, or one with captures under a run name that is already in use.
-        The latter happens with `n` > 1, where the children of one prompt share a program."""
+        """Raise `ProgramError` for an invalid program, or one with captures whose run name is already in use. The
+        latter happens with `n` > 1, where the children of one prompt share a program."""
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
-                raise ProgramError(f"it acts at points that this model does not have: {list(op.points)}", op.path)
+                raise ProgramError(f"points {list(op.points)} do not exist in this model", op.path)
             if op.ranges and (op.ranges[0].start < 0 or any(each.stop < each.start for each in op.ranges)):
-                raise ProgramError("its positions are out of range", op.path)
+                raise ProgramError("positions are out of range", op.path)
         for key, (rows, width) in program.sizes.items():
             source = source_of(key)
             if source is not None and not 0 <= source[1] < len(points):
-                raise ProgramError(f"it reads a point that this model does not have: {source[1]}")
+                raise ProgramError(f"the program reads point {source[1]}, which does not exist in this model")
             whole = source is None or width == points[source[1]].width
             if rows < 0 or width < 1 or not whole:
-                raise ProgramError(f"it reads rows of an impossible size: {rows} of {width} numbers")
+                raise ProgramError(f"the program reads rows of an invalid size: {rows} of width {width}")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]} has another size than the program says")
+                raise ProgramError(f"vector {key[2:14]}: size does not match the one the program declares")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
-                    f"run {bound.run} is already captured by another request: each of several runs of a prompt needs a "
-                    "program of its own"
+                    f"run {bound.run} is already captured by another request: every run of a prompt "
+                    "requires its own program"
                 )
             self._capturing.add(bound.run)
             self._under_way[bound.run] = program
@@ -434,13 +433,13 @@ class Admission:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
-                raise MissingSource(f"vector {missing[2:14]} is not here")
+                raise MissingSource(f"vector {missing[2:14]} is not available")
             placement = self._room.place(record_count(program.bound.ops) + len(program.checked), sizes)
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)
             return False
         except Exception as error:  # the program is malformed
-            self.errors[request_id] = pack(EngineError(f"the program cannot be admitted: {error!r}"))
+            self.errors[request_id] = pack(EngineError(f"cannot admit the program: {error!r}"))
             return False
         if placement is None:
             return False
@@ -452,8 +451,8 @@ class Admission:
         return True
 
     def _loading(self, placement: Placement) -> Placement:
-        """Have all rows loaded that some worker may lack, and note the runs that they are from."""
-        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
+        """Request all rows that some worker may lack, and record the runs that they come from."""
+        # each worker's bank has only rows that earlier programs read there, and a lease's rows may arrive after a step
         if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:
@@ -464,6 +463,6 @@ class Admission:
 
 def _is_checkable(request: Any, program: RequestProgram) -> bool:
     """True if a request has captures, and its rows at `embed` are rows of the embedding matrix: an adapter may change
-    those, and embeddings given as a prompt have none."""
+    them, and prompts given as embeddings have no such rows."""
     captures = any(op.kind == CAPTURE for op in program.bound.ops)
     return captures and request.lora_request is None and request.prompt_embeds is None

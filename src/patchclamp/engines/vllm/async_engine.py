@@ -1,4 +1,4 @@
-"""The engine of a server: patchclamp requests beside others on an `AsyncLLM`, in one API process."""
+"""The engine of a server: patchclamp requests alongside others on an `AsyncLLM`, in one API process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AsyncEngine(VllmFrontEnd):
     client: AsyncLLM
 
     remote = True
-    keeps_scores = False  # they are added to responses
+    keeps_scores = False  # scores are added to responses
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class AsyncEngine(VllmFrontEnd):
         self._preparing = ThreadPoolExecutor(GRADINGS, "patchclamp batch")
         self._batch = asyncio.Lock()  # one grading at a time runs a batch and leaves time to requests
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
-        self._requests: dict[str, Request] = {}  # of these, by run
+        self._requests: dict[str, Request] = {}  # of these tasks, by run
 
     @property
     def weights(self) -> int:
@@ -137,9 +137,9 @@ class AsyncEngine(VllmFrontEnd):
 
     async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
         """Carry out the calls of a grading. The core steps its requests between two batches. `beat` is called while it
-        waits for room, so that a caller that has left is noticed."""
-        name = secrets.token_hex(8)  # clients may give two jobs one name
-        tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
+        waits for room, to detect a disconnected caller."""
+        name = secrets.token_hex(8)  # clients may use one name for two jobs
+        tries = int(LEASE_S / RETRY_S)  # other jobs may hold the resources
 
         async def after(result: Any) -> tuple[str, tuple[Any, ...]]:
             return await self._loop.run_in_executor(self._preparing, next_call, calls, result)
@@ -199,7 +199,7 @@ class AsyncEngine(VllmFrontEnd):
     def _wait(self, job: Coroutine[Any, Any, Any]) -> Any:
         if threading.get_ident() == self._loop_thread:
             job.close()
-            raise EngineError("the server's event loop cannot wait for itself: call this from another thread")
+            raise EngineError("called on the server's event loop, which would deadlock: call this from another thread")
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     # -- on the loop's thread: requests
@@ -254,8 +254,8 @@ class AsyncEngine(VllmFrontEnd):
         """Yield vLLM's outputs of a request with a program.
 
         The program is encoded from `request.bound`, or given as `carried`. `params` is modified. `ended(output, ids)`
-        is called with the last output and all generated ids, before that is yielded. `within` is entered meanwhile.
-        If the caller has set `request.ended` when it asks for the next output, the request is aborted, and none comes.
+        is called with the last output and all generated ids, before that is yielded. `within` is entered for this time.
+        If the caller has set `request.ended` when it requests the next output, the request is aborted and none follows.
 
         Raises the run's error in place of the last output, or `EngineError` if vLLM did not confirm the program.
         """
@@ -288,7 +288,7 @@ class AsyncEngine(VllmFrontEnd):
                     if request.ended and not output.finished:
                         core = self._core_of_run(request.run)
                         verdict = verdict_of(await self.ask("verdict", request.run, only=core))
-                        if verdict is not None:  # else it has ended there, and its last output is under way
+                        if verdict is not None:  # otherwise it has ended in the core, and its last output is in transit
                             confirm(request.run, verdict, carried)
                             self._count(request, ids)
                             if ended is not None:
@@ -319,7 +319,7 @@ class AsyncEngine(VllmFrontEnd):
         self._release(runs)
 
     def end_runs(self, runs: list[str]) -> None:
-        """Like `end`, of runs that `submit` started."""
+        """Like `end`, for runs that `submit` started."""
         self.end([self._requests[run] for run in runs if run in self._requests])
 
     # -- on the loop's thread: calls of the cores
@@ -329,12 +329,12 @@ class AsyncEngine(VllmFrontEnd):
         self._tell("renew", session, ago_s, extend)
 
     async def free_dead(self, lease_s: float) -> None:
-        """Free the runs of clients whose last heartbeat is older than `lease_s`."""
+        """Free the runs of clients whose last heartbeat is more than `lease_s` ago."""
         await asyncio.gather(*tell_cores(self.client, "free_dead", lease_s))
 
     @property
     def process_index(self) -> int:
-        """The number of this API process among those of the server."""
+        """The index of this process among the server's API processes."""
         return clients.process_index(self.client)
 
     @property
@@ -343,7 +343,7 @@ class AsyncEngine(VllmFrontEnd):
         return clients.process_count(self.client)
 
     def tokens_of(self, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
-        """The client's name of a request, the index of its choice, and the ids of some of its tokens
+        """The client's name for a request, the index of its choice, and the ids of some of its tokens
         (`clients.request_tokens`)."""
         return clients.request_tokens(self._processor, name, first, count)
 

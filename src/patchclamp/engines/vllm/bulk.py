@@ -1,9 +1,9 @@
-"""Cells in batches: programs on one prompt that run as sequences of our own, between the engine's steps.
+"""Cells in batches: programs on one prompt that run as our own sequences, between the engine's steps.
 
 The core leases blocks, slots, records and rows of the bank (`Admission.lease`); a worker runs the batches. The prompt
 is computed once, without a program, into leased blocks. A cell computes its tokens from its first edited position on
-(`plan.cuts`): it shares the prompt's full blocks before, and gets a copy of the block that it shares in part. A batch
-begins at the first layer that a program of its cells edits, if the model is compiled in pieces (`Streams`).
+(`plan.cuts`): it shares the prompt's full blocks before that position, and gets a copy of the partially shared block. A
+batch begins at the first layer that a program of its cells edits, if the model is compiled in pieces (`Streams`).
 
 A call launches a batch and returns the results of the one before, so that a GPU computes while the next is prepared.
 Two batches are in flight, so each takes half of the slots and records.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from patchclamp.runtime import Runtime
 
-MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+MAX_LOGITS = 1 << 27  # logits computed at a time
 LATER = b"later"  # a worker's answer to a call that must be repeated
 
 
@@ -54,11 +54,11 @@ class JobPrompt(msgspec.Struct, array_like=True):
 
 
 class Job(msgspec.Struct, array_like=True):
-    """The cells of some prompts, for the workers.
+    """The cells of several prompts, as sent to the workers.
 
-    parts: the prompts; the cells of each are numbered after those of the ones before
+    parts: the prompts; cells are numbered consecutively across them
     kl, top: as in a `GradeJob`
-    window: the number of cells that are sorted together by where they begin
+    window: cells are sorted by start within windows of this size
     cells: `CellRecords.to_bytes()` · vectors: rows to load, as safetensors
     """
 
@@ -76,7 +76,7 @@ class BatchResult(msgspec.Struct, array_like=True):
 
     number: the cells, int64 [n] · logprobs [n, scores] · kl [n] or empty · top_ids (int64), top_logprobs [n, top]
     errors: by cell
-    left: the number of cells whose results are still to come
+    left: the number of cells with pending results
     rows: the number of rows that the batch computed
     seconds: the time of the call · stepped: True if the engine has computed a step since the last batch
     """
@@ -93,7 +93,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     stepped: bool = False
 
     def read(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of the parts' jobs. Yields the number of each job with its programs."""
+        """Add the results to the tables of the parts' jobs. Yields the number of each job and its programs."""
         number = np.frombuffer(self.number, np.int64)
         ends = np.cumsum([of.cells.count for of in parts])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
@@ -122,7 +122,7 @@ class Bulk:
         self._jobs: dict[str, _RunningJob] = {}
 
     def open(self, name: str, job: Job, remote: dict[str, torch.Tensor]) -> None:
-        """Prepare a job. It may fail on one worker alone, so workers do not wait for each other here."""
+        """Prepare a job. It may fail on a single worker, so workers do not wait for each other here."""
         self._jobs[name] = _RunningJob(self, job, remote)
 
     def close(self, name: str) -> None:
@@ -132,8 +132,8 @@ class Bulk:
 
     @torch.inference_mode()
     def run(self, name: str, rows: int) -> BatchResult | None:
-        """Launch a job's next batch, of at most `rows` rows but at least one cell. Returns the results of the one
-        before, if there is one."""
+        """Launch a job's next batch, of at most `rows` rows but at least one cell. Returns the results of the previous
+        batch, if any."""
         try:
             return self._jobs[name].run(min(rows, self.model.rows))
         finally:
@@ -145,9 +145,9 @@ class _Launched(NamedTuple):
     """A batch in flight.
 
     number, slot: its cells, and their slots
-    cell, score: of every token that is scored, the index of its cell and the number of its score
-    found: the results that are arriving
-    count: the number of cells that were launched so far · rows: the number of rows that it computes
+    cell, score: for every scored token, the index of its cell and the number of its score
+    found: the results being copied to the host
+    count: the number of cells launched so far · rows: the number of rows in the batch
     """
 
     number: np.ndarray
@@ -167,7 +167,7 @@ class _RunningJob:
         sites = runtime.sites
         self.lease: Lease = job.lease
         self._launched: _Launched | None = None
-        self._turn = 0  # which half of the slots and records the next batch takes
+        self._turn = 0  # the half of the slots and records that the next batch uses
         self._cells = CellRecords.of_bytes(job.cells)
         self._placed = _placed(runtime, self._cells.keys, job, remote)
         sequences = [[*part.prompt, *suffix] for part in job.parts for suffix in part.suffixes]
@@ -189,7 +189,7 @@ class _RunningJob:
         self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
 
     def _order_cells(self) -> None:
-        """Order the cells by where they begin: layer, then position. Each prompt without a program comes first."""
+        """Sort the cells by start: layer, then position. Each prompt without a program comes first."""
         job, sites = self._job, self._bulk.runtime.sites
         part = np.repeat(np.arange(len(job.parts)), [part.count for part in job.parts])
         first = first_layers(sites)
@@ -208,7 +208,7 @@ class _RunningJob:
         for i, group in enumerate(self._cells.groups):
             self._group_of[group.number], self._at[group.number] = i, np.arange(len(group.number))
         self._next = 0
-        # what the cells take of a batch: rows, own blocks, rows with logits, sequences, slots, records
+        # a cell's share of a batch: rows, own blocks, rows with logits, sequences, slots, records
         block, per_part = self._model.block, functools.partial(np.add.reduceat, indices=self._first)
         count, start = self._sequences[self._part], self._start
         records = np.array([*(group.records.shape[1] for group in self._cells.groups), 0])[self._group_of[self._order]]
@@ -219,8 +219,8 @@ class _RunningJob:
         ], axis=1)  # fmt: skip
 
     def _compute_prompts(self) -> None:
-        """Compute every prompt without a program, into the first leased blocks. Keep what layers read of those before,
-        if cells begin at layers and have no tokens after the prompt."""
+        """Compute every prompt without a program, into the first leased blocks. Keep the inputs of each layer if cells
+        begin at layers and have no tokens after the prompt."""
         model, job = self._model, self._job
         pieces = model.pieces
         if pieces is not None and pieces.usable is not False and self._layer.any() and (self._samples == 1).all():
@@ -261,13 +261,13 @@ class _RunningJob:
         return slice(self._next, max(self._next + 1, min(ends)))
 
     def run(self, rows: int) -> BatchResult | None:
-        """Launch the next batch, and return the results of the one before."""
+        """Launch the next batch, and return the results of the previous one."""
         if not self._next:
             self._compute_prompts()
         before, self._launched = self._launched, None
         if self._next < len(self._order):
             self._launched = self._launch(self._take(rows))
-        if self._bulk.runtime.device.type == "cpu":  # which has computed it
+        if self._bulk.runtime.device.type == "cpu":  # where it is already computed
             before, self._launched = self._launched, None
         return None if before is None else self._result(before)
 
@@ -276,7 +276,7 @@ class _RunningJob:
         number, part, model, runtime = self._order[which], self._part[which], self._model, self._bulk.runtime
         slot_of_cell = self._install(number)
         sequences = self._sequences[part]
-        first = np.cumsum(sequences) - sequences  # of each cell, among the batch's sequences
+        first = np.cumsum(sequences) - sequences  # each cell's first of the batch's sequences
         cell = np.repeat(np.arange(len(number)), sequences)
         sequence = self._first[part][cell] + np.arange(len(cell)) - first[cell]
         start, length = self._start[which][cell], self._length[sequence]
@@ -324,7 +324,7 @@ class _RunningJob:
         return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every token to score of cells of these parts: the index of the cell, and (score, sequence, offset, token)."""
+        """Every token to score in cells of these parts: the cell's index, and (score, sequence, offset, token)."""
         cells, terms = [], []
         for i in np.unique(part).tolist():
             of_part = [(j, *term) for j, score in enumerate(self._job.parts[i].terms) for term in score]
@@ -373,9 +373,9 @@ class _RunningJob:
         hidden: torch.Tensor, sampled: np.ndarray,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Queue the results of a batch: log-probabilities of the tokens to score, and KL, likeliest tokens and their
-        log-probabilities if requested. Logits are computed for some rows at a time.
+        log-probabilities if requested. Logits are computed in chunks of rows.
 
-        first: of each cell, among the batch's sequences · first_sample: each sequence's first sampled row
+        first: each cell's first sequence in the batch · first_sample: each sequence's first sampled row
         cell, terms: from `_terms`
         """
         job, device = self._job, hidden.device
@@ -412,7 +412,7 @@ class _RunningJob:
         return [scored, kl_N, ids, top] if is_here else []
 
     def _kl(self, part: np.ndarray, next_NV: torch.Tensor) -> torch.Tensor:
-        """KL(unedited ‖ edited) of the next token of some cells, by their parts."""
+        """KL(unedited ‖ edited) of the next token of some cells, whose parts are given."""
         kl_N = torch.zeros(len(part), device=next_NV.device)
         for i in np.unique(part).tolist():
             mine = np.flatnonzero(part == i)

@@ -1,8 +1,8 @@
 """The shared half of the two front ends: `VllmEngine` (`sync_engine`), and a server's `AsyncEngine` (`async_engine`).
 
 A front end sends the core the vectors that a request reads, then the request with its program in
-`SamplingParams.extra_args`. It collects vLLM's outputs to an `Answer`, which counts only with the receipt of the
-program. Captures stay in the workers until they are fetched.
+`SamplingParams.extra_args`. It collects vLLM's outputs into an `Answer`, which is valid only with the program's
+receipt. Captures stay in the workers until they are fetched.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ if TYPE_CHECKING:
 
 Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
-SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
+SORTED = 1 << 14  # cells per sorting window, on a GPU
 LATER_S = 0.001  # before a call is repeated
-FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch of all; the most time of a batch
+FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the very first batch; the maximum time of a batch
 
 
 class BatchFacts(NamedTuple):
     """Facts of a worker's batches.
 
-    refusal: the reason why there are none; "" if there are
+    refusal: the reason why batches are not supported; "" if they are
     block, blocks: tokens of a block of the cache, and the number of blocks
-    groups: groups of layers with block tables of their own
-    rows, sequences: the most of a batch
+    groups: groups of layers with separate block tables
+    rows, sequences: the maximum per batch
     """
 
     refusal: str
@@ -88,7 +88,7 @@ class BatchFacts(NamedTuple):
     sequences: int
 
     def blocks_of(self, tokens: int) -> int:
-        """The number of blocks that hold some tokens, in all groups."""
+        """The number of blocks for some tokens, in all groups."""
         return -(-tokens // self.block) * self.groups
 
 
@@ -136,7 +136,7 @@ class VllmFrontEnd(Engine):
         raise NotImplementedError
 
     def _hold(self, requests: Iterable[Request]) -> None:
-        """Send the core the vectors that requests read and it lacks, ahead of the requests."""
+        """Send the core the vectors that requests read and that it lacks, ahead of the requests."""
         vectors: dict[str, np.ndarray] = {}
         for request in requests:
             for key, rows in request.vectors.items():
@@ -170,7 +170,7 @@ class VllmFrontEnd(Engine):
         facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
         if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
-            return f"one program computes more than a batch of {facts.rows} tokens"
+            return f"a single program exceeds a batch of {facts.rows} tokens"
         fits = 2 * sum(map(facts.blocks_of, [len(job.prompt), *lengths])) <= facts.blocks
         return "" if fits else "the cache has too few blocks"
 
@@ -192,13 +192,13 @@ class VllmFrontEnd(Engine):
     ) -> Grading:
         """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait"
         for some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a
-        job and those of its programs that have been graded."""
+        job and the numbers of its graded programs."""
         for parts in self._together(jobs):
             yield from self._grade_together(parts, tables, tell)
             yield "end", ()
 
     def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
-        """Cut jobs into parts, and join parts whose prompts fit into a batch and a quarter of the cache, and whose
+        """Split jobs into parts, and merge parts whose prompts fit into a batch and a quarter of the cache, and whose
         rows fit into half of the bank."""
         facts, limits = self._batch_facts, configuration.enabled(self.config)
         assert limits is not None
@@ -271,10 +271,10 @@ class VllmFrontEnd(Engine):
     def _sizes_of(
         self, cells: CellRecords, jobs: Sequence[GradeJob], vectors: Mapping[str, np.ndarray]
     ) -> dict[str, tuple[int, int]]:
-        """The sizes of the rows that cells read, by their names in the bank."""
+        """The sizes of the rows that cells read, by name in the bank."""
         sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
         sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
-        read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last: by records without a key, −1
+        read = np.zeros((len(cells.keys) + 1, 2), bool)  # last: records without a key, −1
         for group in cells.groups:
             apart = (sharded[group.point] & (group.records["kind"] != MATCH)).astype(np.int8)
             for index in (group.key, group.beside):
@@ -290,11 +290,11 @@ class VllmFrontEnd(Engine):
         return sizes
 
     def _underway(self, request: Request) -> Underway:
-        """Return a request's state, before it is submitted. Raises `ProgramError` for scores beside drafts, whose rows
-        of scored tokens vLLM cannot tell apart: the engine would stop."""
+        """Return a request's state, before it is submitted. Raises `ProgramError` for scores with speculative decoding:
+        vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
             raise ProgramError(
-                "score does not run with speculative decoding: use logprobs, or an engine without speculative_config",
+                "score is not supported with speculative decoding: use logprobs, or leave out speculative_config",
                 "score",
             )
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
@@ -317,7 +317,7 @@ class VllmFrontEnd(Engine):
         return decoded(self._processor, prompt, params, token_ids, False) if self._has_text else ""
 
     def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
-        """Return the function that decodes a request's ids when the text is read; None if vLLM makes the text."""
+        """Return the function that decodes a request's ids when the text is read; None if vLLM decodes it."""
         from vllm.sampling_params import SamplingParams  # faster than from vllm itself, whose names are lazy
 
         processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
@@ -339,12 +339,12 @@ def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def no_room(lease: tuple[Any, ...]) -> CapacityError:
-    """Return the error of an idle engine without room for a lease of these arguments."""
+    """Return the error of an idle engine that cannot fit a lease of these arguments."""
     blocks, slots, records, sizes = lease
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
-        f"there is no room for a batch of cells, which needs {blocks[0]} free blocks of the cache, {slots[0]} of the "
-        f"programs, {records[0]} of the records and {size} bytes of the bank: give the cache more memory, or raise "
+        f"no room for a batch of cells, which requires {blocks[0]} free cache blocks, {slots[0]} programs, "
+        f"{records[0]} records and {size} bytes of the bank: give the cache more memory, or raise "
         "max_records or bank_bytes"
     )
 
@@ -372,7 +372,7 @@ class Underway:
 
     tables: log-probabilities that have arrived and are unread
     monitored: the scores of the engine's probes that have arrived, under 0
-    decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM makes the text
+    decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM decodes it
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class Underway:
             request.listener(Part(new.text, ids, logprobs[: len(ids)], self._news()))
 
     def _news(self) -> dict[str, PartScores]:
-        """The scores of the engine's probes that are new."""
+        """The new scores of the engine's probes."""
         if (run := self.monitored.get(0)) is None:
             return {}
         first, products = run.news()
@@ -438,7 +438,7 @@ class Underway:
 
 
 def drafts_of(completion: CompletionOutput) -> Drafts | None:
-    """Return vLLM's counts of a completion's drafted tokens; None if it did not count."""
+    """Return vLLM's counts of a completion's draft tokens; None if it did not count."""
     counts = draft_counts(completion)
     return None if counts is None else Drafts(*counts)
 
@@ -508,9 +508,9 @@ def check_sampling(sampling: dict[str, Any]) -> None:
     types = _types()
     for name, value in sampling.items():
         if name in SET_BY_US:
-            raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
+            raise ProgramError(f"{name} is set by patchclamp: leave it out", f"sampling.{name}")
         if name in NOT_RETURNED:
-            raise ProgramError(f"{name} is not supported: a Run does not return it yet", f"sampling.{name}")
+            raise ProgramError(f"{name} is not supported: Run does not return it yet", f"sampling.{name}")
         if name not in types:
             names = [name for name in types if name not in SET_BY_US]
             raise unknown("sampling parameter", name, names, f"sampling.{name}")
@@ -532,7 +532,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
     if classes:
         if value is not None and not isinstance(value, classes):
-            raise ProgramError(f"expected {classes[0].__name__} of vLLM, got {value!r}", f"sampling.{name}")
+            raise ProgramError(f"expected a vLLM {classes[0].__name__}, got {value!r}", f"sampling.{name}")
         return
     try:
         converted = msgspec.convert(value, kind)

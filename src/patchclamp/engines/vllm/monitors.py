@@ -1,10 +1,9 @@
 """Monitors: probes that score every token of every request, without a program and without recomputing cached prefixes.
 
 The worker computes W h of each row of a step at the tap of a monitor's site (`MonitorTap`), also in CUDA graphs, and
-the numbers travel with the step's output. The engine core keeps them by slot of the KV cache (`SlotScores`): wherever
-the keys and values of a token are, its scores are, too, so a request that reuses a cached block has the scores of the
-block. With each output of a request the core sends the scores that are new, and the front end collects them
-(`MonitorLog`).
+the scores are sent with the step's output. The engine core keeps them by slot of the KV cache (`SlotScores`): a token's
+scores are in the slot of its keys and values, so a request that reuses a cached block also gets its scores. With each
+output of a request the core sends the scores that are new, and the front end collects them (`MonitorLog`).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 
     from patchclamp.sites import View
 
-MAX_COLUMNS = 1024  # numbers per token that all monitors may compute, which the core keeps for each slot of the cache
+MAX_COLUMNS = 1024  # maximum scores per token of all monitors, which the core keeps for each slot of the cache
 WORDS = re.compile(r"(?P<name>[^=]+)=(?P<file>.+)@(?P<site>[^@>]+)(?:>(?P<threshold>[^>]+))?")
 
 
 def parse_monitor(words: str) -> tuple[Probe, float | None]:
-    """Read `NAME=FILE@SITE` or `NAME=FILE@SITE>THRESHOLD`. Raises `ProgramError` for other words, and the errors of
+    """Read `NAME=FILE@SITE` or `NAME=FILE@SITE>THRESHOLD`. Raises `ProgramError` for other text, and the errors of
     `Probe.load`."""
     parts = WORDS.fullmatch(words)
     if parts is None:
@@ -54,7 +53,7 @@ def parse_monitor(words: str) -> tuple[Probe, float | None]:
 
 
 def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
-    """Read the engine option `probes`: a list of `Probe`s and of words (`parse_monitor`).
+    """Read the engine option `probes`: a list of `Probe`s and strings (`parse_monitor`).
 
     Raises `ProgramError`, `ShapeError` or `UnsupportedSite` for a probe that cannot score every token.
     """
@@ -63,11 +62,11 @@ def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
         try:
             monitor = _monitor_of(each, sites)
             if monitor.probe.name in [other.probe.name for other in monitors]:
-                raise ProgramError(f"two probes have the name {monitor.probe.name!r}")
+                raise ProgramError(f"duplicate probe name {monitor.probe.name!r}")
         except PatchclampError as error:
             raise error.under(f"probes[{i}]") from None
         monitors.append(monitor)
-    # the columns of a point are adjacent, so that it takes one product
+    # the columns of a point are adjacent, so that one product suffices
     places = sorted((point, i, number) for i, monitor in enumerate(monitors) for point in monitor.points
                     for number in range(monitor.outputs))  # fmt: skip
     if len(places) > MAX_COLUMNS:
@@ -85,7 +84,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     if not isinstance(probe, Probe):
         raise ProgramError(f"expected a Probe, got {type(probe).__name__}")
     if probe.pool is not None or probe.tokens != every:
-        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave tokens and pool out")
+        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave out tokens and pool")
     refs = sites.resolve(probe.at)
     width = sites.points[refs[0].point].width
     if not isinstance(probe.weight, Vector) or probe.weight.shape[-1] != width:
@@ -95,7 +94,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     for point in points:
         if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
             raise UnsupportedSite(
-                f"an always-on probe reads a site that each worker has whole, for each token, and not {probe.at}",
+                f"expected a site with unsharded rows for every token for an always-on probe, got {probe.at}",
                 "at",
             )
     return Monitor(probe, threshold, points, ())
@@ -107,7 +106,7 @@ def monitors_of_config(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def columns_of(monitors: Sequence[Monitor]) -> int:
-    """The numbers per token that monitors compute."""
+    """The number of scores per token of all monitors."""
     return sum(len(monitor.columns) for monitor in monitors)
 
 
@@ -131,7 +130,7 @@ class MonitorTap:
             if views.get(point) is not None:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
-                    f"an always-on probe cannot read {at}, which is a part of a tensor: use the stream "
+                    f"always-on probes do not support {at}, a part of a tensor: use the stream "
                     "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
@@ -206,11 +205,11 @@ class SlotScores:
         self._unsent: dict[int, tuple[int, np.ndarray]] = {}  # first position and products, by the id of an output
         self._steps: dict[int, _Step] = {}  # under way, by number
         # by lane, the place of a request: its blocks, their number, the tokens that have scores, and those sent; and a
-        # version that changes with the request, and when it begins again after a preemption
+        # version that changes with the request, and when it restarts after a preemption
         self._tables = np.zeros((64, -(-length // block)), np.int64)
         self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
         self._lanes: dict[str, int] = {}
-        self._ended: list[str] = []  # requests whose last scores are not taken yet
+        self._ended: list[str] = []  # requests whose last scores were not taken yet
         self._free = list(range(64))
         self._known_lanes: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # of the last names looked up
         self._known_order: tuple[list[str], list[str], np.ndarray] = [], [], np.zeros(0, np.int64)
@@ -219,8 +218,8 @@ class SlotScores:
         self, step: int, names: list[str], starts: list[int], counts: Mapping[str, int], total: int,
         blocks: Sequence[tuple[str, Sequence[int], bool]],
     ) -> None:  # fmt: skip
-        """Note a step, by any number: its requests and the first position of each, their numbers of tokens, `total` in
-        all, and newly known blocks of requests: all of a request's (True), or those appended to it (False)."""
+        """Record a step, under any number: its requests and the first position of each, their numbers of tokens,
+        `total` in all, and new blocks of requests: all blocks of a request (True), or those appended (False)."""
         self._steps.pop(step, None)  # of a step that failed
         for name, ids, is_whole in blocks:
             if is_whole:
@@ -236,8 +235,8 @@ class SlotScores:
         self._steps[step] = _Step(names, lanes, self._version[lanes], start_N, count_N, slots)
 
     def computed(self, step: int, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
-        """Keep the products of a step [T, K]. `in_rows`: its requests in the order of their rows; `accepted`: of
-        requests with drafts, how many of its tokens count."""
+        """Keep the products of a step [T, K]. `in_rows`: its requests in the order of their rows; `accepted`: the
+        number of accepted tokens of each request with drafts."""
         planned = self._steps.pop(step, None)
         if planned is None:
             return
@@ -259,13 +258,13 @@ class SlotScores:
         self._known[lanes[same]] = (starts + counts)[same]
 
     def take_all(self, outputs: Sequence[Any]) -> _Taken:
-        """Take the scores of the requests of outputs that were not taken yet. Called before the blocks of requests that
-        have ended get other tokens; the outputs may be sent later."""
+        """Take the new scores of the requests of outputs. Called before the blocks of ended requests are reused; the
+        outputs may be sent later."""
         return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
         """Return the scores to send with these outputs: the first position and the number of tokens of each, as int64,
-        and the products as fp32. `taken`: those of this step. Earlier ones were kept. Empty without outputs."""
+        and the products as fp32. `taken`: the scores of this step; earlier ones were kept. Empty without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
@@ -295,19 +294,19 @@ class SlotScores:
         return firsts, counts, products
 
     def end(self, name: str, tokens: int) -> None:
-        """Note that the scores of a request end with its inputs: drafts beyond its last token may have some. The next
-        `forget_ended` forgets it."""
+        """Truncate a request's scores to its inputs: drafts beyond its last token may have some. The next
+        `forget_ended` drops it."""
         if (lane := self._lanes.get(name)) is not None:
             self._known[lane] = min(self._known[lane], tokens)
             self._ended.append(name)
 
     def forget_ended(self) -> None:
-        """Forget the requests that have ended, once their last scores are taken."""
+        """Drop ended requests, once their last scores are taken."""
         while self._ended:
             self.leave(self._ended.pop())
 
     def leave(self, name: str) -> None:
-        """Forget an aborted request."""
+        """Drop an aborted request."""
         lane = self._lanes.pop(name, None)
         if lane is not None:
             self._known_lanes = [], self._known_lanes[1]
@@ -315,7 +314,7 @@ class SlotScores:
             self._free.append(lane)
 
     def _begin(self, name: str, blocks: Sequence[int]) -> None:
-        """Place a request that begins, or begins again after a preemption."""
+        """Place a request that starts, or restarts after a preemption."""
         lane = self._lanes.get(name)
         if lane is None:
             if not self._free:
@@ -381,7 +380,7 @@ class _Stretch:
         parts = [self.first[self.bounds[i] : self.bounds[i + 1]]] if begin == 0 else []
         later = self.later[max(begin - 1, 0) :]
         if begin == 0 and later:
-            if len(self._stacked) != len(later):  # once for all requests, which often end together
+            if len(self._stacked) != len(later):  # shared by all requests, which often end together
                 self._stacked = np.stack(later)
             parts.append(self._stacked[:, i])
         elif later:
@@ -420,8 +419,8 @@ class Choices(dict[int, MonitoredRun]):
 class MonitorLog:
     """The scores of one front end's requests.
 
-    runs: of requests that were entered here before their first output, the products that have arrived, by the name that
-        they were submitted under, as long as someone else refers to them
+    runs: for requests registered here before their first output, the products that have arrived, by the name that they
+    were submitted under (weak references)
     watch: called with the core's names of requests whose scores have arrived, the first position and the number of
         tokens of each, and the products of all these tokens
     """
@@ -433,11 +432,11 @@ class MonitorLog:
         self.runs: weakref.WeakValueDictionary[str, Choices] = weakref.WeakValueDictionary()
         self._columns = columns_of(monitors)
         self._message: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._taken, self._part = 0, 0  # outputs of the message that have come, and parts in which they came
+        self._taken, self._part = 0, 0  # outputs of the message received, and parts received
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
-        """Take the scores that one output carries: its own, and those of the outputs that follow it."""
+        """Take the scores that an output carries: its own, and those of the outputs that follow it."""
         firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
         self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
 
@@ -448,7 +447,7 @@ class MonitorLog:
             return
         firsts, counts, products = self._message
         here = slice(self._taken, self._taken + len(names))
-        if here.stop > len(counts):  # the core aborted or refused requests outside a step: they have no new scores
+        if here.stop > len(counts):  # the core aborted or rejected requests outside a step: they have no new scores
             return
         if len(names) < len(counts):
             begin = int(counts[: here.start].sum())

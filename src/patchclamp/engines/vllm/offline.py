@@ -1,7 +1,7 @@
-"""A `vllm.LLM` of the caller's: an `LM` runs programs on it, and the caller's own requests may have programs, too.
+"""A caller's `vllm.LLM`: an `LM` runs programs on it, and the caller's own requests may have programs, too.
 
-An `LLM` belongs to the thread that calls it, so there is no thread of our own. `submit` steps the engine until its
-requests have ended. Outputs of the caller's requests that come meanwhile wait for the caller's next step.
+An `LLM` belongs to the thread that calls it, so patchclamp has no separate thread. `submit` steps the engine until its
+requests have ended. Outputs of the caller's requests that arrive in between wait for the caller's next step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallersRequest(NamedTuple):
 
 
 class OfflineEngine(VllmEngine):
-    """Runs programs on the `LLMEngine` of a `vllm.LLM` that was made with `additional_config={"patchclamp": {}}`.
+    """Runs programs on the `LLMEngine` of a `vllm.LLM` created with `additional_config={"patchclamp": {}}`.
 
     front: the `LM` of programs in the caller's requests (`serve.llm_requests`)
     """
@@ -50,7 +50,7 @@ class OfflineEngine(VllmEngine):
         config = engine.vllm_config
         if configuration.enabled(config) is None:
             raise EngineError(
-                'this LLM runs without patchclamp: make it with additional_config={"patchclamp": {}}', "model"
+                'this LLM runs without patchclamp: create it with additional_config={"patchclamp": {}}', "model"
             )
         require_all("")
         self._begin()
@@ -75,25 +75,25 @@ class OfflineEngine(VllmEngine):
 
     @property
     def batch_refusal(self) -> str:
-        return "a vllm.LLM of the caller's runs programs as requests"
+        return "a caller's vllm.LLM runs programs as requests"
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         with self._lock:
             futures = super().submit(requests)
             while not all(future.done() for future in futures):
                 if not self._serve() or not (is_busy(self._engine) or self._held_back):
-                    raise EngineError("vLLM has lost a request")
+                    raise EngineError("vLLM lost a request")
                 self._step()
         return futures
 
     def close(self) -> None:
-        """The engine is the caller's, who may go on to use it."""
+        """Do nothing: the engine belongs to the caller, who may continue to use it."""
 
     def sleep(self, level: int = 1) -> None:
-        raise EngineError("call the LLM's own sleep")
+        raise EngineError("not supported through pc.LM: call the LLM's own sleep")
 
     def wake(self) -> None:
-        raise EngineError("call the LLM's own wake_up")
+        raise EngineError("not supported through pc.LM: call the LLM's own wake_up")
 
     def add(
         self, ours: CallersRequest, stock: Callable[..., str], name: str, prompt: Any, params: SamplingParams,
@@ -130,7 +130,7 @@ class OfflineEngine(VllmEngine):
             self._steps.own_step()
 
     def _of_caller(self, outputs: list[Any]) -> list[Any]:
-        """Read a step's outputs. Returns the caller's, those that have ended with their runs."""
+        """Read a step's outputs. Returns the caller's outputs; those of ended requests have their runs."""
         theirs = self._take(outputs)
         for output in theirs:
             if output.finished and output.request_id in self._callers:
@@ -151,7 +151,7 @@ class OfflineEngine(VllmEngine):
         except PatchclampError as failure:
             error = failure
         for completion in output.outputs:
-            if error is not None:  # no unedited text under an edited label
+            if error is not None:  # never return unedited text under an edited label
                 completion.token_ids, completion.text, completion.logprobs = [], "", None
                 completion.cumulative_logprob, completion.finish_reason = None, "error"
             scores = ours.scores.get(completion.index)
@@ -175,7 +175,7 @@ def _answer(output: RequestOutput, completion: CompletionOutput, scores: Any) ->
 
 
 def offline_of(engine: LLMEngine) -> OfflineEngine:
-    """Return the `OfflineEngine` of an `LLMEngine`, made at the first call."""
+    """Return the `OfflineEngine` of an `LLMEngine`, created at the first call."""
     found = vars(engine).get("patchclamp")
     if found is None:
         found = vars(engine)["patchclamp"] = OfflineEngine(engine)

@@ -3,9 +3,9 @@
 The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not change the engine, so they are
 removed from `additional_config` before vLLM hashes it for its compile cache.
 
-Metrics are beside vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end counts its
-requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores (`held`); a
-program's waiting time comes with its answer.
+Metrics are exported next to vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end
+counts its requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores
+(`held`); a program's waiting time comes with its answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
 CONFIG = "--additional-config"
 FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
-GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
+GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # plugin groups, under vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
          STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank", ADD_NORMED: "add_normed",
          ROTATE: "rotate", SPAN: "between"}  # fmt: skip
@@ -71,11 +71,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The log of the scores that a server's own probes give.
+    """The log of the scores of a server's own probes.
 
-    path: a name that ends in .jsonl or .parquet, to which numbers are added; None: no log
+    path: a .jsonl or .parquet path, to which file numbers are added; None: no log
     sample: the fraction of requests that are logged
-    file_bytes, files: the size of a file, and how many are kept
+    file_bytes, files: the size of a file, and the number of files kept
     """
 
     path: str | None = None
@@ -84,7 +84,7 @@ class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[int, msgspec.Meta(ge=1)] = 8
 
 
-OF_OPERATOR = ("show_scores", "probe_log")  # settings that are no limits, and that callers do not see
+OF_OPERATOR = ("show_scores", "probe_log")  # settings that are not limits, and that callers do not see
 
 
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,9 +99,9 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_body_bytes: any body on the two OpenAI routes; None: unlimited, as in stock vLLM
     program_ops: ops of a program, including its variant
     program_captures: captures among them
-    program_records: records of a bound program, one per op, point and range of positions, for every step, and one more
-        for each 256 rows of a matrix beyond the first; the total of all prompts and choices (n) of a request, and of
-        the active runs of a batch
+    program_records: records of a bound program, one per op, point and range of positions, for every step, plus one for
+    each 256 rows of a matrix beyond the first; the total over all prompts and choices (n) of a request, and over the
+    active runs of a batch
     inline_bytes: captures returned in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
@@ -116,7 +116,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_sweeps, kept_sweep_bytes: sweeps that can be resumed, and the bytes of their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
 
-    Of the server's own probes:
+    For the server's own probes:
     show_scores: add their scores to responses
     probe_log: the log of their scores
     """
@@ -149,7 +149,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
         most = getattr(self, limit)
         if most is not None and asked > most:
-            raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
+            raise TooLarge(f"{what}: {asked}, but this server accepts at most {most} ({_larger(limit)})", path)
 
     def check_room(
         self, limit: str, used: int, more: int, what: str, path: str | None = None,
@@ -166,9 +166,9 @@ def _larger(limit: str) -> str:
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config` with what does not change the compiled code as attributes, because vLLM hashes the items.
-    The configuration itself cannot have them: vLLM could not derive the configuration of a part of the model from
-    it."""
+    """An `additional_config` with settings that do not change the compiled code as attributes, because vLLM hashes the
+    items. The configuration itself cannot have them: vLLM could not derive the configuration of a part of the model
+    from it."""
 
     serving: ServeLimits
     monitors: tuple[Monitor, ...]
@@ -200,9 +200,9 @@ def checked_rate(given: Any, unchecked: str) -> int:
     if given is None:
         return 0 if unchecked else CHECK_RATE
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ProgramError(f"expected a whole number from 0 on, got {given!r:.200}", "check_rate")
+        raise ProgramError(f"expected a non-negative integer, got {given!r:.200}", "check_rate")
     if given and unchecked:
-        raise EngineError(f"captures of this model cannot be checked: {unchecked}; use check_rate=0", "check_rate")
+        raise EngineError(f"cannot check captures of this model: {unchecked}; use check_rate=0", "check_rate")
     return given
 
 
@@ -225,12 +225,12 @@ def saes_of(given: Any, precision: Any) -> tuple[tuple[SAEOption, ...], str]:
         except PatchclampError as error:
             raise error.under(f"saes[{i}]") from None
         if saes[-1].name in [other.name for other in saes[:-1]]:
-            raise ProgramError(f"two SAEs have the name {saes[-1].name!r}", f"saes[{i}]")
+            raise ProgramError(f"duplicate SAE name {saes[-1].name!r}", f"saes[{i}]")
     return tuple(saes), precision
 
 
 def loaded_saes(vllm_config: VllmConfig, sites: SiteMap) -> Iterator[tuple[SAE, Dictionary, str]]:
-    """Load the SAEs that an engine attaches when it starts, each with its place and precision."""
+    """Load the SAEs that an engine attaches at startup, each with its site and precision."""
     saes: tuple[SAEOption, ...]
     saes, precision = getattr(vllm_config.additional_config, "saes", ((), ""))
     for i, (name, path, site) in enumerate(saes):
@@ -259,9 +259,7 @@ class Metrics:
 
         own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
         counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
-        self._programs = counter(
-            "patchclamp:programs", "Programs that were given to the engine, in requests or in batches."
-        )
+        self._programs = counter("patchclamp:programs", "Programs submitted to the engine, in requests or in batches.")
         self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
         self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) that edits of ended runs acted on.")
         self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
@@ -274,8 +272,8 @@ class Metrics:
             "patchclamp:admission_seconds", "From a program's arrival in the engine core to its admission.", own,
             buckets=SECONDS,
         )  # fmt: skip
-        self._waiting = gauge("patchclamp:programs_waiting", "Programs that wait for room.", multiprocess_mode=latest)
-        self._admitted = gauge("patchclamp:programs_admitted", "Programs that have room.", multiprocess_mode=latest)
+        self._waiting = gauge("patchclamp:programs_waiting", "Programs waiting for room.", multiprocess_mode=latest)
+        self._admitted = gauge("patchclamp:programs_admitted", "Admitted programs.", multiprocess_mode=latest)
         self._model = model
         for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
             each.labels(model)  # export 0 from the start
@@ -289,7 +287,7 @@ class Metrics:
             self._ops.labels(self._model, KINDS[op.kind]).inc()
 
     def graded(self, programs: int) -> None:
-        """Count programs that were graded in batches, by the programs alone."""
+        """Count programs graded in batches, from the programs alone."""
         self._programs.labels(self._model).inc(programs)
 
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
@@ -333,7 +331,7 @@ def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.n
 def run_server(model: str, options: Sequence[str]) -> None:
     """Run `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
 
-    Raises `EngineError` with vLLM's Rust front end, which has fixed routes, and if the server stops with an error.
+    Raises `EngineError` for vLLM's Rust front end, which has fixed routes, and if the server stops with an error.
     Raises `ProgramError` for an `--additional-config` that is not a JSON object.
     """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
@@ -343,7 +341,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     os.environ.update(environment())
-    # not vLLM's `main`: it looks up the version of the package "vllm", and the CPU build has another name
+    # not vLLM's `main`: it looks up the version of the package "vllm", but the CPU build has a different name
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -357,7 +355,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         model,
         *with_config(options),
         *_cache_size(options),
-    ]  # vLLM's parser reads it, too
+    ]  # vLLM's parser reads it as well
     args = parser.parse_args(sys.argv[1:])
     assert args is not None
     configure_logging_from_args(args)
@@ -442,14 +440,14 @@ def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
     if own["--patchclamp-check-rate"]:
         text = own["--patchclamp-check-rate"][-1]
         if not text.isdecimal():
-            raise ProgramError(f"expected a whole number from 0 on, got {text!r}", "--patchclamp-check-rate")
+            raise ProgramError(f"expected a non-negative integer, got {text!r}", "--patchclamp-check-rate")
         ours = {**ours, "check_rate": int(text)}
     probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
     of_probes = [name for name in OF_PROBES if own[name]]
     if not of_probes:
         return ours
     if not probes:
-        raise ProgramError("expected --probe NAME=FILE@SITE beside it", of_probes[0])
+        raise ProgramError("expected --probe NAME=FILE@SITE along with it", of_probes[0])
     log = dict(serve.get("probe_log") or {})
     if own["--probe-log"]:
         log["path"] = os.path.abspath(own["--probe-log"][-1])

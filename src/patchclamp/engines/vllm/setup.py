@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision", "check_rate")
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
-problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
+problem: SeamMoved | None = None  # raised only by engines with patchclamp, at startup
 
 
 class _Causes(logging.Handler):
@@ -44,7 +44,7 @@ class _Causes(logging.Handler):
 
 def register() -> None:
     """Wrap vLLM's configuration, model loading, compilation, prefix cache, engine core and output processor. Each
-    wrapper first checks if the engine uses patchclamp."""
+    wrapper first checks whether the engine uses patchclamp."""
     global problem
     if os.environ.get(CAUSES):
         logging.getLogger("vllm").addHandler(_Causes(logging.ERROR))
@@ -65,8 +65,8 @@ def register() -> None:
 def complete(vllm_config: VllmConfig) -> None:
     """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
-    It enters the key of vLLM's compile cache, so it includes everything that changes the graph. A server's limits do
-    not change the graph, so they are removed (`server.serving`).
+    It is part of the key of vLLM's compile cache, so it includes everything that changes the graph. A server's limits
+    do not change the graph, so they are removed (`server.serving`).
 
     Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
     for an unknown setting.
@@ -110,7 +110,8 @@ def complete(vllm_config: VllmConfig) -> None:
 
 
 def _op() -> str:
-    """Return a key of what taps leave in compiled code, for vLLM's cache: their source, and if layers share code."""
+    """Return a key of the traces of taps in compiled code, for vLLM's cache: their source, and whether layers share
+    code."""
     digest = hashlib.sha256()
     for module in (taps, op):
         digest.update(inspect.getsource(module).encode())

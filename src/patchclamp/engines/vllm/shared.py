@@ -1,7 +1,7 @@
 """Transfer of captured rows to another process on the same machine.
 
 Large rows in open memory (`store.host_memory`), such as a GPU's captures, are lent: the receiver maps that memory and
-returns views to its caller. The sender keeps lent rows until no view is left.
+returns views to its caller. The sender keeps lent rows until the last view is gone.
 
 All other rows pass through a buffer in shared memory, one per receiver. Newly allocated memory, which the system must
 clear first, transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. The rows of
@@ -31,7 +31,7 @@ from patchclamp.store.host_memory import MemoryLocation
 
 MAX_INLINE_BYTES = 1 << 20  # bytes sent in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
-_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are given up
+_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are no longer used
 _LOAN = "loan:"  # the prefix of loan names, which are released among the names of runs
 
 
@@ -46,9 +46,9 @@ class CaptureSender:
 
     def __init__(self) -> None:
         self._buffers: dict[str, _Buffer] = {}
-        # unique across senders: a receiver has several, and identifies each by the upper bits
+        # unique across senders: a receiver has several, and identifies them by the upper bits
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        # by loan: the receiver, and the rows that must stay for it, by file
+        # by loan: the receiver, and the rows kept for it, by file
         self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(
@@ -180,7 +180,7 @@ class CaptureReceiver:
                     continue
                 self._unseen = 0 if files else self._unseen
                 described = [(answer["positions"], answer["rows"], answer.get("lent")) for answer in answers]
-                if at == 0 or described != before:  # the first part, or a run has captured more meanwhile
+                if at == 0 or described != before:  # the first part, or a run has captured more since
                     before, memories = described, [self._memory.take(answer["size"]) for answer in answers]
                     if at:
                         at = 0
@@ -199,7 +199,7 @@ class CaptureReceiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Return each lent row's open memory, from its first byte on; a file is returned when no view of it is left."""
+        """Return each lent row's open memory, from its first byte on; a file is returned once its last view is gone."""
         if "lent" not in answer:
             return {}
         places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}

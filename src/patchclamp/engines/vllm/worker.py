@@ -1,4 +1,4 @@
-"""Code in vLLM's worker: the runtime beside a model runner (`Attached`), and the front end's calls (`do_…`).
+"""Code in vLLM's worker: the runtime of a model runner (`Attached`), and the front end's calls (`do_…`).
 
 `Exchange` moves rows that one worker captured to another that reads them, just before the reading program is installed.
 Every worker installs the same programs in the same order, so senders and receivers follow from the program alone.
@@ -63,7 +63,8 @@ logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 class Exchange:
     """Moves rows between the workers of one engine. `group`: vLLM's group of all of them.
 
-    _has_tap, _keeps, _shard [workers, P]: if a worker has the tap of a point, if it keeps captures there, and its shard
+    _has_tap, _keeps, _shard [workers, P]: whether a worker has the tap of a point, whether it keeps captures there, and
+    its shard
     """
 
     def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
@@ -83,7 +84,7 @@ class Exchange:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
         except Exception as error:
-            self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
+            self._moved[request] = MissingSource(f"the rows that it reads could not be transferred: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
         """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
@@ -105,8 +106,8 @@ class Exchange:
         return rows
 
     def everywhere(self, wanted: list[Wanted], fetch: Callable[[list[Wanted]], list[Captured]]) -> list[Captured]:
-        """Send captures, whose rows one worker keeps whole, to every worker. Called on all of them. Raises the error of
-        the worker that keeps one."""
+        """Send captures whose full rows one worker keeps to every worker. Called on all of them. Raises the error of
+        the worker that keeps a capture."""
         kept = self._has_tap.astype(bool) & self._keeps.astype(bool)
         owners = [int(kept[:, point].argmax()) for _, point, *_ in wanted]
         found: dict[int, Captured] = {}
@@ -141,7 +142,7 @@ class Exchange:
                 else:
                     received[key] = rows
         if lacking:
-            return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
+            return MissingSource(f"run {lacking[0]} is not available: it was released, or captured nothing")
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
@@ -195,10 +196,10 @@ def admission_of(vllm_config: VllmConfig) -> Admission:
 
 
 def too_deep(level: int) -> EngineError | None:
-    """Return the error for sleep levels above 1, at which vLLM discards the weights; else None."""
+    """Return an error for sleep levels above 1, which discard the weights; else None."""
     if level <= 1:
         return None
-    return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
+    return EngineError(f"sleep level {level} is not supported, since it discards the weights; use level 1")
 
 
 def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
@@ -222,10 +223,10 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
-        self.loads = 0  # of weights into the model, since it was tapped
+        self.loads = 0  # weight loads since the model was tapped
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._embedding = token_embedding(runner.get_model())
-        self._checks = [0, 0]  # of labels, and how many failed
+        self._checks = [0, 0]  # label checks, and failed ones
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
@@ -367,7 +368,7 @@ class Attached:
         return answer
 
     def _give_up(self, scheduler_output: SchedulerOutput, error: Exception) -> tuple[tuple[bool, bool], int]:
-        """Let the step run without its programs, and fail each of their runs with the error."""
+        """Run the step without its programs, and fail each of their runs with the error."""
         self._active = False
         self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
         return (False, True), 0
@@ -390,7 +391,7 @@ class Attached:
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Return each request of a step and the first position it computes. If steps are scheduled ahead, the position
-        is checked on the device only if a program acts at the earliest possible one; otherwise it may be too high."""
+        is read from the device only if a program acts at the earliest possible one; otherwise it may be too high."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -486,7 +487,7 @@ class Attached:
             self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
             raise EngineError(
-                "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
+                "vLLM compiled the model outside patchclamp's hooks, so steps without programs would run code "
                 'with taps in it; set VLLM_USE_AOT_COMPILE=0, enforce_eager=True, or numerics="uniform"'
             )
 
@@ -509,7 +510,7 @@ class Attached:
         self.runtime.hold_code(run, code)
 
     def do_unfit(self, adapter: int) -> list[str]:
-        """Return the problems of a loaded adapter, given by its number, that does not fit the model."""
+        """Return the problems of a loaded adapter, given by number, that does not fit the model."""
         return lora.unfit(self._runner, adapter)
 
     def do_settle(
@@ -524,13 +525,13 @@ class Attached:
         return {request: self.runtime.outcome(request) for request in requests}
 
     def _check(self, check: SelfCheck) -> None:
-        """Fail a request whose captured rows are not those of its tokens."""
+        """Fail a request whose captured rows do not match its tokens."""
         runtime = self.runtime
         [embed] = runtime.sites.resolve(Site("embed"))
         if not runtime.has_tap[embed.point]:
             return
         try:
-            # before anything that may differ between workers: each has a part of the vocabulary, and they sum
+            # before anything that may differ between workers: each has a part of the vocabulary, and results are summed
             with torch.inference_mode():
                 ids = torch.from_numpy(check.ids).to(runtime.device)
                 expected_TD = self._embedding.forward(ids).cpu()
@@ -570,9 +571,9 @@ class Attached:
 
     def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
-        (`top_tokens`); None if another worker does. `translator`: as msgpack."""
+        (`top_tokens`); None if another worker returns them. `translator`: as msgpack."""
         if self._config.lora_config is not None:
-            raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
+            raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)
 
         def fetch(some: list[Wanted]) -> list[Captured]:
@@ -580,7 +581,7 @@ class Attached:
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
         rows = [torch.as_tensor(rows) for _, rows in captured]
-        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
+        awaits, self._awaits_logits = self._awaits_logits, False  # these logits do not belong to the step
         try:
             found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
         finally:
@@ -598,7 +599,7 @@ class Attached:
         self.runtime.dictionaries.detach(name)
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor | None:
-        if not self.runtime.has_tap[self._logits]:  # of another pipeline stage
+        if not self.runtime.has_tap[self._logits]:  # on another pipeline stage
             return None
         net = self._runner.get_model()
         norm = LastNorm.of(net, self.runtime.sites, "vllm")
@@ -614,8 +615,8 @@ class Attached:
         return self._sender.hand({i: rows.window(*windows[i][4:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER`, the same on all workers, which wait for
-        each other in a batch: vLLM defers a step's sampling until it has a grammar's mask."""
+        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER` if vLLM defers a step's sampling until
+        it has a grammar's mask; the same on all workers, which wait for each other in a batch."""
         if self._bulk is None:
             batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers)
             self._bulk = Bulk(self.runtime, batches, self._in_batch, self._await_logits)
@@ -627,7 +628,7 @@ class Attached:
             return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)
-            # a request in the placement's slot has ended, but no step has said so yet
+            # a request in the placement's slot has ended, but no step has reported it yet
             self._free(self.runtime.requests_at(job.lease.placement.slot))
             return self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
         if verb == "run":

@@ -100,13 +100,13 @@ def on_config(complete: Callable[[VllmConfig], None]) -> None:
 
 
 def extra_args(carried: bytes | None, weights: int) -> dict[str, Any]:
-    """Return the `extra_args` that carry an encoded program. `weights`: the count of weight updates for which its
-    sites were proved."""
+    """Return the `extra_args` that carry an encoded program. `weights`: the count of weight updates at which its sites
+    were proved."""
     return {} if carried is None else {KEY: carried, **({WEIGHTS: weights} if weights else {})}
 
 
 def sampling_params(request: Request, carried: bytes | None, has_text: bool, weights: int = 0) -> SamplingParams:
-    """Return vLLM's parameters of a request, with its encoded program. vLLM makes text during generation only if
+    """Return vLLM's parameters of a request, with its encoded program. vLLM detokenizes during generation only if
     needed: for stop texts, and for a listener."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -130,7 +130,7 @@ def sampling_params(request: Request, carried: bytes | None, has_text: bool, wei
 class Submitter:
     """Adds the requests of one `LLMEngine`.
 
-    vLLM checks and completes the parameters of each request, a good part of its cost. Consecutive requests with the
+    vLLM checks and completes the parameters of each request, a large part of its cost. Consecutive requests with the
     same settings share the result.
     """
 
@@ -142,7 +142,8 @@ class Submitter:
     def add(
         self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0
     ) -> None:  # fmt: skip
-        """Add a request, with its encoded program and the weights that this was made for. Raises vLLM's errors."""
+        """Add a request, with its encoded program and the weight count that it was encoded for. Raises vLLM's
+        errors."""
         engine, run = self._engine, request.run
         settings = (
             request.sampling, request.max_tokens, request.score, request.logprobs, request.prompt_logprobs,
@@ -209,7 +210,7 @@ def http_error(message: str, status: int) -> Exception:
     return GracefulHTTPError(message, HTTPStatus(status))
 
 
-# -- a `vllm.LLM` of the caller's
+# -- a caller's `vllm.LLM`
 
 
 def on_add_request(added: Callable[..., str]) -> None:
@@ -235,7 +236,7 @@ def mark_own(engine: LLMEngine) -> None:
 
 
 class SharedSteps:
-    """The steps of an `LLMEngine` that its caller takes, and those of ours.
+    """The steps of an `LLMEngine`: those of its caller, and ours.
 
     read: called with the outputs of each step; returns those that are the caller's
     may_differ: True if a call of the workers may have changed the model's weights since this was set to False
@@ -250,7 +251,7 @@ class SharedSteps:
         engine.collective_rpc = forwards(self._rpc)(self.collective_rpc)
 
     def own_step(self) -> None:
-        """Take a step for requests of our own."""
+        """Take a step for our own requests."""
         self._theirs += self._read(self._step())
 
     def step(self) -> list[Any]:
@@ -314,7 +315,7 @@ def on_outputs() -> None:
 
 
 def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
-    """File the scores that came with some outputs under the requests that these belong to."""
+    """Store the scores of outputs under the requests that they belong to."""
     if not outputs:
         return
     params = outputs[0].kv_transfer_params
@@ -333,7 +334,7 @@ def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[
 
 def request_tokens(processor: OutputProcessor, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
     """Return the name under which a request was submitted, the index of its choice, and the ids of its tokens from
-    position `first` on; None for ids that are not known here. `name`: the core's."""
+    position `first` on; None for unknown ids. `name`: the core's."""
     if (state := processor.request_states.get(name)) is None:
         return name, 0, [None] * count
     prompt, detokenizer = state.prompt_token_ids or [], state.detokenizer
@@ -347,7 +348,7 @@ def request_tokens(processor: OutputProcessor, name: str, first: int, count: int
 
 
 def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
-    """File the scores of all outputs in a log."""
+    """Store the scores of all outputs in a log."""
     vars(processor)["patchclamp_monitors"] = log
 
 
@@ -390,8 +391,8 @@ def decoded(
 
 
 def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
-    """Call a method of the core's `Admission` without waiting. The call arrives before requests added afterwards.
-    Raises `EngineError` if an earlier call failed."""
+    """Call a method of the core's `Admission` without waiting. The call arrives before requests added later. Raises
+    `EngineError` if an earlier call failed."""
     client: Any = engine.engine_core
     if (core := core_here(engine)) is not None:
         core.patchclamp_call(method, args)
@@ -402,7 +403,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     while answers and answers[0].done():
         failure = answers.popleft().exception()
         if failure is not None:
-            raise EngineError(f"the engine core refused a call: {failure}")
+            raise EngineError(f"the engine core rejected a call: {failure}")
     number, future = uuid.uuid1().int >> 64, Future()
     client.utility_results[number] = future
     client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, args)))
@@ -440,7 +441,7 @@ def notice_death(engine: LLMEngine) -> None:
 
     def wait() -> None:
         thread.join()
-        error = EngineError("the engine core's process has ended")
+        error = EngineError("the engine core's process has exited")
         arrived.put(error)
         for future in list(results.values()):
             if not future.done():
@@ -450,7 +451,7 @@ def notice_death(engine: LLMEngine) -> None:
 
 
 def shut_down(engine: LLMEngine, alone: bool) -> None:
-    """Shut down an engine. With other engines in this process, keep the state that vLLM shares among them."""
+    """Shut down an engine. With other engines in this process, keep the state that they share."""
     if alone:
         engine.engine_core.shutdown()
         return

@@ -1,8 +1,8 @@
 """KV connectors: they store keys and values outside of the engine by the tokens of a prompt, and load them for other
 requests and engines.
 
-What they store does not record edits, and positions that they load are not computed, so not captured. So requests with
-programs bypass the connector: it is not asked for them, and does not learn of their blocks.
+Stored keys and values do not record edits, and loaded positions are not computed, so not captured. Requests with
+programs therefore bypass the connector: it is not queried for them, and is not notified of their blocks.
 """
 
 from __future__ import annotations
@@ -70,23 +70,22 @@ def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], 
 
 
 def check_alone(vllm_config: VllmConfig, others: bool) -> None:
-    """Raise `EngineError` for an engine in this process beside one with a connector, which vLLM keeps in a global.
-    `others`: True if there are other engines."""
+    """Raise `EngineError` if this process has an engine with a connector and another engine: vLLM's connector is
+    global. `others`: True if there are other engines."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
     if has_kv_transfer_group() or (others and vllm_config.kv_transfer_config is not None):
         raise EngineError(
-            "an engine with a KV connector is alone in its process: close the others, or use multiprocess_mode=True",
+            "an engine with a KV connector must be alone in its process: close the others, or set multiprocess_mode",
             "kv_transfer_config",
         )
 
 
 def check_transfer(scheduler: Scheduler, request: Request) -> None:
-    """Raise `ProgramError` for a program on a request whose keys and values are to be sent or received."""
+    """Raise `ProgramError` for a program on a request that sends or receives keys and values."""
     if scheduler.connector is not None and request.kv_transfer_params:
         raise ProgramError(
-            "a program does not run with kv_transfer_params, since its keys and values stay in this engine: leave them "
-            "out"
+            "programs do not support kv_transfer_params, as their keys and values stay in this engine: leave them out"
         )
 
 

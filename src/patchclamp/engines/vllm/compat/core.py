@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCORES = "patchclamp_scores"  # in the `kv_transfer_params` of an output
 WEIGHTS = f"{KEY}_weights"  # in a request's `extra_args`: the count of weight updates for which its sites were proved
 NEW_WEIGHTS = "the model's weights were updated in place before this run ended: run it again"
-# calls of the workers that leave the model's weights as they are; after any other, sites are proved again
+# worker calls that leave the model's weights unchanged; after any other, sites are proved again
 KEEPS_WEIGHTS = frozenset({
     "patchclamp_rpc", "update_max_model_len", "compute_weight_checksums", "get_model_inspection", "check_health",
     "profile", "add_lora", "remove_lora", "pin_lora", "list_loras", "reset_mm_cache", "reset_encoder_cache",
@@ -117,7 +117,7 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
 
     REQUEST.wrap(preprocess_add_request)
     RPC.wrap(collective_rpc)
-    REQUEST.found()[0].patchclamp_call = patchclamp_call  # with which front ends call methods of `Admission`
+    REQUEST.found()[0].patchclamp_call = patchclamp_call  # front ends call methods of `Admission` through it
 
 
 def is_pending(core: EngineCore) -> bool:
@@ -145,7 +145,7 @@ def on_prefix_cache() -> None:
     BLOCK_KEYS.wrap(_block_keys)
     from vllm.v1.core import block_pool
 
-    setattr(block_pool, BLOCK_KEYS.name, getattr(*BLOCK_KEYS.found()))  # imported there by name
+    setattr(block_pool, BLOCK_KEYS.name, getattr(*BLOCK_KEYS.found()))  # it is imported there by name
 
 
 def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
@@ -159,8 +159,8 @@ def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_id
 
 
 def _weights_of(request: Request) -> int:
-    """The count of weight updates when a request was created or its tokens were last computed from the start, so that
-    it finds no block of other weights. 0 in engines without patchclamp."""
+    """The count of weight updates when a request was created or last recomputed from the start, so that it reuses no
+    block of other weights. 0 in engines without patchclamp."""
     known = vars(request).get(WEIGHTS)
     if known is None and _making.admission is not None:
         known = vars(request)[WEIGHTS] = _making.admission.updates()
@@ -170,7 +170,7 @@ def _weights_of(request: Request) -> int:
 def _program_of(request: Request) -> RequestProgram | None:
     """Return a request's program, decoded once, when the request is created and its blocks get their keys.
 
-    None without one, in engines without patchclamp, and if it cannot be decoded: then admission fails the request.
+    None without a program, in engines without patchclamp, and if decoding fails: then admission fails the request.
     """
     data = carried(request.sampling_params)
     program: RequestProgram | None = getattr(request, "patchclamp", None)
@@ -276,8 +276,8 @@ class _Admitting:
         return vars(self._core).get(WEIGHTS, 0) + (0 if attached is None else attached.loads)
 
     def _follow(self) -> int:
-        """Return the count of updates. After an update, fail all programs that arrived before: their rows would be of
-        two models. Requests without programs go on, as in stock vLLM; those not computed yet find no blocks of the old
+        """Return the count of updates. After an update, fail all programs that arrived before: their rows would mix two
+        models. Requests without programs continue, as in stock vLLM; those not computed yet reuse no blocks of the old
         weights."""
         updates = self.updates()
         if updates == self._follows:
@@ -293,7 +293,7 @@ class _Admitting:
     # -- a request arrives
 
     def add(self, request: Request) -> None:
-        """Add a request to the scheduler if its program has room. It never raises: that would end the core."""
+        """Add a request to the scheduler if its program fits. It never raises: that would end the core."""
         given, updates = _given(request.sampling_params), self._follow()
         if _weights_of(request) != updates:  # they were updated since it was created
             _key_again(request, updates)
@@ -326,7 +326,7 @@ class _Admitting:
         except PatchclampError as error:
             self.admission.refuse(request, program, error)
         except Exception as error:
-            self.admission.refuse(request, None, ProgramError(f"the program cannot be read: {error}"))
+            self.admission.refuse(request, None, ProgramError(f"cannot decode the program: {error}"))
         else:
             by_priority = self._scheduler.policy.value == "priority"
             if self.admission.arrive(request, program, (request.priority, request.arrival_time) if by_priority else ()):
@@ -351,7 +351,7 @@ class _Admitting:
     def cache_proved(self, request: Request, num_computed_tokens: int) -> None:
         """Add a request's full blocks to the prefix cache, but edited ones only up to the proved position.
 
-        So no other run can read an edited block of a run that has failed, or may still turn out to have failed.
+        So no other run can read an edited block of a run that has failed, or that may still fail.
         """
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None:
@@ -374,7 +374,7 @@ class _Admitting:
         return self._may_cache and program.proved < tokens <= request.num_computed_tokens
 
     def reset_cache(self) -> bool:
-        """Empty the prefix cache. vLLM refuses that while a request has blocks, so those held for a verdict are freed
+        """Empty the prefix cache. vLLM refuses while a request has blocks, so blocks held for a verdict are freed
         first, and never enter the cache."""
         for withheld in self._withheld:
             for proof in withheld.proofs:
@@ -450,10 +450,10 @@ class _Admitting:
         self._early.clear()
         if self._ended or self.admission.programs:
             self._ask_verdicts(outputs)
-        for request in self._held.values():  # they had no output, so no verdict will come
+        for request in self._held.values():  # they had no output, so no verdict will arrive
             self._free_blocks(request)
         self._held.clear()
-        late: list[tuple[int, Any]] = []  # withheld until now, in order; inserted before this step's outputs
+        late: list[tuple[int, Any]] = []  # withheld so far, in order; inserted before this step's outputs
         while self._withheld and self._withheld[0].verdicts.done():
             withheld = self._withheld.popleft()
             self._attach(withheld.verdicts.result(), withheld.entries, withheld.proofs)
@@ -549,7 +549,7 @@ class _Admitting:
         for request, tokens, held in proofs:
             program = request.patchclamp
             verdict = verdict_on(request.request_id)
-            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
+            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else preempted since
                 program.proved = max(program.proved, tokens)
             # now, because a layer with a sliding window frees its first blocks in the next step
             if program.proved >= tokens and (held or self._scheduler.requests.get(request.request_id) is request):
@@ -559,7 +559,7 @@ class _Admitting:
 
 
 def _key_again(request: Request, updates: int) -> None:
-    """Give a request the block keys of other weights."""
+    """Recompute a request's block keys for new weights."""
     vars(request)[WEIGHTS] = updates
     request.block_hashes.clear()
     request.update_block_hashes()
@@ -603,7 +603,7 @@ def _blocks_of(step: SchedulerOutput, group: int) -> tuple[Any, ...]:
 
 
 def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Keep the scores that came with a step's output. Of drafted tokens, those that were accepted count."""
+    """Keep the scores from a step's output. Of draft tokens, only accepted ones count."""
     products = vars(output).pop("patchclamp", None)
     accepted: dict[str, int] = {}
     for name, drafts in step.scheduled_spec_decode_tokens.items():
@@ -613,10 +613,10 @@ def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerO
 
 
 def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: RequestProgram) -> None:
-    """Raise `ProgramError` for a request that does not work with speculative decoding.
+    """Raise `ProgramError` for a request that does not support speculative decoding.
 
-    vLLM 0.32's CPU build loses the temperatures of drafted rows (`expand_kernel` writes into a copy), so tokens sampled
-    there, also by stock vLLM, do not have the model's distribution.
+    vLLM 0.32's CPU build loses the temperatures of draft rows (`expand_kernel` writes to a copy), so tokens sampled
+    there, also by stock vLLM, do not follow the model's distribution.
     """
     speculative_config = vllm_config.speculative_config
     if speculative_config is None:
@@ -627,40 +627,40 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
             type(code), "Apply"
         )
         raise ProgramError(
-            f"{what} does not run with speculative decoding: it would be called on drafted tokens that are discarded"
+            f"{what} is not supported with speculative decoding: it would run on draft tokens that are later rejected"
         )
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("a program on a prompt with images does not run beside a model that drafts: not tested yet")
+        raise ProgramError("programs on prompts with images are not supported with a draft model: not tested yet")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
-            "a program does not run with sampling and speculative decoding on a CPU, where vLLM loses the temperatures "
-            "of drafted tokens: set temperature to 0, or start the engine without speculative_config"
+            "programs do not support sampling with speculative decoding on a CPU, where vLLM loses the temperatures "
+            "of draft tokens: set temperature to 0, or start the engine without speculative_config"
         )
 
 
 def _check_latches(bound: BoundProgram) -> None:
-    """Raise `UnsupportedSite` for a latch that several generated tokens of a step need in order: the rows of one point
-    are in no order, and a latch of delimiters cannot be set back to the last accepted token."""
+    """Raise `UnsupportedSite` for a latch that several generated tokens of a step need in order: the rows of a point
+    are unordered, and a delimiter latch cannot be rolled back to the last accepted token."""
     points: dict[int, int] = {}  # where generated tokens set a latch
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:
             raise UnsupportedSite(
-                "with speculative decoding pc.between selects tokens of the prompt alone, since a rejected draft would "
-                "count for the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
+                "with speculative decoding pc.between selects only prompt tokens, since a rejected draft token would "
+                "affect the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
             )  # fmt: skip
         if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:
             points[op.action.latch] = op.points[0]
         if op.guard is not None and points.get(op.guard.latch) in op.points:
             raise UnsupportedSite(
-                "with speculative decoding and scope onwards, an edit comes after the probe's own site: edit a later "
+                "with speculative decoding and scope onwards, an edit must follow the probe's own site: edit a later "
                 "layer, or use scope token or prompt", f"{op.path[:200]}.at"
             )  # fmt: skip
 
 
 def _streamed() -> ProgramError:
-    return ProgramError("programs do not run on requests with streamed input")
+    return ProgramError("programs are not supported on requests with streamed input")
 
 
 def joined_verdict(verdicts: list[tuple[str, Any]]) -> Verdict:

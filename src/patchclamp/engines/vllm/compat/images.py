@@ -30,7 +30,7 @@ def expand(
     if prompt is not None:
         _check(prompt)
     check_model(engine.vllm_config)
-    # without vLLM's cache of processed images, which assumes that the core has received every image in it: this prompt
+    # bypass vLLM's cache of processed images, which assumes that the core has received each of them: this prompt
     # may never be sent
     inputs: Any
     given: Any = None if prompt is None else dict(prompt)
@@ -42,7 +42,7 @@ def expand(
     except PatchclampError:
         raise
     except Exception as error:
-        raise ProgramError(f"vLLM does not take this prompt: {describe_error(error)}") from error
+        raise ProgramError(f"vLLM rejected this prompt: {describe_error(error)}") from error
     return Expanded(list(inputs["prompt_token_ids"]), images_in(inputs), inputs)
 
 
@@ -51,7 +51,7 @@ def _check(prompt: Mapping[str, Any]) -> None:
         if part not in PARTS:
             raise unknown("part of a prompt with images", str(part), PARTS, str(part))
     if sum(part in prompt for part in TEXT) != 1:
-        raise ProgramError(f"a prompt with images has either {TEXT[0]!r} or {TEXT[1]!r} in it")
+        raise ProgramError(f"expected either {TEXT[0]!r} or {TEXT[1]!r} in a prompt with images")
     if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
         raise ProgramError(
             f'a prompt with images has {{"image": ...}} under {DATA!r}; without any, give the text or the token ids'
@@ -65,7 +65,7 @@ def _render_chat(engine: LLMEngine, messages: list[Any], options: dict[str, Any]
 
     stated = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
     renderer = engine.renderer
-    tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)  # the template writes them
+    tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)  # the template adds them
     params = ChatParams(chat_template_kwargs=stated | options)
     _, [inputs] = renderer.render_chat([messages], params, tokenizing, skip_mm_cache=True)
     return inputs
@@ -83,27 +83,25 @@ def check_modalities(modalities: Iterable[str]) -> None:
     """Raise `ProgramError` if a prompt contains modalities other than images."""
     others = sorted(set(modalities) - {"image"})
     if others:
-        raise ProgramError(
-            f"programs act on text and images, and this prompt has {' and '.join(others)} in it: leave out one of them"
-        )
+        raise ProgramError(f"expected only text and images with a program, got {' and '.join(others)}")
 
 
 def check_model(vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` for a model whose images are not tested."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
-        raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
+        raise ProgramError(f"images are not tested on {', '.join(names)}: use text prompts")
 
 
 def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
-    """Raise `ProgramError` for a request in an engine core with other modalities than images, on an untested model, or
-    with a program that was bound to a prompt of another length, before its images were expanded."""
+    """Raise `ProgramError` for a request in an engine core with modalities other than images, on an untested model, or
+    with a program bound to a prompt of a different length, before its images were expanded."""
     check_model(vllm_config)
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(
-            f"the program is bound to a prompt of {prompt} tokens, and with its images in their places this one has "
-            f"{request.num_prompt_tokens}: bind it to that"
+            f"expected a program bound to the {request.num_prompt_tokens} tokens of the prompt with its images, got "
+            f"{prompt}"
         )
 
 
@@ -116,7 +114,7 @@ def spans_of(request: Request) -> tuple[Span, ...]:
 
 
 def forget(client: AsyncLLM, inputs: Mapping[str, Any]) -> None:
-    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt is refused and not sent."""
+    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt was rejected and not sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None
     if sent is not None:

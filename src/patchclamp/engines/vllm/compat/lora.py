@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM: loading them between steps, a check that one fits its model, and a zero slot for requests
 without one.
 
-vLLM by itself would read an adapter in the step that first needs it, where a bad one ends the engine, and would evict
+By itself, vLLM would load an adapter in the step that first needs it, where a bad one stops the engine, and would evict
 the least recently used one even while a run uses it.
 
 vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and the slot of a row without an adapter is
@@ -60,12 +60,12 @@ class Adapters:
             )  # fmt: skip
         if adapter.rank > self._config.max_lora_rank:
             raise CapacityError(
-                f"{adapter.folder} has rank {adapter.rank}, above max_lora_rank={self._config.max_lora_rank}: start "
+                f"{adapter.folder} has rank {adapter.rank}, above max_lora_rank={self._config.max_lora_rank}: restart "
                 "the engine with a larger one", "lora"
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """Count the leading requests whose adapters fit beside those in use."""
+        """Count the leading requests whose adapters fit alongside those in use."""
         used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
@@ -76,7 +76,7 @@ class Adapters:
 
     def take(self, request: Request) -> LoRARequest | None:
         """Load a request's adapter, keep it until `give`, and return vLLM's request for it; None without an adapter.
-        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model."""
+        Raises `ModelError` for an adapter that vLLM cannot load or that does not fit this model."""
         adapter = request.adapter
         if adapter is None:
             return None
@@ -88,7 +88,7 @@ class Adapters:
         return loaded.request
 
     def give(self, request: Request) -> None:
-        """Return the adapter of an ended request."""
+        """Release the adapter of an ended request."""
         loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
         if loaded is not None:
             loaded.runs.discard(request.run)
@@ -110,10 +110,10 @@ class Adapters:
         except Exception as error:
             with suppress(Exception):  # it may not be loaded
                 self._engine.remove_lora(number)
-            raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
+            raise ModelError(f"cannot load {adapter.folder}: {type(error).__name__}: {error}", "lora") from error
         if unfit:
             self._engine.remove_lora(number)
-            raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
+            raise ModelError(f"{adapter.folder} does not fit this model: {'; '.join(unfit[:3])}", "lora")
         return lora_request
 
 
@@ -121,12 +121,12 @@ class Adapters:
 
 
 def prepare(runner: Any) -> None:
-    """Prepare a runner's model for adapters. Raises `EngineError` for layers of experts on a CPU."""
+    """Prepare a runner's model for adapters. Raises `EngineError` for expert layers on a CPU."""
     for module in _manager_of(runner).modules.values():
         if runner.device.type == "cpu":
             if _has_experts(module):
                 raise EngineError(
-                    "LoRA (enable_lora) with layers of experts does not run on a CPU: vLLM's kernels for them need "
+                    "LoRA (enable_lora) with expert layers is not supported on a CPU: vLLM's kernels for them require "
                     "Triton; merge the adapter into the model"
                 )
             module.lora_b_stacked = _with_zeros(module.lora_b_stacked)
@@ -155,7 +155,8 @@ def _with_zeros(stacked: Any) -> Any:
 
 
 def unfit(runner: Any, number: int) -> list[str]:
-    """Describe the parts of a loaded adapter that the model lacks or has in another size. vLLM skips or cuts them."""
+    """Describe the parts of a loaded adapter that the model lacks or has in a different size. vLLM skips or truncates
+    them."""
     adapters = _manager_of(runner)
     adapter = adapters.get_adapter(number)
     assert adapter is not None
@@ -163,7 +164,7 @@ def unfit(runner: Any, number: int) -> list[str]:
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
     for name in weights.keys() & adapters.modules.keys():
         if _has_experts(adapters.modules[name]):
-            problems.append(f"{name} has experts, and adapters of those are not supported yet")
+            problems.append(f"{name} has experts, whose adapters are not supported yet")
             continue
         widths = [*_widths(weights[name].lora_a, 1), *_widths(weights[name].lora_b, 0)]
         pairs = zip(widths, _model_widths(adapters.modules[name]), strict=True)

@@ -1,8 +1,8 @@
-"""The pieces of a compiled model, between vLLM's cuts at attention. A batch of ours may begin behind any cut.
+"""The pieces of a compiled model, between vLLM's cuts at attention. Our own batches may begin after any cut.
 
-What crosses the cut behind the attention of layer l − 1, row by row, is all that layers from l on need of those before:
-attention's result, the stream, and what a model computes once for all layers. Given these, the remaining pieces are the
-same code as in a whole pass.
+The values that cross the cut after the attention of layer l − 1, row by row, are all that layers from l on need from
+earlier layers: the attention output, the stream, and values computed once for all layers. Given these, the remaining
+pieces are the same code as in a full pass.
 
     R rows of a call · L layers
 """
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger: logging.Logger = logging.getLogger("patchclamp")
-MAX_BYTES = 1 << 28  # of streams that are kept
+MAX_BYTES = 1 << 28  # of kept streams
 ROOM_BYTES = 1 << 30  # of device memory that must be free for them and a batch's rows
 Observer = Callable[[int, list[Any]], None]
 
 
 class Pieces:
-    """A compiled model.
+    """A model compiled in pieces.
 
     layers: the number of cuts at attention
     layer_of: by point, the highest layer at which a pass can begin and still run the point's tap
-    usable: True if a pass that began at a layer equalled a whole one, bit for bit; None if not compared yet
+    usable: True if a pass started at a layer matched a full pass bit for bit; None until compared
     """
 
     def __init__(self, backend: VllmBackend) -> None:
@@ -60,7 +60,7 @@ class Pieces:
         last = [max((place[user] for user in node.users), default=-1) for node in self._nodes]
         computed = [i for i, node in enumerate(self._nodes) if node.op.startswith("call")]
         self._crossing = [[self._nodes[i] for i in computed if i < begin <= last[i]] for begin in self._begins]
-        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later one uses
+        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later node uses
         for i in computed:
             self._unused.setdefault(max(last[i], i), []).append(self._nodes[i])
         self.layers: int = len(self._begins) - 1
@@ -129,7 +129,7 @@ class Streams:
     """The rows that cross the cuts in passes over some prompts, T in all, so that batches can begin at a layer.
 
     Above `MAX_BYTES`, only every n-th layer is kept. If a value that crosses a cut has no row per token, or the pieces
-    do not reproduce the whole pass, batches begin at layer 0.
+    do not reproduce the full pass, batches begin at layer 0.
     """
 
     def __init__(self, pieces: Pieces, rows: int, device: torch.device) -> None:
@@ -138,8 +138,8 @@ class Streams:
         self._every = 1
 
     def record(self, compute: Callable[..., torch.Tensor], row: np.ndarray) -> None:
-        """Compute a pass over the rows with these numbers, [R], and keep what crosses. `compute`: `BatchModel.forward`
-        of the pass."""
+        """Compute a pass over the rows with these numbers, [R], and keep the values that cross cuts. `compute`:
+        `BatchModel.forward` of the pass."""
         pieces, row_R = self._pieces, to_device(row, self._device)
 
         def keep(layer: int, values: list[Any]) -> None:
@@ -161,10 +161,10 @@ class Streams:
             compute(observe=keep)
             layer = self.begin(pieces.layers // 2 + 1)
             same = torch.equal(whole, compute(layer=layer, crossing=self.crossing(layer, row)))
-            problem = "" if same else "its pieces differ from the whole"
+            problem = "" if same else "its pieces differ from the full pass"
             if _free_bytes(self._device) < ROOM_BYTES:
                 problem = "less than 1 GiB of device memory is free"
-        except Exception as error:  # a graph that is put together in another way
+        except Exception as error:  # a graph with a different structure
             problem = repr(error)  # never empty
         pieces.usable = _agreed(not problem)
         if not pieces.usable:
@@ -175,7 +175,7 @@ class Streams:
         return 0 if self._pieces.usable is False else layer - layer % self._every
 
     def crossing(self, layer: int, row: np.ndarray) -> list[torch.Tensor]:
-        """Return what crosses the cut before a layer, for the rows with these numbers."""
+        """Return the values that cross the cut before a layer, for the rows with these numbers."""
         row_R = to_device(row, self._device)
         return [kept[row_R] for kept in self._kept[layer]] if layer else []
 
@@ -187,7 +187,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _agreed(holds: bool) -> bool:
-    """True if it holds on all workers of this stage, which must begin a batch at the same layer."""
+    """True if the condition holds on all workers of this stage, which must begin a batch at the same layer."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group, flag = get_tp_group(), torch.tensor(int(holds))

@@ -1,4 +1,4 @@
-"""Hooks on vLLM's model runners, worker and attention layers; readers of the scheduler's output; batches of our own."""
+"""Hooks on vLLM's model runners, worker and attention layers; readers of the scheduler's output; our own batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rewind(runner: V1Runner) -> None:
     """Make a V1 runner on a CPU use generators that can be rewound, for seeded requests with chunked prompts.
 
     vLLM samples a token for every chunk of a prompt, and undoes that through the offset of the request's generator. A
-    CPU generator has no offset, and the error would end the engine. The new generators draw the same numbers.
+    CPU generator has no offset, and the error would stop the engine. The new generators draw the same numbers.
     """
     prepare = runner._prepare_inputs
 
@@ -95,15 +95,15 @@ def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Te
     """Call a tap on the queries of every call of an attention layer, or on its output, [T, H, E] or [T, H · E], which
     it may change in place, after the call: by then the step's keys are in the cache.
 
-    This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would be
-    on a view of the op's output, and Inductor would copy it back and forth.
+    This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would act
+    on a view of the op's output, which Inductor would copy back and forth.
 
     Raises `SeamMoved` if the layer's implementation has no argument of this name.
     """
     inner = layer.impl.forward
     parameters = list(inspect.signature(inner).parameters)
     if name not in parameters:
-        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} {name} as an argument")
+        raise SeamMoved(f"vLLM {version()} does not pass {name} to {type(layer).__name__} as an argument")
 
     place = parameters.index(name)
 
@@ -139,11 +139,11 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
     def patchclamp_rpc(self: WorkerWrapperBase, verb: str, *args: Any) -> Any:
         return call(self.worker, verb, *args)
 
-    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it passes unknown names on to its worker
+    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it forwards unknown names to its worker
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
-    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, and if a seam
+    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for any other kind, and if a seam
     that this kind needs differs."""
     runner: Any = worker.model_runner
     modules = {base.__module__ for base in type(runner).__mro__}
@@ -177,8 +177,8 @@ def on_sleep(worker: Worker, refusal: Callable[[int], Exception | None]) -> None
 
 
 def on_new_weights(net: torch.nn.Module, loaded: Callable[[], None]) -> None:
-    """Call `loaded()` whenever weights were loaded into a model, also by a caller that has the model itself, such as
-    a trainer in this process."""
+    """Call `loaded()` whenever weights were loaded into a model, including by a caller with direct access to the model,
+    such as a trainer in this process."""
     stock: Any = net.load_weights
 
     @forwards(stock)
@@ -289,8 +289,8 @@ def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
 
 
 def _keep_top_logprobs(runner: V1Runner) -> None:
-    """Keep the top log-probabilities of requests beside one that scores given tokens: stock's V1 sampler returns either
-    the ones or the others for a whole batch, and -inf to requests that asked for the others."""
+    """Keep the top log-probabilities of requests in a batch with one that scores given tokens: stock's V1 sampler
+    returns only one kind for a whole batch, and -inf to requests for the other kind."""
     sampler = runner.sampler
     stock = sampler.gather_specific_token_logprobs
 
@@ -318,7 +318,7 @@ def _keep_top_logprobs(runner: V1Runner) -> None:
 
 
 def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
-    """Return each request's number of rows with logits: its newest token and the drafted ones. None: one each."""
+    """Return each request's number of rows with logits: its newest token and the draft tokens. None: one each."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -390,7 +390,7 @@ def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) ->
     """Send arrays with a runner's outputs to the core, as their attribute `patchclamp`. `taken(tokens)` is called after
     the forward pass of each step with tokens; the function that it returns, once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
-    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed and not sampled yet
+    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed but not sampled yet
 
     def carry(result: Any) -> Any:
         if not waits or result is None:
@@ -469,7 +469,7 @@ def scheduled(scheduler_output: SchedulerOutput) -> tuple[dict[str, int], int]:
 
 
 def going_on(scheduler_output: SchedulerOutput) -> list[str] | None:
-    """Return a step's requests if it computes one token of each, and none arrived, resumed or left; else None."""
+    """Return a step's requests if it computes one token of each, and none arrived, resumed or ended; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
         return None
@@ -526,13 +526,13 @@ def preempted(scheduler_output: SchedulerOutput) -> int:
     return len(scheduler_output.preempted_req_ids or ())
 
 
-# -- batches of our own, between the engine's steps
+# -- our own batches, between the engine's steps
 
 
 def refusal_of(config: VllmConfig) -> str:
     """The reason why cells of a model with this configuration run as requests; "" if they run in batches."""
     parallel, model = config.parallel_config, config.model_config
-    # where vLLM has turned both off, such as for MLA on a CPU, attention may not read what earlier steps have computed
+    # where vLLM disables both, such as for MLA on a CPU, attention may not read the results of earlier steps
     in_parts = config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -548,7 +548,7 @@ def refusal_of(config: VllmConfig) -> str:
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
-UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without buffers by sequence
+UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without per-sequence buffers
 CELLS = 2048  # the most sequences of a batch, and rows with logits
 
 
@@ -557,16 +557,16 @@ class BatchModel:
 
     C sequences of a batch · R its rows · G groups of layers that share block tables · B tokens of a block
 
-    refusal: the reason why it takes none; "" if it does
+    refusal: the reason why batches are not supported; "" if they are
     block: B · groups: G · blocks: the number of blocks in the cache
-    rows, sequences, samples: the most of a batch; samples are rows with logits
+    rows, sequences, samples: the maximum per batch; samples are rows with logits
     pieces: the compiled code, in which a batch may begin at any layer; None if it is not in pieces
     """
 
     def __init__(self, runner: Any, kind: str, layers: int) -> None:
         self._runner, self._kind = runner, kind
         self.pieces: Pieces | None = pieces_of(runner.vllm_config, layers)
-        if getattr(runner, "shared_kv_cache_layers", None):  # which read keys of layers before the first
+        if getattr(runner, "shared_kv_cache_layers", None):  # they read keys of layers before the first
             self.pieces = None
         config = runner.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
@@ -642,7 +642,7 @@ class BatchModel:
         slots_GR = to_device(slots.astype(np.int64), device)
         lengths = length.astype(np.int32)
         for builder in self._builders:
-            if hasattr(builder, "use_full_cuda_graph"):  # whose buffers belong to the engine's steps
+            if hasattr(builder, "use_full_cuda_graph"):  # its buffers belong to the engine's steps
                 builder.use_full_cuda_graph = False
         try:
             metadata = self._metadata(begins, rows, count, lengths, tables, slots_GR, position_R)
@@ -686,7 +686,7 @@ class BatchModel:
         return self._runner.get_model().compute_logits(hidden[to_device(row, hidden.device)])
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The log-probabilities of some tokens of each row, [S, k], with the bits that a request gets."""
+        """The log-probabilities of some tokens of each row, [S, k], bit-identical to those of a request."""
         if self._kind == "v2":
             from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 

@@ -1,7 +1,7 @@
 """Seams: the functions of stock vLLM that this package wraps, each declared next to its wrapper.
 
-A seam has the function's whole signature in every supported version. One that differs in the installed vLLM raises
-`SeamMoved` when an engine with patchclamp starts, and never later. vLLM's other names that `compat` uses are checked by
+A seam has the function's full signature in every supported version. If it differs in the installed vLLM, `SeamMoved` is
+raised when an engine with patchclamp starts, and never later. Other vLLM names that `compat` uses are checked by
 pyright, through vLLM's own classes.
 """
 
@@ -28,7 +28,7 @@ class Seam(msgspec.Struct, frozen=True):
     place: `module:function` or `module:Class.function`
     why: the reason for wrapping it
     forms: its parameters in each supported version: names, kinds and defaults, as in its `def` without annotations;
-        none if its replacement takes any
+        empty if its replacement accepts any
     part: the part of vLLM that needs it: the "v1" or "v2" runner, or "openai" for a server's routes; "": all engines
     """
 
@@ -43,7 +43,7 @@ class Seam(msgspec.Struct, frozen=True):
         return self.place.partition(":")[2]
 
     def found(self) -> tuple[Any, str]:
-        """Return the function's owner and its name there. Raises `SeamMoved` if it is missing or takes other
+        """Return the function's owner and its name there. Raises `SeamMoved` if it is missing or has different
         parameters."""
         module_name, _, path = self.place.partition(":")
         *outer, last = path.split(".")
@@ -75,7 +75,7 @@ class Seam(msgspec.Struct, frozen=True):
                 return ""
             new = [f"it has a new parameter {each}" for each in parameters if each not in expected]
             gone = [f"it has no parameter {each}" for each in expected if each not in parameters]
-            differences.append("; ".join([*new, *gone]) or f"its parameters are in another order: {found}")
+            differences.append("; ".join([*new, *gone]) or f"its parameters are in a different order: {found}")
         return min(differences, key=len)
 
     def wrap(self, wrapper: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ class Seam(msgspec.Struct, frozen=True):
         return SeamMoved(f"vLLM {version()}: {self.place}, needed to {self.why}: {why} (checked on {checked})")
 
 
-SEAMS: list[Seam] = []  # in the order of their declarations; a module's are here once it is imported
+SEAMS: list[Seam] = []  # in the order of their declarations; a module's seams are added on import
 
 
 def seam(place: str, why: str, *forms: str, part: str = "") -> Seam:
@@ -113,7 +113,7 @@ def seam(place: str, why: str, *forms: str, part: str = "") -> Seam:
 
 
 def require_all(part: str) -> None:
-    """Raise `SeamMoved` for a seam of a part that differs; "" for the seams that all engines need."""
+    """Raise `SeamMoved` if a seam of this part differs; "" for the seams that all engines need."""
     for each in SEAMS:
         if each.part == part:
             each.found()
@@ -145,7 +145,8 @@ def forwards(stock: Any) -> Callable[[F], F]:
 
 
 def _check_wrapper(stock: Any, ours: Any) -> None:
-    """Raise `SeamMoved` unless a wrapper takes every call of `stock`, with the same defaults where it names them."""
+    """Raise `SeamMoved` unless a wrapper accepts every call of `stock`, with the same defaults for the parameters it
+    names."""
     theirs, own = inspect.signature(stock), inspect.signature(ours)
     parameters = list(theirs.parameters.values())
     by_place = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -162,5 +163,5 @@ def _check_wrapper(stock: Any, ours: Any) -> None:
         same = False
     if not same:
         raise SeamMoved(
-            f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes {theirs}, patchclamp's wrapper {own}"
+            f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes {theirs}, but patchclamp's wrapper {own}"
         )

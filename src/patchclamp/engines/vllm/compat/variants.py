@@ -1,7 +1,8 @@
 """The two variants of vLLM's compiled code and CUDA graphs, and the choice between them in each step.
 
 The active variant has our taps. With stock numerics the idle variant is stock's own and never contained our op. With
-uniform numerics there is one code, with taps, and an idle graph is a graph of it whose taps launched nothing.
+uniform numerics there is one version of the code, with taps, and an idle graph is recorded from it with taps that
+launch nothing.
 
 `Watch`, if enabled, compares the addresses that CUDA graphs read at every replay with those at recording. Piecewise
 graphs, and full ones of a V1 runner, are called with their inputs. A V2 runner's manager replays full graphs without
@@ -111,7 +112,7 @@ class Watch:
         """Watch the inputs that a V2 runner builds for a step or fills in place."""
         state = runner.model_state
         prepare = state.prepare_attn
-        model_inputs: dict[str, Any] = {}  # inputs beside or instead of ids and positions
+        model_inputs: dict[str, Any] = {}  # inputs besides or instead of ids and positions
 
         def keeping(inner: Any) -> Any:
             @forwards(inner)
@@ -312,12 +313,12 @@ class Graphs:
                 raise
             if self._config.parallel_config.tensor_parallel_size > 1:  # other workers may have succeeded
                 raise EngineError(
-                    "the GPU had no room for graphs with taps, which every tensor-parallel worker needs: lower "
-                    "gpu_memory_utilization, or name fewer sizes in active_sizes"
+                    "the GPU ran out of memory for graphs with taps, which every tensor-parallel worker needs: lower "
+                    "gpu_memory_utilization, or list fewer sizes in active_sizes"
                 ) from error
-            self.problem = f"the GPU had no room for graphs with taps ({str(error).split('.')[0]})"
+            self.problem = f"the GPU ran out of memory for graphs with taps ({str(error).split('.')[0]})"
             logger.warning(
-                "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or name "
+                "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or list "
                 "fewer sizes in active_sizes.", self.problem,
             )  # fmt: skip
         self._forget()
@@ -418,13 +419,13 @@ def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
 
 def _without_graph(mode: Any, tokens: int) -> EngineError:
     return EngineError(
-        f"vLLM recorded no graph with taps of {mode.name} steps of {tokens} tokens, where programs would do nothing: "
+        f"vLLM recorded no graph with taps for {mode.name} steps of {tokens} tokens, where programs would do nothing: "
         "start with enforce_eager=True, and report this with the model's name"
     )
 
 
 def _no_room(error: BaseException | None) -> bool:
-    """True if an error or one of its causes is out of memory: a broken capture hides the original error."""
+    """True if an error in the cause chain is an out-of-memory error: a failed graph capture hides the original."""
     while error is not None:
         if any(word in str(error).lower() for word in ("out of memory", "alloc_failed")):
             return True
@@ -507,7 +508,7 @@ def record_variants_v1(runner: V1Runner, graphs: Graphs) -> None:
 
     @forwards(estimate)
     def estimate_both() -> int:
-        return graphs.estimate_bytes(estimate())  # which calls `get_capture_descs`
+        return graphs.estimate_bytes(estimate())  # it calls `get_capture_descs`
 
     @forwards(list_descs)
     def get_capture_descs() -> Any:
