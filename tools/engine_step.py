@@ -125,7 +125,7 @@ class Request(msgspec.Struct):
 
 
 def _no_source(run: str) -> None:
-    raise pc.MissingSource(f"run {run} is not available")
+    raise pc.MissingSource(f"run {run} is not here")
 
 
 def _requests() -> list[Request]:

@@ -29,7 +29,7 @@ MAX_SHOWN = 1 << 21  # numbers of a picture whose captures were not chosen
 
 
 class AttentionResult(NamedTuple):
-    """The attention of some queries in one layer.
+    """The attention of queries in one layer.
 
     positions: of the queries, [T]
     keys: the position of each key, [K]; None for spans. With `top`, those of each head's largest numbers, [T, H, K], −1
@@ -47,7 +47,7 @@ class AttentionResult(NamedTuple):
 
 
 class ReadRun(Protocol):
-    """A run, as far as its attention needs it."""
+    """The part of a `Run` that its attention uses."""
 
     @property
     def model(self) -> Model: ...
@@ -61,8 +61,8 @@ class ReadRun(Protocol):
 
 
 class AttentionRead(Mapping[str, AttentionResult]):
-    """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture of one
-    layer, such as "capture[0]"; read when they are asked for."""
+    """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a one-layer capture,
+    such as "capture[0]"; read on access."""
 
     def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
         """`ops`: its captures of attention, each with the number under which its rows are stored."""

@@ -7,7 +7,7 @@
     │   └── TokensError     400  a selection or token ids that are invalid for this prompt
     ├── NoKey               401  no API key was given to a server that requires one
     ├── Unlisted            403  a list that a server without API keys does not give
-    ├── UnsupportedSite     422  a known site that this model, engine or position does not have
+    ├── UnsupportedSite     422  a known site that this model, engine or position lacks
     ├── UnsupportedStudy    422  a study that a server or an engine does not run
     ├── MissingSource       404  a run or vector that does not exist
     │   └── Gone            410  a resource that was deleted or expired
@@ -161,7 +161,7 @@ def unknown(what: str, word: object, known: Iterable[str], path: str | None = No
 
 
 def not_finite(site: str) -> NotFinite:
-    """The error of a run whose edits at a site overflow. The rows stay unedited."""
+    """The error of a run whose edits at a site overflow. The rows are left unedited."""
     return NotFinite(f"the edits at {site} make numbers that are not finite; they were not written")
 
 
@@ -195,6 +195,6 @@ def pack(error: Exception) -> Packed:
 
 
 def unpack(packed: Packed) -> PatchclampError:
-    """Restores a packed error; a class unknown to this version becomes `RunError`."""
+    """Restores a packed error; an unknown class becomes `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

@@ -277,7 +277,7 @@ class _Plan:
         self._stream |= {ref.point: path for ref in self._sites.resolve(op.at)}
 
     def _every_write(self, basis: np.ndarray) -> None:
-        """Turn an ablation at every point of the stream into ablations of all that is written to it."""
+        """Replace an ablation of every stream point with ablations of everything written to the stream."""
         path = next(iter(self._stream.values()))
         left = [point.number for point in self._sites.points
                 if point.kind in ("stream", "mid", "stream_end") and point.number not in self._stream]  # fmt: skip

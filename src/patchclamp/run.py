@@ -525,7 +525,7 @@ class Run:
 
     @property
     def lens(self) -> Mapping[Site | str, LensResult]:
-        """The likeliest tokens that its lenses read, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
+        """The likeliest tokens read by its lenses, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
         `run.lens[pc.resid_post]`. Where two lenses read a site, the later one; the key "edits[0]" means that one. They
         are computed at the first read; `lm.lens(runs)` reads those of many runs together."""
         return _Lenses(self)
@@ -1042,7 +1042,7 @@ class _Readings(Mapping[Any, Any]):
 
 
 class _Probes(_Readings):
-    """`run.probes`; results are read when they are asked for."""
+    """`run.probes`; results are read on access."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -1102,7 +1102,7 @@ class LensResult(NamedTuple):
 
 
 class FeaturesResult(NamedTuple):
-    """Features of tokens, by an attached SAE: the largest of each token first, or those that were asked for.
+    """An attached SAE's features at each token: the largest first, or the requested ones.
 
     positions: of the tokens, [T]
     ids, values: int32 and fp32, [T, k]. A feature whose value is 0 is not active
@@ -1126,7 +1126,7 @@ class FeaturesResult(NamedTuple):
 
 
 class _FeaturesRead(_Readings):
-    """`run.features`; results are computed when they are asked for."""
+    """`run.features`; results are computed on access."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -1158,7 +1158,7 @@ class _FeaturesRead(_Readings):
 
 
 class _Lenses(_Readings):
-    """`run.lens`; results are computed when they are asked for."""
+    """`run.lens`; results are computed on access."""
 
     def __init__(self, run: Run) -> None:
         self._run, sites = run, run.site_map
@@ -1205,7 +1205,7 @@ class _Lenses(_Readings):
 
 
 def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) -> LensResult:
-    """The results at the layers of a site as one."""
+    """Stack the results of a site's layers; a site with one layer returns its result unchanged."""
     if not is_stacked(at):
         return read[0]
     first = read[0]

@@ -189,7 +189,7 @@ class FakeEngine(Engine):
         self._check_open()
         captured = self._captured.get(run)
         if captured is None:
-            raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
+            raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         row_of: dict[int, np.ndarray] = {}
         at_point = [
             chunk for chunk in captured
@@ -288,7 +288,7 @@ class FakeEngine(Engine):
     def _value(self, key: str, request: Request) -> np.ndarray:
         if key.startswith("v:"):
             if key not in request.vectors:
-                raise MissingSource(f"vector {key[2:14]} is not available")
+                raise MissingSource(f"vector {key[2:14]} is not here")
             return np.asarray(request.vectors[key], np.float32)
         run, point = key[2:].rsplit(":", 1)
         positions, rows = self.fetch(run, int(point))

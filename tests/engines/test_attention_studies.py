@@ -128,7 +128,7 @@ class TestAttentionEdges:
             attention_edges(lm, IDS, layers=2).picture(3)
         own = lm.engine.weight
         monkeypatch.setattr(lm.engine, "weight", lambda *of: own(*of) * 1.1 if of[0] == "W_O" else own(*of))
-        with pytest.raises(pc.ModelError, match=r"W_O does not map z\[2\] to this model's attn_out"):
+        with pytest.raises(pc.ModelError, match=r"W_O makes of z\[2\] is not this model's attn_out"):
             attention_edges(lm, IDS, layers=2)
         monkeypatch.setattr("patchclamp.studies.attention_flow.MAX_BYTES", 1 << 10)
         with pytest.raises(pc.CapacityError, match="tokens: expected at most 256 edges"):

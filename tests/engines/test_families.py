@@ -356,7 +356,7 @@ def test_edges_are_refused_where_a_layer_ends_with_a_factor(tmp_path):
     with (
         pc.LM(of_family(tmp_path, "gemma4"), engine="transformers", prove=False, **IDS) as hub,
         pytest.raises(
-            UnsupportedSite, match="gemma4 models: each layer ends with an embedding of the layer, and a factor"
+            UnsupportedSite, match="each layer of gemma4 models ends with an embedding of the layer, and a factor"
         ),
     ):
         edge_attribution(hub, clean=PROMPTS[1], corrupt=PROMPTS[0][:12], answer=5)

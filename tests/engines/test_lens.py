@@ -338,7 +338,7 @@ class TestAttributionPatching:
         assert abs(result.pearson()) > 0.3
 
     def test_other_engines_say_who_has_gradients(self, narrow):
-        with pytest.raises(pc.EngineError, match="vllm engine does not compute gradients"):
+        with pytest.raises(pc.EngineError, match="vllm engine computes no gradients"):
             attribution_patching(narrow.get("vllm", "float32"), **PATCHED)
 
 
@@ -444,14 +444,14 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
                                 if own(name, layer) is not None else None)  # fmt: skip
 
         change(W_U=1.1)
-        with pytest.raises(pc.ModelError, match=r"do not reproduce its logits .* readout='engine'"):
+        with pytest.raises(pc.ModelError, match=r"off its own logits .* readout='engine' works for every model"):
             logit_lens(lm, IDS, readout="weights")
         lens = logit_lens(lm, IDS)
         assert lens.readout == "engine"
-        assert "do not reproduce its logits" in lens.about
+        assert "off its own logits" in lens.about
         change(W_O=1.02)
         with pytest.raises(
-            pc.ModelError, match=r"W_O does not map z\[0\] to this model's attn_out\[0\] \(relative error 0.02"
+            pc.ModelError, match=r"W_O makes of z\[0\] is not this model's attn_out\[0\]: it is 0.02 off"
         ):
             direct_attribution(lm, IDS, answer=7)
         assert logit_lens(lm, IDS).readout == "weights"  # these matrices are its own
@@ -585,7 +585,7 @@ class TestFitLens:
         assert np.abs(read.logprobs - np.log(study.top_probs)).max() < 1e-4
 
     def test_only_transformers_has_jacobians(self, narrow):
-        with pytest.raises(pc.EngineError, match="vllm engine does not compute gradients"):
+        with pytest.raises(pc.EngineError, match="vllm engine computes no gradients"):
             fit_lens(narrow.get("vllm", "float32"), dataset=["a b", "c d"], kind="jacobian", layers=1)
 
 

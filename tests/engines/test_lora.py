@@ -290,13 +290,13 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, narrow, tiny, adapters
         (
             tmp_path / "empty",
             pc.MissingSource,
-            "lacks adapter_config.json and adapter_model.safetensors, and has only README",
+            "has no adapter_config.json and no adapter_model.safetensors, only README",
         ),
         (prefix, pc.ProgramError, "is an adapter of type PREFIX_TUNING; only LORA"),
-        (broken, pc.ProgramError, "adapter_config.json is not an adapter config: KeyError: 'r'"),
+        (broken, pc.ProgramError, "adapter_config.json is not an adapter's: KeyError: 'r'"),
         (wide, pc.CapacityError, "rank 16, above max_lora_rank=8"),
         (7, pc.ProgramError, "lora: expected a path, got int 7"),
-        ([adapters["linear"]] * 2, pc.ProgramError, "lora: expected one adapter, or one per prompt"),
+        ([adapters["linear"]] * 2, pc.ProgramError, "lora: expected one adapter, or one for each"),
         ([{}], pc.ProgramError, "lora[0]: expected a path, got dict"),
     ):
         with pytest.raises(error) as caught:
@@ -306,7 +306,7 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, narrow, tiny, adapters
         narrow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
     for other in (narrow.get("transformers", "float32"), pc.LM("fake")):
         with pytest.raises(
-            pc.EngineError, match=r"lora: the \w+ engine does not support LoRA adapters: merge it into the model"
+            pc.EngineError, match=r"lora: the \w+ engine runs no LoRA adapters: merge it into the model"
         ):
             other.run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
         assert other.run("A", max_tokens=1, lora=None, logprobs=True).lora is None
@@ -324,5 +324,5 @@ def test_targets_are_every_linear_layer(tiny, adapters):
 def test_layers_of_experts_are_refused_by_name(tmp_path):
     """Stock vLLM starts with them on a CPU, and ends at its first step."""
     moe = of_family(tmp_path, "qwen3_moe")
-    with pytest.raises(pc.EngineError, match=r"LoRA \(enable_lora\) with expert layers is not supported on a CPU"):
+    with pytest.raises(pc.EngineError, match=r"LoRA \(enable_lora\) with layers of experts does not run on a CPU"):
         pc.LM(moe, engine="vllm", enable_lora=True, prove=False, **OPTIONS)

@@ -362,7 +362,7 @@ def test_delimiters_are_found_in_the_prompt_alone(pair):
 
 def test_scores_are_refused(pair):
     """vLLM would stop: it takes the drafted rows for other requests'."""
-    with pytest.raises(pc.ProgramError, match="score: score is not supported with speculative decoding"):
+    with pytest.raises(pc.ProgramError, match="score: score does not run with speculative decoding"):
         pair[1].run(PROMPTS[0], max_tokens=1, score=[5, 6, 7])
     assert len(pair[1].run(PROMPTS[0], max_tokens=2, logprobs=True).logprobs) == 2
 
@@ -372,7 +372,7 @@ def test_code_is_refused(pair):
     edits = [[pc.Apply(lambda rows: rows, pc.resid_post[1])], PROGRAMS["generated"]]
     refused, other = drafting.run(PROMPTS[:2], edits=edits, **LONG)
     assert isinstance(refused.error, ProgramError)
-    assert "Apply is not supported with speculative decoding" in str(refused.error)
+    assert "Apply does not run with speculative decoding" in str(refused.error)
     assert other.error is None
 
 
@@ -395,7 +395,7 @@ def test_sampling_is_refused_where_vllm_does_not_sample_of_the_model(pair):
         PROMPTS[:2], edits=PROGRAMS["generated"], max_tokens=3, sampling=[{"temperature": 0.5}, {"temperature": 0.0}]
     )
     assert isinstance(refused.error, ProgramError)
-    assert "sampling with speculative decoding on a CPU" in str(refused.error)
+    assert "sampling and speculative decoding on a CPU" in str(refused.error)
     assert greedy.error is None
     temperatures, ends = torch.tensor([0.5, 0.7]), torch.tensor([2, 3], dtype=torch.int32)
     expanded = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 3)

@@ -173,7 +173,7 @@ def test_the_other_studies_are_the_same_on_both_engines(engines):
     ("asked", "error", "text"),
     [
         (dict(answer="Paris is", foil=""), pc.TokensError, "foil: '' has no tokens"),
-        (dict(foil=None), pc.ProgramError, "pass foil="),
+        (dict(foil=None), pc.ProgramError, "give foil="),
         (dict(foil=" Paris"), pc.ProgramError, "the same token"),
         (dict(metric="kl"), pc.UnknownName, "there are: logit_diff, recovered, logprob, prob"),
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),

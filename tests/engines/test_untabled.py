@@ -114,7 +114,7 @@ def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
     folder = of_config(
         tmp_path, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "context_length": 128}
     )
-    with pytest.raises(ModelError, match=r'RwkvForCausalLM does not accept past_key_values, .* engine="vllm"'):
+    with pytest.raises(ModelError, match=r'RwkvForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
         pc.LM(folder, engine="transformers", **IDS)
 
 

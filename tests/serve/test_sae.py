@@ -153,7 +153,7 @@ def test_an_sae_is_evaluated_on_the_server_and_from_a_client(server: Server, her
             assert answer.json()["error"]["message"].startswith("sae: ")
     with pc.LM(server.url, api_key=KEYS[0]) as lm:
         theirs = pc.studies.evaluate_sae(lm, saes["topk"], PROMPTS[:2], at=SITE, tokens="every[1:]", ablation="mean")
-        with pytest.raises(pc.ProgramError, match="pass the SAE itself"):
+        with pytest.raises(pc.ProgramError, match="give the SAE itself"):
             pc.studies.evaluate_sae(lm, **body)
     for other in (found, theirs):
         np.testing.assert_allclose(other.losses, expected.losses, atol=1e-3)

@@ -85,7 +85,7 @@ class TestJournal:
 
         begun(b"one")
         begun(b"one")
-        with pytest.raises(pc.ProgramError, match=r"resume: .* belongs to a different study"):
+        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
             begun(b"two")
 
     def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):
@@ -279,7 +279,7 @@ def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: 
     for other in (plain, again):
         assert other.save(tmp_path / "other").read_bytes() == first.save(tmp_path / "first").read_bytes()
     for change in changes:
-        with pytest.raises(pc.ProgramError, match="a different study"):
+        with pytest.raises(pc.ProgramError, match="another study"):
             study(lm, **change, resume=tmp_path / "j")
         study(lm, **change)
 
@@ -291,7 +291,7 @@ def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: 
 )  # fmt: skip
 def test_another_question_needs_another_file(lm, tmp_path: Path, change: dict):
     patch_sweep(lm, **ASKED, resume=tmp_path / "j")
-    with pytest.raises(pc.ProgramError, match="a different study"):
+    with pytest.raises(pc.ProgramError, match="another study"):
         patch_sweep(lm, **(ASKED | change), resume=tmp_path / "j")
 
 
@@ -492,16 +492,16 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
         (dict(sites=["z[0, 5]"]), pc.UnsupportedSite, "sites[0]: z[:, 5]: this model has 2 heads"),
         (dict(window=0), pc.ProgramError, "window: expected a whole number"),
         (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
-        (dict(source="zero"), pc.ProgramError, "source: expected 'zeros'"),
+        (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
-        (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0]: expected a mask [16], got [3]"),
+        (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
         (dict(alpha="1"), pc.ProgramError, "alpha: expected a number"),
         (dict(zoom=0), pc.ProgramError, "zoom: expected a whole number"),
         (dict(batch=0), pc.ProgramError, "batch: expected a whole number"),
         (dict(seed=-1), pc.ProgramError, "seed: expected a whole number"),
-        (dict(clean=[CLEAN, CLEAN]), pc.ProgramError, "corrupt: expected 2 corrupt prompts"),
+        (dict(clean=[CLEAN, CLEAN]), pc.ProgramError, "corrupt: 2 clean prompts and 1 corrupt ones"),
         (dict(answer="Paris"), pc.TokensError, "answer: 'Paris' is 5 tokens"),
-        (dict(answer=[7, 8], sites=["logits"]), pc.UnsupportedSite, "sites: logits determine one token"),
+        (dict(answer=[7, 8], sites=["logits"]), pc.UnsupportedSite, "sites: logits decide one token"),
         (dict(positions={"x": [1, 2]}, clean=[CLEAN] * 3, corrupt=[CORRUPT] * 3), pc.ProgramError, "got 2"),
         (dict(positions={"x": (-2, -1)}), pc.ProgramError, "got 2"),
         (dict(positions={"x": [1, 2, 3]}, clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2), pc.ProgramError, "got 3"),
@@ -517,7 +517,7 @@ def test_a_vector_of_another_width_is_told_before_anything_runs(monkeypatch):
     with pc.LM("fake") as lm:
         lm.bank["short"] = np.ones(5)
         monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
-        with pytest.raises(pc.ShapeError, match=r"source: resid_pre\[0\]: expected a vector \[16\], got \[5\]"):
+        with pytest.raises(pc.ShapeError, match=r"source: resid_pre\[0\] is 16 wide; the vector is \[5\]"):
             patch_sweep(lm, **ASKED, source="bank:short")
 
 
@@ -557,21 +557,21 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
 @pytest.mark.parametrize(
     ("study", "asked", "text"),
     [
-        (ablation_sweep, dict(metric="recovered"), "metric: recovered requires a second prompt"),
-        (ablation_sweep, dict(sites=["logits"], group=None), "sites: ablated logits give no answer"),
+        (ablation_sweep, dict(metric="recovered"), "metric: an ablation has no other prompt"),
+        (ablation_sweep, dict(sites=["logits"], group=None), "sites: without logits there is no answer"),
         (causal_trace, dict(subject="Paris"), 'subject: span("Paris")'),
         (causal_trace, dict(seeds=0), "seeds: "),
         (causal_trace, dict(seeds=[1, 1]), "seeds: expected at least one seed"),
         (causal_trace, dict(std=0), "std: expected a number above 0"),
         (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre cannot be a sender"),
-        (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is frozen between"),
-        (path_patch, dict(receivers=["q"]), "receivers[0]: q: expected a receiver of one layer"),
+        (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
+        (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver is downstream"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
         (path_patch, dict(corrupt="The Colosseum is in"), "has no partner in the clean prompt"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]), "pair 1.positions"),
-        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: expected 2 corrupt prompts"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),
         (path_patch, dict(positions=[1, 2]), "positions: expected one selection"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "each of 2 pairs, got 3"),
     ],

@@ -139,8 +139,8 @@ class TestArguments:
             (["=1"], None, "expected KEY=VALUE"),
             (["seed=1", "seed=2"], None, "duplicate option seed"),
             (["dtype=float16"], "float32", "duplicate option dtype"),
-            (["engine=vllm"], None, "engine is not an engine option: see --engine"),
-            (["prove=false"], None, "prove is not an engine option"),
+            (["engine=vllm"], None, "engine is not an option of the engine: see --engine"),
+            (["prove=false"], None, "prove is not an option of the engine"),
         ],
     )
     def test_what_is_no_option_is_told(self, given: list[str], dtype: str | None, text: str):
@@ -162,7 +162,7 @@ class TestArguments:
         ("wrong", "text"),
         [
             (("--metric", "logprb"), "--metric: no metric 'logprb'"),
-            (("--metric", "recovered"), "--foil: recovered requires a foil"),
+            (("--metric", "recovered"), "--foil: recovered compares the answer with a foil"),
             (("--site", "resid_per"), "--site: no site 'resid_per'"),
             (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
             (("--positions", "promt[0]"), "--positions: no group of tokens 'promt'"),
@@ -193,7 +193,7 @@ class TestErrors:
         )
 
     def test_an_answer_of_several_tokens(self):
-        assert "requires a foil" in failed(*SWEEP[:-3], "Parisians")
+        assert "answer" in failed(*SWEEP[:-3], "Parisians")
 
     def test_a_line_is_one_line_and_no_markup(self, monkeypatch):
         def broken(*_, **__):
@@ -208,12 +208,10 @@ class TestErrors:
         assert "Missing option" in output
 
     def test_a_sweep_takes_prompts_or_a_file_of_them(self, tmp_path):
-        assert failed(*SWEEP[:6]) == "error: sweep: missing option --corrupt; pass it, or a file with --pairs"
+        assert failed(*SWEEP[:6]) == "error: sweep: missing option --corrupt; or give a file with --pairs"
         pairs = tmp_path / "pairs.jsonl"
         pairs.write_text('{"clean": "a"}\n')
-        assert "--pairs: expected clean in the file or as --clean" in failed(*SWEEP, "--pairs", str(pairs)).replace(
-            "error: ", "", 1
-        )
+        assert "--pairs: --clean is in the file" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
         assert "line 1 of" in failed(*SWEEP[:4], "--pairs", str(pairs))
         assert "cannot be read" in failed(*SWEEP[:4], "--pairs", str(tmp_path / "none"))
         assert "expected zeros, bank:NAME, mean:FILE or resample:FILE" in failed(*SWEEP, "--source", "noise")
@@ -372,11 +370,11 @@ class TestSweep:
         ("arguments", "text"),
         [
             (("--mask", "a:b"), "--mask: expected columns such as 0:64,100"),
-            (("--mask", "16"), "--mask: column 16 is out of range for a row of 16"),
-            (("--mask", "9:3"), "--mask: expected at least one of 16 columns"),
+            (("--mask", "16"), "--mask: there is no column 16: a row has 16"),
+            (("--mask", "9:3"), "--mask: no column is selected of 16"),
             (
                 ("--mask", "0:3", "--site", "z", "--site", "neurons"),
-                "--mask: one mask requires sites of one width",
+                "--mask: one mask is for all sites, and their rows",
             ),
             (("--mask", "none.npy"), "--mask: expected an array saved by NumPy, got none.npy"),
             (("--mask", "bank:none"), "--mask: nothing in the bank is named 'none'"),
@@ -402,15 +400,13 @@ class TestSweep:
         sweep = PatchSweepResult.load(tmp_path / "saved")
         assert [column.label for column in sweep.columns] == ["subject", "last"]
         assert [pair.columns[0].corrupt for pair in sweep.pairs] == [(2,), (4,)]
-        assert "expected positions in the file or as --positions" in failed(
-            *SWEEP[:4], "--pairs", str(file), "--positions", "1"
-        )
+        assert "--positions is in the file" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
         pairs[1]["positions"] = {"subject": 1}
         file.write_text("\n".join(map(json.dumps, pairs)))
         assert "--pairs: pair 1 has positions {'subject': 1}" in failed(*SWEEP[:4], "--pairs", str(file))
         del pairs[1]["positions"]
         file.write_text("\n".join(map(json.dumps, pairs)))
-        assert "expected positions in all pairs" in failed(*SWEEP[:4], "--pairs", str(file))
+        assert "has positions in some pairs only" in failed(*SWEEP[:4], "--pairs", str(file))
 
     def test_paths_of_several_pairs(self, tmp_path):
         pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome", "positions": at}
@@ -457,7 +453,7 @@ class TestResume:
         assert {name: (tmp_path / name).read_bytes() for name in files} == kept
         (tmp_path / "0").write_text("another\nprompt\nand\nmore")
         command[command.index(SWEEP[5]) if SWEEP[5] in command else 0] = "x" if SWEEP[5] in command else command[0]
-        assert "belongs to a different study" in failed(*command)
+        assert "was made by another study" in failed(*command)
 
 
 class TestSites:
@@ -673,8 +669,8 @@ class TestFitProbe:
         ("arguments", "text"),
         [
             (("--method", "svm"), "--method: no method 'svm'"),
-            (("--folds", "1"), "--folds: expected a whole number of at least 2"),
-            (("--pool", "max"), "--pool: pool='max'"),
+            (("--folds", "1"), "--folds: expected a whole number from 2"),
+            (("--pool", "max"), "--pool: a probe's max"),
             (("--labels", "label"), "--labels: expected a label for each prompt"),
             (("--harvest", "nowhere"), "--harvest: nowhere has no harvest"),
             (("--site", "resid_past"), "--site: no site 'resid_past'"),
@@ -739,9 +735,7 @@ class TestSteer:
         assert re.findall(r"^ *(-?\d+)  ", "\n".join(rows), re.MULTILINE) == ["-1", "2"]
         (tmp_path / "wrong.jsonl").write_text('{"positive": "a"}')
         assert "line 1 of" in failed(*sides[:4], "--pairs", str(tmp_path / "wrong.jsonl"))
-        assert "expected positive in the file or as --positive" in failed(
-            *sides, "--pairs", str(tmp_path / "pairs.jsonl")
-        )
+        assert "--positive is in the file" in failed(*sides, "--pairs", str(tmp_path / "pairs.jsonl"))
         assert failed(*sides[:4]).removeprefix("error: ").startswith("steer: missing option --positive")
         assert "--scales: expected --prompts" in failed(*sides, "--answer", " the", "--scales", "2")
 
@@ -750,8 +744,8 @@ class TestSteer:
         [
             (("--method", "men"), "--method: no method 'men'"),
             (("--prompts", "sides"), "--prompts: sides cannot be read"),
-            (("--foil", " a"), "--foil: scoring a behaviour requires a continuation"),
-            (("--held-out", "0", "--png", "a.png"), "--held-out: nothing to plot"),
+            (("--foil", " a"), "--foil: a behaviour is scored by a continuation"),
+            (("--held-out", "0", "--png", "a.png"), "--held-out: expected held-out prompts or --prompts"),
             (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
             (("--gguf", "."), "--gguf: expected a file"),
             (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),

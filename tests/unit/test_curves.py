@@ -47,7 +47,7 @@ def test_a_logarithmic_axis_has_a_place_for_0():
     assert curves(x=STRENGTHS[1:]).gap is None
     assert curves(x_log=False).gap is None
     assert curves(x_log=False).place(0.1) == 0.1
-    with pytest.raises(pc.ProgramError, match=r"x_log: expected x of at least 0.*-1\.0"):
+    with pytest.raises(pc.ProgramError, match=r"x_log: expected no number below 0.*-1\.0"):
         curves(x=np.array([-1.0, 1.0]))
     assert [curves(x=np.array(x)).place(0.0) for x in ([0.0], [0.0, 1.0])] == [0.0, -0.75]
 
@@ -67,8 +67,8 @@ def test_labels_are_few_and_round():
 def test_what_is_no_line_is_an_error():
     x = np.array([0.0, 1.0])
     for wrong, text in (
-        (dict(y=np.zeros(3)), "of equal length"), (dict(y=x, low=x), "low and high"), (dict(x=x[::-1], y=x), "ascending x"),
-        (dict(x=np.zeros(0), y=np.zeros(0)), "length > 0"),
+        (dict(y=np.zeros(3)), "of one length"), (dict(y=x, low=x), "low and high"), (dict(x=x[::-1], y=x), "ascending x"),
+        (dict(x=np.zeros(0), y=np.zeros(0)), "above 0"),
     ):  # fmt: skip
         with pytest.raises(pc.ProgramError, match=text):
             Curve(**{"label": "a", "x": x, **wrong})

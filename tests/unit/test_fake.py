@@ -336,7 +336,7 @@ def test_a_run_that_is_let_go_is_missing(lm):
     later = lm.run(EIFFEL, max_tokens=1, capture=pc.resid_post)
     key, edit = source.key, pc.Replace(pc.From(source), at=pc.resid_post[1])
     source.close()
-    with pytest.raises(pc.MissingSource, match=f"run {key} is not available: it was released, or captured nothing"):
+    with pytest.raises(pc.MissingSource, match=f"run {key} is not here: it was released, or captured nothing"):
         lm.engine.fetch(key, 0)
     with pytest.raises(pc.MissingSource, match=f"run {key} was closed before resid_post.1. was read"):
         source[pc.resid_post[1]]
@@ -394,9 +394,9 @@ def test_a_failure_is_its_own_requests(lm):
     source.close()
     answers = lm.engine.submit([gone, good, bare, long])
     assert [answer.done() for answer in answers] == [True] * 4
-    with pytest.raises(pc.MissingSource, match=rf"^edits\[1\]\.value: run {source.key} is not available"):
+    with pytest.raises(pc.MissingSource, match=rf"^edits\[1\]\.value: run {source.key} is not here"):
         answers[0].result()
-    with pytest.raises(pc.MissingSource, match=r"^edits\[0\]\.value: vector [0-9a-f]{12} is not available"):
+    with pytest.raises(pc.MissingSource, match=r"^edits\[0\]\.value: vector [0-9a-f]{12} is not here"):
         answers[2].result()
     with pytest.raises(pc.TokensError, match="the request exceeds max_model_len=128"):
         answers[3].result()
@@ -490,7 +490,7 @@ def test_a_span_finds_its_tokens(lm):
 
 def test_images_are_refused_with_what_takes_them(lm):
     """Of a prompt or of a chat, and an image is selected in no prompt without one."""
-    words = "the fake engine supports only text prompts; use engine='vllm' for images"
+    words = "the fake engine takes prompts of text alone; engine='vllm' reads images"
     picture = {"prompt": "the cat", "multi_modal_data": {"image": object()}}
     seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
     for asked, path in (({"prompt": picture}, "prompt"), ({"prompt": ["the cat", picture]}, "prompt[1]"),
@@ -594,12 +594,10 @@ def test_an_answer_is_a_text_or_a_token_id(lm, answer):
 def test_what_the_fake_cannot_do_is_an_engine_error(lm, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 4}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        pc.EngineError, match="lora: the fake engine does not support LoRA adapters: merge it into the model"
-    ):
+    with pytest.raises(pc.EngineError, match="lora: the fake engine runs no LoRA adapters: merge it into the model"):
         lm.run(EIFFEL, lora=tmp_path)
     for change in (lm.sleep, lm.wake):
-        with pytest.raises(pc.EngineError, match="the fake engine does not support sleep; use vLLM on a GPU"):
+        with pytest.raises(pc.EngineError, match="the fake engine does not sleep; vLLM on a GPU does"):
             change()
     assert lm.engine.report() == []
     assert not lm.engine.remote

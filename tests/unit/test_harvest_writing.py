@@ -264,7 +264,7 @@ def test_many_parts_are_read_within_the_files_that_may_be_open(lm, documents, tm
         "data = Harvested(sys.argv[1])\n"
         "print(sum(len(piece['z[0, 1]']) for piece in data.order.read(data.columns(data.sites))))"
     )
-    for hard, told in (("4096", str(len(made.open()))), ("300", "raise it (ulimit -Hn)")):
+    for hard, told in (("4096", str(len(made.open()))), ("300", "raise that limit (ulimit -Hn)")):
         ended = subprocess.run([sys.executable, "-c", code, made.folder, hard], capture_output=True, text=True)
         assert told in ended.stdout + ended.stderr
 

@@ -144,7 +144,7 @@ def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
 
 def test_a_request_over_a_limit_is_told_which():
     with pytest.raises(
-        TooLarge, match=r'ops: 5, but this server accepts at most 4 \(limit program_ops; .*"serve"'
+        TooLarge, match=r'ops: 5, and this server takes at most 4 \(limit program_ops; .*"serve"'
     ) as told:
         ServeLimits(program_ops=4).check("program_ops", 5, "ops")
     assert told.value.status == 413
@@ -205,10 +205,10 @@ NAN = struct.pack("<f", float("nan"))
         (file(one(), FLOAT + b"more"), "safetensors"), (file(one(), NAN), "finite"),
         (file(one("F64", offsets=[0, 8]), struct.pack("<d", 1e300)), "finite"),
         (file(one("I64", offsets=[0, 8]), bytes(8)), "got I64"), (file(one("F8_E4M3", offsets=[0, 1]), b"\0"), "got F8"),
-        (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "non-empty"),
+        (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "not empty"),
         (file(one(shape=[1] * 100_000), FLOAT), "got \\[1, 1"), (file(one(shape=[-1]), FLOAT), "got \\[-1"),
         (file(one(means="[" * 10_000), FLOAT), "safetensors"), (file(one(means='{"y": ["embed"]}'), FLOAT), "metadata"),
-        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "expected means"),
+        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means of"),
     ],
 )  # fmt: skip
 def test_a_file_that_lies_is_refused(data, text):
@@ -273,7 +273,7 @@ class TestSweeps:
         assert journals.start("a", "x") is first
         assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
-        with pytest.raises(ProgramError, match="belongs to a different study"):
+        with pytest.raises(ProgramError, match="was made by another study"):
             first.open("other")
         journals.end("a", "x")
         now[0] = 40.0

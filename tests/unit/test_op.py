@@ -113,5 +113,5 @@ def test_a_switch_that_there_is_not_is_an_error() -> None:
     assert switches.read("") == set()
     with pytest.raises(EngineError) as caught:
         switches.read("op_clas,launcher")
-    told = "PATCHCLAMP_DISABLE: unknown switches op_clas; available: launcher, op_class, cut_graphs, equal_layers, alike_requests, pinned_upload"
+    told = "PATCHCLAMP_DISABLE names op_clas; there are: launcher, op_class, cut_graphs, equal_layers, alike_requests, pinned_upload"
     assert str(caught.value) == told

@@ -91,7 +91,7 @@ class Ran:
 def bound(edits=(), capture=(), prompt=5, max_tokens=4, run="mine", **sources):
     def source(key):
         if key not in sources:
-            raise pc.MissingSource(f"run {key} is not available")
+            raise pc.MissingSource(f"run {key} is not here")
         return sources[key]
 
     return bind(Program.of(edits, capture), run, spelled(prompt), max_tokens, SITES, source)
@@ -320,7 +320,7 @@ def test_what_another_run_lacks():
     at = pc.resid_pre[1] @ pc.prompt[0]
     beyond = "(it has 3, 0 to 4); capture it there, or select fewer tokens"
     cases = [
-        (pc.From("who"), at, pc.MissingSource, "run who is not available"),
+        (pc.From("who"), at, pc.MissingSource, "run who is not here"),
         (pc.From("none"), at, pc.MissingSource, "run none did not capture resid_pre[1]"),
         (pc.From("abc"), pc.resid_pre[1] @ pc.prompt[:3], pc.MissingSource,
          f"run abc did not capture resid_pre[1] at position 2 {beyond}"),

@@ -34,7 +34,7 @@ def site_map(workers: int, head: int = 4) -> SiteMap:
 
 
 def source(key: str) -> Any:
-    raise pc.MissingSource(f"run {key} is not available")
+    raise pc.MissingSource(f"run {key} is not here")
 
 
 def ran(sites: SiteMap, rank: int, program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,5 +87,5 @@ def test_noise_on_a_shard_within_a_group_of_four_columns_is_refused():
     assert not torch.equal(ran(site_map(1, head=3), 0, narrow, rows)[0], rows)
     first, _ = ran(site_map(WORKERS, head=3), 0, narrow, rows)
     assert first.shape == (T, 6)
-    with pytest.raises(pc.UnsupportedSite, match=r"four columns at a time, but this worker's begin at column 6: use"):
+    with pytest.raises(pc.UnsupportedSite, match=r"four columns at a time, and this worker's begin at column 6: use"):
         ran(site_map(WORKERS, head=3), 1, narrow, rows)

@@ -78,9 +78,9 @@ def test_a_probe_of_classes_that_no_plane_parts_and_of_large_numbers():
 def test_what_has_no_direction_is_an_error():
     same = np.ones((3, 4))
     for method in ("mean", "pca", "probe"):
-        with pytest.raises(pc.ProgramError, match="equal activations"):
+        with pytest.raises(pc.ProgramError, match="the same activations"):
             direction(method, same, same)
-    with pytest.raises(pc.ProgramError, match="PCA requires pairs, got 3 positive and 2 negative"):
+    with pytest.raises(pc.ProgramError, match="PCA is of pairs: 3 positive and 2 negative"):
         direction("pca", same, same[:2])
 
 
@@ -178,7 +178,7 @@ def test_edits_and_the_bank(lm, vectors):
         [], vectors.edits(3.0), [pc.Use("mood", scale=3.0)]])  # fmt: skip
     assert edited.logprobs == named.logprobs != plain.logprobs
     del lm.bank["mood"]
-    with pytest.raises(pc.ProgramError, match=r"layers: expected layers with a vector, \[0, 1, 2\], got \[3\]"):
+    with pytest.raises(pc.ProgramError, match=r"layers: there are vectors of layers \[0, 1, 2\], not of \[3\]"):
         vectors.edits(layers=3)
     assert (vectors.vector(1) == vectors.vectors[1]).all()
 
@@ -256,7 +256,7 @@ def test_gguf_goes_out_and_comes_back(vectors, tmp_path: Path):
     assert reader.get_field("controlvector.layer_count").contents() == 2
     again = back.to_gguf(tmp_path / "again.gguf")
     assert again.read_bytes() == path.read_bytes()
-    with pytest.raises(pc.ProgramError, match=r"layers: llama\.cpp does not support a direction of layer 0"):
+    with pytest.raises(pc.ProgramError, match=r"layers: llama\.cpp has no direction after layer 0"):
         vectors.to_gguf(tmp_path / "no.gguf", layers=[0, 1])
 
 
@@ -298,7 +298,7 @@ def test_repengs_directions_in_memory(vectors):
     assert (back.vectors == vectors.vectors[[0, 2]]).all()
     assert list(vectors.directions()) == [0, 1, 2]
     for wrong in ({}, {0: np.ones(3), 1: np.ones(4)}, {-1: np.ones(3)}, {0: np.ones((2, 2))}):
-        with pytest.raises(pc.ShapeError, match="expected vectors"):
+        with pytest.raises(pc.ShapeError, match="directions are vectors"):
             SteeringVectors.from_directions(wrong)
 
 
@@ -310,17 +310,17 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
     cut.write_bytes(foreign(tmp_path / "whole.gguf", direction_1=row).read_bytes()[:90])
     wrong = {
         garbage: "cannot be read as GGUF", cut: "cannot be read as GGUF", tmp_path / "none.gguf": "cannot be read as GGUF",
-        foreign(tmp_path / "b.gguf", "llama", direction_1=row): "expected a GGUF controlvector, got llama",
+        foreign(tmp_path / "b.gguf", "llama", direction_1=row): "is GGUF of llama, not a controlvector",
         foreign(tmp_path / "c.gguf", direction_x=row): "direction.x",
-        foreign(tmp_path / "d.gguf", direction_1=row.reshape(2, 2)): r"is not a direction \[D\] of a layer",
-        foreign(tmp_path / "e.gguf", direction_1=row, direction_2=row[:3]): "expected directions of one width",
-        foreign(tmp_path / "f.gguf"): "expected directions of one width",
+        foreign(tmp_path / "d.gguf", direction_1=row.reshape(2, 2)): r"is no direction \[D\] of a layer",
+        foreign(tmp_path / "e.gguf", direction_1=row, direction_2=row[:3]): "no directions of one width",
+        foreign(tmp_path / "f.gguf"): "no directions of one width",
     }  # fmt: skip
     for path, text in wrong.items():
         with pytest.raises(pc.ProgramError, match=text):
             SteeringVectors.from_gguf(path)
     heads = steering_vectors(lm, POSITIVE, NEGATIVE, site="attn_out")
-    with pytest.raises(pc.UnsupportedSite, match="require vectors at resid_post, got attn_out"):
+    with pytest.raises(pc.UnsupportedSite, match="act after a layer, at resid_post; these are of attn_out"):
         heads.to_gguf(tmp_path / "g.gguf")
 
 
@@ -333,23 +333,23 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(method="men"), "method: no method 'men' (did you mean 'mean'?)"),
         (dict(positive=[]), "positive: expected at least one"),
         (dict(negative=["a", None]), "negative[1]: expected a prompt"),
-        (dict(negative=NEGATIVE[:3], method="pca"), "method: PCA requires pairs"),
+        (dict(negative=NEGATIVE[:3], method="pca"), "method: PCA is of pairs"),
         (dict(site="resid_post[2]"), "site: expected a site without layers"),
-        (dict(site="neurons"), "site: expected a site as wide as the stream"),
-        (dict(site="embed"), "site: expected a site with layers, got embed"),
+        (dict(site="neurons"), "site: the rows of neurons are not as wide"),
+        (dict(site="embed"), "site: embed has no layers"),
         (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: expected a share from 0 to below 1"),
-        (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class no prompt"),
-        (dict(foil=" not"), "foil: scoring a behaviour requires"),
-        (dict(answer=" the", held_out=0), "answer: answer is scored on held-out prompts"),
-        (dict(answer=""), "answer: expected a continuation"),
+        (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),
+        (dict(foil=" not"), "foil: a behaviour is scored by"),
+        (dict(answer=" the", held_out=0), "answer: it is scored on held-out prompts"),
+        (dict(answer=""), "answer: a continuation is a text or token ids"),
         (dict(tokens="prompt[40]"), "prompt 0.capture[0]"),
         (dict(layers=1.5), "layers: "),
-        (dict(batch=0), "batch: expected a whole number of at least 1, got 0"),
-        (dict(batch=-2), "batch: expected a whole number of at least 1, got -2"),
-        (dict(seed=-1), "seed: expected a whole number of at least 0, got -1"),
-        (dict(seed="x"), "seed: expected a whole number of at least 0, got 'x'"),
+        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
+        (dict(batch=-2), "batch: expected a whole number from 1 on, got -2"),
+        (dict(seed=-1), "seed: expected a whole number from 0 on, got -1"),
+        (dict(seed="x"), "seed: expected a whole number from 0 on, got 'x'"),
     ],
 )
 def test_what_cannot_be_made_is_an_error(lm, asked, text):
@@ -365,12 +365,12 @@ def test_what_cannot_be_made_is_an_error(lm, asked, text):
         (dict(scales=(1, 0)), "scales: expected ascending"),
         (dict(scales=()), "scales: expected ascending"),
         (dict(scales="ab"), "scales: expected a list"),
-        (dict(answer=[" on"]), "answer: expected one text for each of 2 prompts"),
-        (dict(answer=[5, 640]), "answer: expected a continuation"),
-        (dict(foil=True), "foil: expected a continuation"),
-        (dict(layers=[7]), "layers: expected layers with a vector"),
-        (dict(batch=0), "batch: expected a whole number of at least 1, got 0"),
-        (dict(batch="many"), "batch: expected a whole number of at least 1, got 'many'"),
+        (dict(answer=[" on"]), "answer: 1 texts for 2 prompts"),
+        (dict(answer=[5, 640]), "answer: a continuation is a text or token ids"),
+        (dict(foil=True), "foil: a continuation is a text or token ids"),
+        (dict(layers=[7]), "layers: there are vectors of layers"),
+        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
+        (dict(batch="many"), "batch: expected a whole number from 1 on, got 'many'"),
     ],
 )
 def test_what_cannot_be_scored_is_an_error(lm, vectors, asked, text):

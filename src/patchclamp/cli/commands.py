@@ -71,7 +71,7 @@ def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[
             raise ProgramError(f"expected KEY=VALUE, such as max_model_len=512, got {pair!r}", "--option")
         key = key.strip()
         if key in NOT_OPTIONS:
-            raise ProgramError(f"{key} is not an engine option: see {NOT_OPTIONS[key]}", "--option")
+            raise ProgramError(f"{key} is not an option of the engine: see {NOT_OPTIONS[key]}", "--option")
         if key in options:
             raise ProgramError(f"duplicate option {key}", "--option")
         try:
@@ -205,10 +205,10 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
     required = msgspec.structs.fields(kind)
     if file is None:
         if missing := [field.name for field in required if field.required and field.name not in given]:
-            raise ProgramError(f"missing option --{missing[0]}; pass it, or a file with --pairs", study.command)
+            raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", study.command)
         return {}
     if twice := [name for name in kind.__struct_fields__ if name in given]:
-        raise ProgramError(f"expected {twice[0]} in the file or as --{twice[0]}, got both", "--pairs")
+        raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
     lines = []
@@ -219,13 +219,13 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
             except msgspec.MsgspecError as error:
                 raise ProgramError(f"line {number} of {file}: {error}", "--pairs") from None
     if not lines:
-        raise ProgramError(f"expected at least one pair, got an empty file: {file}", "--pairs")
+        raise ProgramError(f"{file} has no pairs", "--pairs")
     pairs: dict[str, Any] = {name: [getattr(line, name) for line in lines] for name in kind.__struct_fields__}
     if kind is ContrastLine:
         return pairs
     without = [of is None for of in pairs["positions"]]
     if any(without) and not all(without):
-        raise ProgramError(f"expected positions in all pairs of {file} or in none", "--pairs")
+        raise ProgramError(f"{file} has positions in some pairs only", "--pairs")
     if all(without):
         del pairs["positions"]
     elif study.command == "sweep":
@@ -273,9 +273,9 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)
         if steer["scales"] and steer["prompts"] is None:
-            raise ProgramError("expected --prompts, the prompts to steer", "--scales")
+            raise ProgramError("expected --prompts, which are steered", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
-            raise ProgramError("nothing to plot: expected held-out prompts or --prompts", "held_out")
+            raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
 
 
 @contextmanager
@@ -452,7 +452,7 @@ def run(
     from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
-        raise ProgramError("expected a file for the captured rows", "--out")
+        raise ProgramError("expected a file for what is captured", "--out")
     if out is not None and not capture:
         raise ProgramError("expected a site to capture", "--capture")
     check_file(out, "--out")
@@ -595,7 +595,7 @@ def read_shard(text: str) -> tuple[int, int]:
     """Parse I/N."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
-        raise ProgramError(f"expected I/N (machine I of N, from 0), such as 0/4, got {text!r}", "--shard")
+        raise ProgramError(f"expected I/N, machine I of N from 0, such as 0/4, got {text!r}", "--shard")
     return int(numbers[1]), int(numbers[2])
 
 

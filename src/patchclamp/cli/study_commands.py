@@ -199,7 +199,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
     asked: Any = config
-    if steered is not None and not getattr(config, "held_out", 0):  # only the curve uses the answer
+    if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (

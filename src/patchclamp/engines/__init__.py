@@ -25,7 +25,7 @@ def open_engine(
         if not hasattr(engine, "submit"):
             raise ModelError(f"expected an engine's name or an engine, got {type(engine).__name__}", "engine")
         if options:
-            raise EngineError(f"the engine is already loaded: leave out {', '.join(options)}", next(iter(options)))
+            raise EngineError(f"the engine is loaded already: leave {', '.join(options)} out", next(iter(options)))
         if model not in ("", engine.model.name):
             raise ModelError(f"the engine has loaded {engine.model.name!r}, got {model!r}", "model")
         return engine
@@ -57,13 +57,13 @@ def _of_llm(llm: VllmLLM, engine: str | None, options: dict[str, Any]) -> Engine
 
     if engine not in (None, "vllm") or options:
         given = next(iter(options), "engine")
-        raise EngineError(f"a vllm.LLM already has its engine and options: leave out {given}", given)
+        raise EngineError(f"a vllm.LLM has its engine and options already: leave {given} out", given)
     return offline_of(llm.llm_engine)
 
 
 def _open_server(url: str, engine: str | None, options: dict[str, Any]) -> Engine:
     if engine is not None:
-        raise EngineError(f"{url} is a server, which has its own engine: leave out engine={engine!r}", "engine")
+        raise EngineError(f"{url} is a server, which has its engine: leave engine={engine!r} out", "engine")
     from patchclamp.engines.http import HttpEngine
 
     return HttpEngine(url, **_checked(HttpEngine, options))

@@ -22,7 +22,7 @@ from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 from patchclamp.sites.tables import ROTATED
 
-WATCH = "_patchclamp_watch"  # module attribute: called with the query, key and options of its attention function
+WATCH = "_patchclamp_watch"  # of a module: called with query, key and options of its attention function
 
 
 class DenseKeys:
@@ -52,7 +52,7 @@ class DenseKeys:
                 self._held[number] = key_BKSE, value_BKSE, _facts(query_BHTE, options)
                 tap(query_BHTE.transpose(1, 2).flatten(2))
 
-        vars(module)[WATCH] = watch  # stored on the module, which `self` keeps alive
+        vars(module)[WATCH] = watch  # with the module, which it holds by way of `self`
 
     def begin(self, passes: Passes) -> None:
         """Begin a pass."""
@@ -88,7 +88,7 @@ class DenseKeys:
         assert self.passes is not None
         slot, mask_BS = batch.slot.tolist(), self.passes.mask_BT
         index = to_device(np.array([slot.index(each) for each in slots]), key_BKSE.device)
-        # positions are the columns that are not padding; a sliding-window cache has only the last columns
+        # positions are the columns that are not padding; a cache of a window has the last columns alone
         column_BS = (~mask_BS[index].bool()).to(torch.int8).argsort(dim=1, stable=True)[:, :count]
         column_BS = (column_BS - (mask_BS.shape[1] - key_BKSE.shape[2])).clamp(min=0)
         keys = key_BKSE[index].transpose(1, 2)
@@ -98,10 +98,10 @@ class DenseKeys:
 def unread_attention(net: Any, sites: SiteMap) -> str:
     """The reason why attention is not read on this model; "" if it is."""
     if getattr(net.config.get_text_config(), "attention_chunk_size", None):
-        return "its layers use chunked attention"
+        return "its layers attend within chunks"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
     if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
-        return f"{type(module).__name__} computes attention without an attention function of Transformers"
+        return f"{type(module).__name__} computes attention itself and not by an attention function of Transformers"
     return ""
 
 

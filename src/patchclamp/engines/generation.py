@@ -26,9 +26,9 @@ from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch
 from patchclamp.plan.cuts import Cut
 
-PROMPT_ROWS = 256  # prompt rows unembedded at a time
-SAME_LOGITS = 0.02  # tolerated difference relative to the largest logit; rounding to bfloat16 is a fifth of it
-UNSEEDED = -1  # no seed, as in vLLM
+PROMPT_ROWS = 256  # of a prompt that are unembedded at a time
+SAME_LOGITS = 0.02  # difference of logits, of the largest; rounding to bfloat16 is a fifth of it
+UNSEEDED = -1  # means no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # lower temperatures above 0 are raised to this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
@@ -152,7 +152,7 @@ class OutputWriter:
         logits_V = unembed(hidden_TD[len(ids) : len(ids) + 1])[0].float()
         if float((logits_V - own_logits_V).abs().max()) > SAME_LOGITS * float(own_logits_V.abs().max()):
             raise UnsupportedSite(
-                "prompt_logprobs is not available: the model transforms its logits after the unembedding"
+                "prompt_logprobs is not available: the model does more to its logits than unembed them"
             )
         for begin in range(0, len(ids), PROMPT_ROWS):
             some = ids[begin : begin + PROMPT_ROWS]
@@ -275,7 +275,7 @@ class Passes:
             self.logits_BV = logits_BV.clone()  # a program may edit the others
             return logits_BV
         name = cache_name(type(net))
-        # with cached states, a model without keys takes one token and no mask: Mamba 1 would repeat the token
+        # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
         # along a longer mask
         has_states = name == "cache_params" and self.cache is not None
         out = net(

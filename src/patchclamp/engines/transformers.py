@@ -72,7 +72,7 @@ from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
-JACOBIAN_TOKENS = 1 << 11  # in the copies of a prompt that run at a time
+JACOBIAN_TOKENS = 1 << 11  # of the copies of a prompt that are run at a time
 
 
 def gradients(
@@ -138,7 +138,7 @@ def _watching(
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
         if taps[number].rerun or sites.points[number].rows == "sampled":
-            raise UnsupportedSite(f"gradients are not supported at {sites.label(number)}")
+            raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
     tensors: dict[int, torch.Tensor] = {}
     net.requires_grad_(False)  # only activations need gradients
     device = next(net.parameters()).device
@@ -246,7 +246,7 @@ class TransformersEngine(Engine):
         for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,
                              "max_model_len": 1 if max_model_len is None else max_model_len}.items():  # fmt: skip
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-                raise ProgramError(f"expected a positive integer, got {size!r}", option)
+                raise ProgramError(f"expected a whole number from 1 on, got {size!r}", option)
         as_flag(trust_remote_code, "trust_remote_code")
         as_flag(skip_tokenizer_init, "skip_tokenizer_init")
         self.device: str = _checked_device(device)
@@ -259,7 +259,7 @@ class TransformersEngine(Engine):
                 NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ModelError(f"cannot load {name}: {describe_error(error)}", "model") from error
+            raise ModelError(f"{name} cannot be loaded: {describe_error(error)}", "model") from error
         whole = self._net.config
         config = whole.get_text_config()
         architectures = whole.architectures or [type(self._net).__name__]
@@ -345,7 +345,7 @@ class TransformersEngine(Engine):
     def report(self) -> list[Finding]:
         why = self._call(self._recompute.why_whole).result()
         if why:
-            return [Finding("configuration", "recompute", "note", f"every run is computed in full: {why}")]
+            return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
         words = "runs that share a prompt are computed from the first layer and position that their programs change"
         return [Finding("configuration", "recompute", "ok", words)]
 
@@ -407,7 +407,7 @@ class TransformersEngine(Engine):
         while self._reads:
             read, job = self._reads.popleft()
             try:
-                with torch.inference_mode(False):  # callers may train on the rows, and modify them
+                with torch.inference_mode(False):  # callers may train on the rows, and change them
                     read.set_result(job())
             except Exception as error:
                 read.set_exception(error)
@@ -606,11 +606,11 @@ def _checked_device(device: str | None) -> str:
         raise ModelError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}", "device") from None
     fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
     if asked.type == "cuda" and (asked.index or 0) >= gpus:
-        raise ModelError(f"{device} is not available: {fix}", "device")
+        raise ModelError(f"{device} is not there: {fix}", "device")
     try:
         torch.zeros(1, device=asked).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ModelError(f"cannot use {device} ({describe_error(error)}): {fix}", "device") from None
+        raise ModelError(f"{device} cannot be used ({describe_error(error)}): {fix}", "device") from None
     return str(device)
 
 
@@ -631,14 +631,14 @@ def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = Fals
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
     except ImportError as error:  # a library for quantised weights is missing
-        raise ModelError(f"Transformers cannot load this checkpoint in this environment: {error}") from error
+        raise ModelError(f"Transformers cannot load this checkpoint here: {error}") from error
     net, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:
         others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(
             f"the checkpoint lacks {', '.join(missing[:5])}{others}, which {type(net).__name__} reads; Transformers "
-            "would initialize them at random. Is it a causal language model?"
+            "would initialize them at random. Is it a causal language model's?"
         )
     return net
 
@@ -647,8 +647,8 @@ def _check_cache(net: Any) -> None:
     """Raise `ModelError` if the model does not accept the cache argument, as its state would be lost between steps."""
     if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
-            f"{type(net).__name__} does not accept past_key_values, so its state cannot be kept between tokens. "
-            'Try engine="vllm"'
+            f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
+            'engine="vllm" may run it'
         )
 
 
@@ -661,9 +661,9 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
     recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
     if not tabled or recurrent or (windowed and window is not None and window < max_model_len):
         why = "recurrent layers" if recurrent else "a sliding window"
-        why = why if tabled else "no site table that says what its layers count"
+        why = why if tabled else "no site table that would tell what its layers count"
         raise ModelError(
-            f"with right padding, generated tokens would follow the padding, and this {config.model_type} model "
+            f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
             f'has {why}; use padding_side="left"'
         )
 
@@ -674,7 +674,7 @@ def _max_positions(config: Any) -> int:
     for name in names:
         if isinstance(length := getattr(config, name, None), int):
             return length
-    raise ModelError(f"the config of {config.architectures} has no maximum length: pass max_model_len")
+    raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | str:
@@ -683,5 +683,5 @@ def _dtype(name: str | torch.dtype) -> torch.dtype | str:
         return word
     dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ProgramError(f"unknown dtype {name!r}; available: auto, float32, bfloat16, float16", "dtype")
+        raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
     return dtype

@@ -22,7 +22,7 @@ from patchclamp.sites.tables import REORDERED
 if TYPE_CHECKING:
     import torch
 
-PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # types of a module's `quant_method`
+PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # of a module's `quant_method`
 INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # in layers whose attention and MLP may share a norm
 
 
@@ -71,7 +71,7 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     point = WEIGHTS[name].point
     if not point:
         if layer is not None:
-            raise UnsupportedSite(f"expected no layer for {name}, which the model has once, got {layer!r}", "layer")
+            raise UnsupportedSite(f"the model has one {name}, got layer {layer!r}", "layer")
         return []
     layers = sites.layers_with(point)
     if layer is None and layers:
@@ -181,7 +181,7 @@ class _Reader:
             module = embedding if word == "E" or is_tied else head
         module = _inner(module)
         rows = _rows(module, is_bias)
-        if module is not None and rows is not None and hasattr(module, "shard_indices"):  # strip padding
+        if module is not None and rows is not None and hasattr(module, "shard_indices"):  # without padding
             rows = rows[:, : module.shard_indices.num_org_elements]
         if rows is None or is_bias:
             return None if rows is None else rows[0]

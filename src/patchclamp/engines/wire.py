@@ -41,7 +41,7 @@ from patchclamp.store.tensors import DTYPES, TensorEntry, header_size, parse_hea
 
 WIRE = 11  # the protocol version; client and server must have the same
 PREFIX = "/v1/patchclamp/engine"
-LEASE_S = 60.0  # time without a heartbeat after which a client is considered dead and its captures are freed
+LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
 MAX_PROGRAMS = 8192  # to grade, that a client sends at a time; the last job may exceed it
@@ -255,7 +255,7 @@ class CapturedFile:
         try:
             import torch  # noqa: F401  captures are returned as tensors
         except ImportError:
-            raise EngineError("reading captures requires PyTorch: pip install torch") from None
+            raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
         self._count, self._head = count, bytearray()
         self._tensors: dict[str, TensorEntry] | None = None
         self._memory: dict[str, np.ndarray] = {}
@@ -273,7 +273,7 @@ class CapturedFile:
             rest, self._head = rest[end - before :], bytearray()
         while len(rest):
             if not self._places:
-                raise EngineError("the captures response has more bytes than its header declares")
+                raise EngineError("what was captured came with more bytes than its header says")
             place = self._places.popleft()
             size = min(len(place), len(rest))
             place[:size] = rest[:size]
@@ -286,7 +286,7 @@ class CapturedFile:
         import torch
 
         if self._tensors is None or self._places:
-            raise EngineError("the captures response was truncated")
+            raise EngineError("what was captured broke off before its end")
         read: dict[str, torch.Tensor] = {}
         for name, each in self._tensors.items():
             memory, dtype = torch.from_numpy(self._memory[name]), getattr(torch, DTYPES[each.dtype])
@@ -299,9 +299,9 @@ class CapturedFile:
             tensors = parse_header(header).tensors
             names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}
             if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
-                raise ValueError(f"unexpected tensors {', '.join(list(tensors)[:4])} …")
+                raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
         except ValueError as error:
-            raise EngineError(f"the captures response does not match the request: {error}") from None
+            raise EngineError(f"what was captured is not what was asked for: {error}") from None
         for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
             self._memory[name] = np.empty(each.data_offsets[1] - each.data_offsets[0], np.uint8)
             if self._memory[name].size:

@@ -40,8 +40,8 @@ def scores(
     The keys are those of positions 0 … T − 1. Source: Vaswani et al. 2017 (arXiv:1706.03762); caps: Gemma 2
     (arXiv:2408.00118); ALiBi: Press et al. 2021 (arXiv:2108.12409).
     """
-    size = query_BNHE.shape[2] // key_BTKE.shape[2]  # heads that share one key
-    begin, end = first // size, (first + heads - 1) // size + 1  # of the key heads
+    size = query_BNHE.shape[2] // key_BTKE.shape[2]  # of the group of heads that read one key
+    begin, end = first // size, (first + heads - 1) // size + 1  # of the keys
     exact = key_BTKE.dtype if key_BTKE.is_cuda else torch.float32  # a GPU sums products of the cache's dtype in fp32
     groups = query_BNHE[:, :, begin * size : end * size].to(exact).unflatten(2, (end - begin, size))
     query_KBLE, key_KBET = groups.permute(2, 0, 1, 3, 4).flatten(2, 3), key_BTKE[:, :, begin:end].permute(2, 0, 3, 1)

@@ -23,7 +23,7 @@ _within = _Within()
 def check_outside() -> None:
     """Raise `EngineError` on a thread that runs code: a call to the engine would deadlock on the step that runs it."""
     if _within.code:
-        raise EngineError("called from within Apply, which would deadlock: compute what Apply needs before the run")
+        raise EngineError("called from within Apply, where it would deadlock: compute what Apply needs before the run")
 
 
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
@@ -50,7 +50,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
-    except (TokensError, UnsupportedSite) as error:  # raised by an attention edit
+    except (TokensError, UnsupportedSite) as error:  # of an edit of attention
         raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error

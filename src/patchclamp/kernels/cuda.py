@@ -311,7 +311,7 @@ def _walk(
                     h = tl.where(changed, h + factor * along, h)
             elif kind == LOW_RANK:
                 edited = 1
-                if WHOLE:  # not supported for sampled rows
+                if WHOLE:  # sampled rows are not edited so
                     rank, gates = y.to(tl.int32), gates_of_row + row * MAX_GATES
                     factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
                     for turn in range(2 * rank):  # all gates, which go through memory, and then all changes

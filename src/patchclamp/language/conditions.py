@@ -36,7 +36,7 @@ class ProbeCondition(Converted, frozen=True):
 
 
 class Above(ProbeCondition, frozen=True, tag="above"):
-    """True where output `output` of a probe is above `threshold`, or, if `inclusive`, equal to it."""
+    """True where output `output` of a probe exceeds `threshold`; with `inclusive`, also where it equals it."""
 
     probe: Any  # a `Probe` or `Features`, whose module imports this one
     threshold: float = field(converter=as_number)
@@ -45,13 +45,13 @@ class Above(ProbeCondition, frozen=True, tag="above"):
 
 
 class Every(ProbeCondition, frozen=True, tag="every"):
-    """True where all of `conditions` are."""
+    """True where all `conditions` hold."""
 
     conditions: tuple[ProbeCondition, ...]
 
 
 class Not(ProbeCondition, frozen=True, tag="not"):
-    """True where `condition` is not."""
+    """True where `condition` does not hold."""
 
     condition: ProbeCondition
 
@@ -96,7 +96,7 @@ def comparisons(condition: ProbeCondition) -> list[Above]:
 
 
 def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
-    """The truth of a condition at some tokens, [T], where `above` returns that of a comparison."""
+    """Evaluate a condition per token, [T]; `above` evaluates a comparison."""
     if isinstance(condition, Not):
         return ~holding(condition.condition, above)
     if isinstance(condition, Every):
@@ -106,7 +106,7 @@ def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
 
 
 def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
-    """The first comparison, from left to right, that decides a condition at one token."""
+    """Return the first comparison, from left to right, that decides a condition at one token."""
     if isinstance(condition, Not):
         return deciding(condition.condition, above)
     if isinstance(condition, Every):

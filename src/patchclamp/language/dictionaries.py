@@ -1,4 +1,4 @@
-"""Dictionaries: sparse autoencoders and transcoders that are attached to sites of a model, by name."""
+"""Dictionaries: sparse autoencoders and transcoders attached to a model's sites, by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PRECISIONS = ("float32", "model")  # of an SAE's matrices; "model": the model's 
 
 
 class FeatureRows(NamedTuple):
-    """Some features of an SAE that is local: each has the value q = encoder · row + bias where q is above its
-    threshold, and else 0.
+    """Some features of a local SAE. A feature is q = encoder · row + bias where q exceeds its threshold, and 0
+    elsewhere.
 
     encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
     """
@@ -28,7 +28,7 @@ class FeatureRows(NamedTuple):
 
     @classmethod
     def of(cls, sae: SAE, ids: Sequence[int]) -> FeatureRows:
-        """Those with these ids, with a gate's scale folded into the encoder."""
+        """The features with these ids, with a gate's scale folded into the encoder."""
         some = list(ids)
         encoder, bias = sae.encoder[some].astype(np.float64), sae.encoder_bias[some].astype(np.float64)
         threshold = np.zeros(len(some)) if sae.threshold is None else sae.threshold[some].astype(np.float64)
@@ -40,14 +40,14 @@ class FeatureRows(NamedTuple):
 
 
 class DictionaryCard(msgspec.Struct, frozen=True):
-    """The facts of an attached SAE that programs use.
+    """Properties of an attached SAE that programs use.
 
-    at, to: the sites that it reads and writes, as text
-    features: how many it has
+    at, to: the sites it reads and writes, as text
+    features: the number of features
     is_local: True if a feature depends on one product with the row (`SAE.is_local`)
-    normalizes: True if rows are normalised, so that what is added to them has their scale
+    normalizes: True if rows are normalised, so that outputs are scaled back to each row
     content: `SAE.content`
-    dtype: of the rows that it reads: that of its matrices
+    dtype: the dtype of its matrices, and of the rows it reads
     """
 
     name: str
@@ -61,10 +61,10 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
 
 class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
-    """Reads features by the SAE of this name: the largest of each row, or those of `ids`.
+    """A read of features by the SAE of this name: the largest of each row, or those in `ids`.
 
-    content: of the SAE; "": of any that has the name
-    first: the first column that it reads, of an SAE at a part of a site
+    content: the SAE's `content`; "": any SAE with this name
+    first: the first column it reads, for an SAE at a part of a site
     """
 
     name: str
@@ -76,7 +76,7 @@ class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
 class SAEOption(NamedTuple):
     """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
 
-    site: the site that it reads; "": the one in its file
+    site: the site it reads; "": the one in its file
     """
 
     name: str
@@ -85,7 +85,7 @@ class SAEOption(NamedTuple):
 
     @classmethod
     def of(cls, words: str) -> SAEOption:
-        """Parse an option. Raises `ProgramError` for other words."""
+        """Parse an option. Raises `ProgramError` if it is malformed."""
         name, equals, rest = words.partition("=")
         path, _, site = rest.rpartition("@") if "@" in rest else (rest, "", "")
         if not (name.strip() and equals and path.strip()):
@@ -94,7 +94,7 @@ class SAEOption(NamedTuple):
 
 
 def to_file(sae: SAE, path: str) -> None:
-    """Write an SAE as it is, for another process (`SAE.save` writes a format of others)."""
+    """Write an SAE in our own format, for another process (`SAE.save` writes SAELens' format)."""
     from safetensors.numpy import save_file
 
     fields = msgspec.structs.asdict(sae)
@@ -105,7 +105,7 @@ def to_file(sae: SAE, path: str) -> None:
 
 
 def of_file(path: str) -> SAE:
-    """Read the file of `to_file`."""
+    """Read a file written by `to_file`."""
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:

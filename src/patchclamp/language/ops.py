@@ -146,7 +146,7 @@ def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments that `fn` takes besides the rows. Raises `ProgramError` if it requires any other."""
+    """The arguments `fn` takes in addition to the rows. Raises `ProgramError` if it requires any others."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # C functions may have no signature
@@ -203,21 +203,21 @@ class SiteOp(Op, _Placed, frozen=True):
 
 
 class Readout(SiteOp, frozen=True):
-    """Base of ops that read rows and do not change them."""
+    """Base of ops that read rows without changing them."""
 
 
 class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     """Record h after all preceding ops, in `dtype`: float32, bfloat16 or float16.
 
     `project`, a matrix W [k, D] with at most D rows, records W h instead: k numbers rather than D, for directions or
-    the first components of a PCA. W h is computed where the model runs, and rounded to fp32 and then to `dtype`. A run
-    captures a site either whole or through one W; a `Probe` has a matrix of its own.
+    the first components of a PCA. W h is computed in the worker and rounded to fp32, then to `dtype`. A run captures a
+    site either whole or through one W; a `Probe` has its own matrix.
 
-    `pool` reduces the selected tokens to one row: their "mean", their "max" in each column, or the "last" of them.
+    `pool` reduces the selected tokens to one row: "mean", "max" (per column) or "last".
 
-    At `pattern` and `attn_scores` the selected tokens are queries, and a row has a number for each key position; it is
-    computed in fp32 where the model runs, from cached keys too. `keys` keeps the keys of a selection, `spans` one sum
-    per selection, and `top` the n largest of each head, which `run.attention[site]` returns with their positions.
+    At `pattern` and `attn_scores` the selected tokens are queries, and a row has one number per key position, cached
+    keys included, computed in fp32 in the worker. `keys` keeps only a selection's keys, `spans` one sum per selection,
+    and `top` each head's n largest, which `run.attention[site]` returns with their positions.
     """
 
     at: Site = field(converter=as_site)
@@ -248,12 +248,12 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
-    """A linear probe: activation(W h + b) for each selected token, k numbers computed where the model runs.
+    """A linear probe: activation(W h + b) for each selected token, k numbers computed in the worker.
 
     `weight` W is [k, D] or [D] (k = 1), `bias` b is [k]; `activation` is None, "sigmoid", "relu" or "softmax" (over
-    the k). With `pool`, "mean", "max" or "last", W h + b is pooled over the selected tokens and then activated: the
-    mean agrees with a probe that was fitted on mean rows. `run.probes[name]` is [T, k], or [k] if pooled. A site may
-    have many probes, and be captured as well.
+    the k). With `pool`, "mean", "max" or "last", W h + b is pooled over the selected tokens before the activation, so
+    "mean" matches a probe fitted on mean rows. `run.probes[name]` is [T, k], or [k] if pooled. A site may have many
+    probes and still be captured.
 
     Source: Alain and Bengio 2016 (arXiv:1610.01644).
     """
@@ -273,7 +273,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
             raise ShapeError(f"expected one number for each of {outputs} outputs, got {list(self.bias.shape)}", "bias")
 
     def __getitem__(self, output: int) -> Output:
-        """One of the k outputs, to compare with a number in a condition: `probe[2] > 0.5`."""
+        """One of the k outputs, for comparison with a number in a condition: `probe[2] > 0.5`."""
         return Output(self, output)
 
     def __gt__(self, threshold: float) -> ProbeCondition:
@@ -293,9 +293,9 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         cls, path: str | os.PathLike[str], at: Site | At | str, *, tokens: Any = every, pool: str | None = None,
         activation: str | None = None, name: str | None = None,
     ) -> Probe:  # fmt: skip
-        """Load a probe from a .safetensors, .npz or .npy file: `weight` [k, D], and perhaps `bias` [k]. Other names for
-        these are `coef_` and `intercept_`. `name` defaults to the file's stem, `activation` to the one in the file's
-        metadata. Raises `ProgramError` or `ShapeError` for a file that is not a probe."""
+        """Load a probe from a .safetensors, .npz or .npy file: `weight` [k, D] and optionally `bias` [k], or `coef_`
+        and `intercept_`. `name` defaults to the file's stem, `activation` to the one in the file's metadata. Raises
+        `ProgramError` or `ShapeError` for a file that is not a probe."""
         arrays, metadata = read_probe(path)
         return cls(
             arrays["weight"], at, tokens, arrays.get("bias"), activation or metadata.get("activation") or None, pool,
@@ -307,9 +307,9 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         cls, model: Any, at: Site | At | str, *, name: str, tokens: Any = every, pool: str | None = None,
         activation: str | None = None,
     ) -> Probe:  # fmt: skip
-        """Make a probe from a fitted linear model of scikit-learn, or a pipeline of a `StandardScaler` and one (the
-        scaler is folded into weight and bias), or from a `torch.nn.Linear`. A logistic regression gets the activation
-        "sigmoid", one of several classes "softmax"; other models None."""
+        """Make a probe from a fitted linear model of scikit-learn, a pipeline of a `StandardScaler` and such a model
+        (the scaler is folded into weight and bias), or a `torch.nn.Linear`. The activation is "sigmoid" for logistic
+        regression, "softmax" for multiclass, None otherwise."""
         weight, bias, own = linear_model(model)
         return cls(weight, at, tokens, bias, activation or own, pool, name)
 
@@ -325,9 +325,9 @@ MAX_LAYERS = 1 << 16  # of a translator, whose model is not known yet
 
 
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
-    """A map of a layer's rows, which a lens applies before it reads them: h becomes A h + b.
+    """An affine map, A h + b, that a lens applies to a layer's rows before it reads them.
 
-    matrix, bias: A [D, D], and b [D] or None
+    matrix, bias: A [D, D]; b [D] or None
     """
 
     layer: int
@@ -345,7 +345,7 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, layer: Any, parts: Any) -> Translator:
-        """Make one from A, or from a pair of A and b."""
+        """Make a translator from A, or from a pair (A, b)."""
         try:
             matrix, bias = parts if isinstance(parts, (tuple, list)) and len(parts) == 2 else (parts, None)
             return cls(as_integer(layer), Vector.of(matrix), None if bias is None else Vector.of(bias))
@@ -354,10 +354,10 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 
 def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
-    """The translators of a site's layers, in their order, from A [D, D] or (A, b [D]) by layer, from the result of
-    `fit_lens`, or from its file. A site without layers has those with a translator, and an open range ends with them.
+    """The translators of a site's layers, in order, from A [D, D] or (A, b [D]) by layer, the result of `fit_lens`, or
+    its file. A site without explicit layers covers those with a translator; an open range ends at the last of them.
 
-    Raises `ProgramError` if a layer has none, or if the result is of another site.
+    Raises `ProgramError` if a layer has no translator, or if the result is for another site.
     """
     site = at.name
     if isinstance(value, (str, os.PathLike)):
@@ -390,8 +390,8 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
 
 
 def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]:
-    """The site and the translators, (A, b) by layer, of a saved result of `fit_lens`. Raises `ProgramError` for any
-    other file."""
+    """Read the site and the translators, (A, b) by layer, of a saved result of `fit_lens`. Raises `ProgramError` for
+    any other file."""
     try:
         arrays, metadata = read_arrays(path)
         if metadata.get("study") != "FitLensResult":
@@ -408,11 +408,11 @@ def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]
 
 
 class Lens(Readout, frozen=True, forbid_unknown_fields=True):
-    """The logit lens: the `top` likeliest tokens, and their log-probabilities, if the model stopped at a selected row.
+    """The logit lens: the `top` likeliest tokens, with log-probabilities, if the model stopped at a selected row.
 
-    The row goes through the model's own final norm and unembedding, where the model runs, when `run.lens[site]` is
-    read; log-probabilities are computed in fp32. The site must be as wide as the stream and have one row per layer. A
-    site may have several lenses, and be captured as well.
+    The row goes through the model's own final norm and unembedding, in the worker, when `run.lens[site]` is read;
+    log-probabilities are computed in fp32. The site must have the stream's width and one row per layer. A site may have
+    several lenses and still be captured.
 
     `translators` make it a tuned lens or a Jacobian lens, which reads A h + b: a matrix A [D, D] or a pair (A, b [D])
     by layer, the result of `pc.studies.fit_lens`, or its file. The lens then reads the layers that have a translator;
@@ -441,19 +441,19 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, name, value)
 
     def check_width(self, width: int) -> None:
-        """Raise `ShapeError` if its translators are of rows that are not this wide."""
+        """Raise `ShapeError` if its translators are for rows of another width."""
         for one in self.translators or ():
             if one.matrix.shape != (width, width):
                 path = f"translators[{one.layer}]"
                 raise ShapeError(f"expected shape [{width}, {width}], got {list(one.matrix.shape)}", path)
 
     def translator(self, layer: int | None) -> Translator | None:
-        """The translator of a layer."""
+        """Return a layer's translator."""
         return next((one for one in self.translators or () if one.layer == layer), None)
 
 
 def check_lens_site(at: Site) -> None:
-    """Raise `UnsupportedSite` for a site that a lens does not read."""
+    """Raise `UnsupportedSite` for a site that a lens cannot read."""
     spec = SPECS[at.name]
     if not spec.layered or spec.width != "D" or at.index is not None:
         wide = ", ".join(name for name, spec in SITES.items() if spec.layered and spec.width == "D")
@@ -468,10 +468,10 @@ class FeatureOp(SiteOp, frozen=True):
 
 
 class Features(Readout, frozen=True, forbid_unknown_fields=True):
-    """The features of the SAE that was attached as `name`, at its site: the `top` largest of each selected token (32
-    if neither is given), or those of `ids`.
+    """Features of the SAE attached as `name`, at its site: the `top` largest of each selected token (default 32), or
+    those in `ids`.
 
-    They are computed and selected where the model runs, at the end of each step; the row itself is not kept.
+    They are computed and selected in the worker at the end of each step; the row itself is not kept.
     Source: Cunningham et al. 2023 (arXiv:2309.08600); Bricken et al. 2023, "Towards monosemanticity".
     """
 
@@ -488,17 +488,17 @@ class Features(Readout, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "top", self.top or DEFAULT_TOP)
 
     def __getitem__(self, index: int) -> Output:
-        """One of the features `ids`, to compare with a number in a condition: `features[0] > 3.5`."""
+        """One of the features `ids`, for comparison with a number in a condition: `features[0] > 3.5`."""
         return Output(self, index)
 
 
 class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
-    """Change features of the SAE that was attached as `name`: h + Σ (v − f) · d over the features `id`, where f is a
-    feature's value at h, d its decoder row, and v its new value. What the SAE does not reconstruct is left as it is.
+    """Change features of the SAE attached as `name`: h + Σ (v − f) · d over the features `id`, where f is a feature's
+    value at h, d its decoder row, and v its new value. The reconstruction error is left unchanged.
 
     `value` is v for `mode` "set" (0 ablates a feature), v − f for "add", and v / f for "scale"; one number, or one for
-    each id. With `only_if_active`, a feature that is 0 at a token stays so. All f are those of h before this op. A
-    transcoder's features are those of the row that it reads, and their decoder rows are added where it writes.
+    each id. With `only_if_active`, a feature that is 0 at a token stays 0. All f are measured before this op. A
+    transcoder's features come from the row it reads; their decoder rows are added where it writes.
 
     Source: Templeton et al. 2024, "Scaling monosemanticity"; Marks et al. 2024 (arXiv:2403.19647).
     """
@@ -521,8 +521,8 @@ class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h by its reconstruction by the SAE that was attached as `name`, to measure what the SAE misses. A
-    transcoder's output replaces the row where it writes.
+    """Replace h with its reconstruction by the SAE attached as `name`, to measure what the SAE misses. A transcoder's
+    output replaces the row at the site it writes.
 
     Source: "loss recovered"; Bricken et al. 2023, "Towards monosemanticity".
     """
@@ -534,8 +534,8 @@ class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
-    With norm="match" v is scaled to the length of each row, which adds scale · (|h| / |v|) · v; a v of zeros adds
-    nothing. The lengths are measured where the model runs, in fp64.
+    With norm="match" v is rescaled to each row's norm, so scale · (|h| / |v|) · v is added; a v of zeros adds nothing.
+    Norms are computed in the worker, in fp64.
 
     Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681). Matched
     norms: activation oracles; Karvonen et al. 2025 (arXiv:2512.15674).
@@ -549,15 +549,15 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with (1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if given; exactly v where a is 1.
+    """Replace h with (1 − a) · h + a · v, where a is `alpha`, times `mask` [D] if given; exactly v where a is 1.
 
     With `From` this is activation patching. With a `basis`, [D] or [k, D], only h's component in the span of its rows
     is replaced: h + a · Uᵀ U (v − h), where the rows of U are an orthonormal basis of the span.
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
     (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
 
-    At `pattern[l, h]` the value is a row of probabilities [K], or one for each query, [t, K], as
-    `run[pc.pattern[l, h]]` has them; keys from K on get 0. The new pattern is not renormalised.
+    At `pattern[l, h]` the value is a row of probabilities [K], or one per query, [t, K], as in `run[pc.pattern[l, h]]`;
+    keys from K on get 0. The new pattern is not renormalised.
     """
 
     value: Value = field(converter=as_value)
@@ -589,7 +589,7 @@ class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with v: mean ablation if `value` names means in the bank (`lm.bank.mean`).
+    """Replace h with v: mean ablation if `value` names means stored in the bank (`lm.bank.mean`).
 
     Source: Wang et al. 2022 (arXiv:2211.00593).
     """
@@ -602,8 +602,8 @@ class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
 class Use(Op, frozen=True, forbid_unknown_fields=True):
     """Apply the edits of a named program in the bank, with every `Add` and `Noise` multiplied by `scale`.
 
-    `tokens`, if given, replaces the tokens of every edit. A steering module, for example: `lm.bank["happy"] =
-    [pc.Add(...), pc.Add(...)]`, then `pc.Use("happy", scale=2.0)`.
+    `tokens`, if given, replaces every edit's tokens. For example, a steering module: `lm.bank["happy"] = [pc.Add(...),
+    pc.Add(...)]`, then `pc.Use("happy", scale=2.0)`.
     """
 
     name: str = field(converter=check_name)
@@ -611,7 +611,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """The op with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
+        """Return the op with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
@@ -622,12 +622,12 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
 
 
 class When(Op, frozen=True, forbid_unknown_fields=True):
-    """Apply edits only where a condition on probes holds, decided where the model runs while the request runs.
+    """Apply edits only where a condition on probes holds, evaluated in the worker while the request runs.
 
-    `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, joined by `&`, `|` and `~`. It
-    holds at no token that one of its probes does not read. By `scope` the edits act
+    `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, combined by `&`, `|` and `~`.
+    It is false at tokens that one of its probes does not read. `scope` sets where the edits act:
 
-    - "token": at each token where it holds, of their own `tokens`;
+    - "token": at each of their own `tokens` where it holds;
     - "prompt": from the last token of the prompt on, if it holds there;
     - "onwards": from the first token on where it holds.
 
@@ -661,7 +661,7 @@ class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Remove edges of attention: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries of
     `tokens` do not attend to `keys`, and the probabilities of their other keys are renormalised.
 
-    Keys after a query, which it does not see, do not count. A query that would be left with no key is an error.
+    Keys after a query are ignored, as causal attention masks them. Leaving a query without any key is an error.
     Source: attention knockout; Geva et al. 2023 (arXiv:2304.14767).
     """
 
@@ -690,10 +690,10 @@ class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class LowRank(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with h + Rᵀ (W h + b − R h): within the subspace that the rows of R span, a linear map of h.
+    """Replace h with h + Rᵀ (W h + b − R h): a linear map of h within the span of R's rows.
 
-    `weight` W and `rotation` R are [k, D] or [D], `bias` b is [k]. R is used as it is: with orthonormal rows, which
-    LoReFT learns, R h becomes W h + b.
+    `weight` W and `rotation` R are [k, D] or [D], `bias` b is [k]. R is not orthonormalised; if its rows are
+    orthonormal, as in LoReFT, R h becomes W h + b.
     Source: representation fine-tuning; Wu et al. 2024 (arXiv:2404.03592).
     """
 
@@ -725,12 +725,12 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Rotate(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Rotate h within the plane of two directions, `plane` [2, D], to an angle of `degrees`; its length is kept.
+    """Rotate h within the plane of two directions, `plane` [2, D], to an angle of `degrees`; its norm is preserved.
 
     The plane has an orthonormal basis b₁, b₂ by Gram-Schmidt: b₁ has the direction of the first row, and b₂ is on the
     side of the second. The part P h of h in the plane becomes |P h| (cos θ b₁ + sin θ b₂): at 0 degrees it points along
-    b₁, at 90 along b₂ and at 180 away from b₁. With `relative` it is turned by θ from where it is, from b₁ towards b₂.
-    A row without a part in the plane is unchanged.
+    b₁, at 90 along b₂ and at 180 away from b₁. With `relative` it is turned by θ from its current angle, from b₁
+    towards b₂. A row orthogonal to the plane is unchanged.
 
     Source: angular steering; Vu and Nguyen 2025 (arXiv:2510.26243). Its adaptive form, which rotates only rows along a
     direction, is `When(probe > 0, Rotate(...))`.
@@ -747,8 +747,8 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add std · ε to h; if `relative`, std is multiplied by the root mean square of the row.
 
     ε is standard normal and depends only on `seed`, the token's position, the site and the index in the row
-    (`kernels.noise`), so it is the same on every engine and in every batch. With `n` samples of a prompt, sample i
-    draws from `seed` + i.
+    (`kernels.noise`), so it is the same on every engine and in every batch. With `n` samples of a prompt, sample i uses
+    `seed` + i.
     Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
 
@@ -762,15 +762,15 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
 class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Replace h with fn(h), a Python function of rows [n, D], fp32 on the model's device, that returns the same shape.
 
-    `fn` may have two more parameters, by these names and without a default, as in `def fn(h, positions, site)`:
+    `fn` may take two more parameters, named as in `def fn(h, positions, site)` and without a default:
     `positions`, the rows' positions in the request, ascending, int64 [n] on the same device, and `site`, the site's
     text form, such as "resid_post[3]".
 
     `fn` runs on the engine's thread and must not wait for an engine. One call gets rows of one request at one site,
-    at consecutive positions of one step. Their number depends on scheduling, so each row's result must depend on that
-    row alone. `fn` may keep and modify the rows. An exception in `fn` fails its run, and `fn` is not called again.
-    Programs with code need `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and cannot
-    be saved or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
+    at consecutive positions of one step. How many depends on scheduling, so each row's result must depend on that row
+    alone. `fn` may keep and modify the rows. An exception in `fn` fails its run, and `fn` is not called again. Programs
+    with code need `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and cannot be saved
+    or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
     """
 
     fn: Callable[..., Any] = field(converter=as_function)
@@ -778,7 +778,7 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
 
     def wanted_arguments(self) -> tuple[str, ...]:
-        """The arguments that `fn` takes besides the rows."""
+        """The arguments `fn` takes in addition to the rows."""
         return _wanted_arguments(self.fn)
 
 
@@ -793,7 +793,7 @@ CaptureLike = Readout | Site | At | str
 
 
 def as_capture(value: CaptureLike) -> Readout:
-    """Make a `Capture` from a site, `site @ tokens` or the text form of either; return a readout unchanged."""
+    """Make a `Capture` from a site, `site @ tokens` or either's text form; return a readout unchanged."""
     if isinstance(value, Readout):
         return value
     if isinstance(value, str) and "@" in value:
@@ -808,7 +808,7 @@ FUZZ_NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scal
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     """Translate the fuzzing arguments to one op, or to no op at strength 0.
 
-    Raises `UnknownName` or `ProgramError` with the argument's name.
+    Raises `UnknownName` or `ProgramError`, naming the argument.
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
     for name in extra:

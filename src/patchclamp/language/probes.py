@@ -1,4 +1,4 @@
-"""Linear probes: weights from files and from fitted models of scikit-learn and PyTorch, and activations."""
+"""Linear probes: weights from files and from fitted scikit-learn and PyTorch models, and activations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read the arrays of a .safetensors, .npz or .npy file, whose array is `weight`, and the file's metadata.
+    """Read the arrays and metadata of a .safetensors, .npz or .npy file; the array of a .npy file is `weight`.
 
-    Raises `ProgramError` for a file of another kind. Pickles are refused.
+    Raises `ProgramError` for other file types. Pickles are rejected.
     """
     import numpy as np
     import safetensors
@@ -53,7 +53,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
 
 
 def check_archive(file: Path) -> None:
-    """Raise `ProgramError` for a zip archive whose content is over 64 times its size, or that is not one."""
+    """Raise `ProgramError` for an invalid zip archive, or one that expands to over 64 times its size."""
     try:
         with zipfile.ZipFile(file) as opened:
             size = sum(member.file_size for member in opened.infolist())
@@ -79,8 +79,8 @@ def _bfloat16(file: Path, name: str) -> np.ndarray:
 
 
 def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read `weight` and, if there is one, `bias` from a file, and its metadata. Raises as `read_arrays`, and
-    `ProgramError` for other contents."""
+    """Read `weight`, an optional `bias` and the metadata of a file. Raises like `read_arrays`, and `ProgramError` for
+    other contents."""
     found, metadata = read_arrays(path)
     arrays = {part: found[name] for part, names in NAMES.items() for name in names[::-1] if name in found}
     others = found.keys() - {name for names in NAMES.values() for name in names}
@@ -92,7 +92,7 @@ def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
 def write_probe(
     path: str | os.PathLike[str], weight: np.ndarray, bias: np.ndarray | None, activation: str | None
 ) -> None:
-    """Write a file for `read_probe`."""
+    """Write a file that `read_probe` reads."""
     from safetensors.numpy import save_file
 
     if Path(path).suffix != ".safetensors":
@@ -134,7 +134,7 @@ def linear_model(model: Any) -> tuple[np.ndarray, np.ndarray | None, str | None]
 
 
 def _activation(model: Any, outputs: int) -> str | None:
-    """The function by which a classifier makes probabilities of its products."""
+    """The activation that a classifier applies to its logits."""
     if not hasattr(model, "predict_proba"):
         return None
     if getattr(model, "multi_class", "") == "ovr" and outputs > 1:

@@ -63,7 +63,7 @@ class Program(PublicStruct, frozen=True):
 
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
-        """Make a program from the arguments of `lm.run`: one or more ops, and one or more sites or captures."""
+        """Make a program from `lm.run`'s arguments: one or more ops, and one or more sites or captures."""
         ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits, "edits")))
         capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures, "capture")))
         return cls(tuple(ops), tuple(capture))
@@ -76,7 +76,7 @@ class Program(PublicStruct, frozen=True):
 
     @property
     def probes(self) -> dict[str, Probe]:
-        """Its probes by name, those in conditions included. Raises `ProgramError` if two have one name."""
+        """The probes by name, including those in conditions. Raises `ProgramError` for a duplicate name."""
         named, read = dict[str, Probe](), set[str]()  # those that are ops by themselves
         for path, op in self.ops:
             compared = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else []
@@ -88,8 +88,8 @@ class Program(PublicStruct, frozen=True):
         return named
 
     def stopped_by(self, condition: ProbeCondition | None) -> Program:
-        """The program with the probes of a condition that is to end its run (`stop_when`). Raises `ProgramError` for a
-        probe that has no score for each token."""
+        """Return the program with the probes of its stop condition (`stop_when`) added. Raises `ProgramError` for a
+        probe without a score per token."""
         if condition is None:
             return self
         named = self.probes
@@ -108,7 +108,7 @@ class Program(PublicStruct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content, in hex; equal programs have equal fingerprints, however they were written."""
+        """SHA-256 of the content, in hex. Equal programs have equal fingerprints, however written."""
         return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
 
     def to_json(self) -> str:
@@ -125,10 +125,10 @@ class Program(PublicStruct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Parse the short form of a mix of named programs: `0.3 calm + 0.2 honest @ generated`.
+        """Parse a mix of named programs in short form: `0.3 calm + 0.2 honest @ generated`.
 
-        Each term is `Use(name, scale)`: a name after its scale, which is 1 by default, and `-` negates. The selection
-        after `@` gives the tokens of all edits. Raises `ProgramError` with the position of what is not as expected.
+        Each term is `Use(name, scale)`: an optional scale (default 1) and a name; `-` negates. The selection after `@`
+        sets the tokens of all edits. Raises `ProgramError` with the position of the syntax error.
         """
         terms, at, tokens = text.partition("@")
         chosen = read_tokens(tokens.strip(), "tokens") if at else None
@@ -191,13 +191,13 @@ def _data(op: Op) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op as plain data, without those of `LATER` that have the value there."""
+    """The fields of an op as plain data, without `LATER` fields at their default there."""
     fields = msgspec.to_builtins(op, enc_hook=str)
     return {name: value for name, value in fields.items() if name not in LATER or value != LATER[name]}
 
 
 def _texts(op: Op) -> dict[str, Any]:
-    """The fields of an op that are serialized as text."""
+    """The fields of an op serialized as text."""
     fields = {name: getattr(op, name, None) for name in ("at", "tokens", "keys")}
     texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
     if isinstance(op, Capture) and op.spans is not None:
@@ -267,7 +267,7 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
 
 
 def _read_translators(data: object, path: str) -> tuple[Translator, ...]:
-    """Read translators. A file's name, which `Lens` takes, is refused: a server opens no file for a client."""
+    """Read translators. File names, which `Lens` accepts, are rejected: a server opens no files for clients."""
     if not isinstance(data, list):
         raise ProgramError(f"expected a list of translators, got {type(data).__name__}", path)
     found = []
@@ -314,7 +314,7 @@ def _check_op(op: object, path: str) -> Op:
 
 
 def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
-    """Return `read(item)`, adding the path to errors."""
+    """Return `read(item)`, prefixing errors with the path."""
     try:
         return read(item)
     except PatchclampError as error:

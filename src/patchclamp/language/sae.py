@@ -1,9 +1,9 @@
-"""Sparse autoencoders and transcoders: their numbers in one form, whatever package trained them.
+"""Sparse autoencoders and transcoders in one format, whichever package trained them.
 
     N rows · D width of a row · F features · O width of the output, D unless a transcoder differs
 
-`sae_formats` folds what each format adds (decoder biases subtracted from the input, decoder norms, constant scales)
-into these numbers.
+`sae_formats` folds each format's extras (decoder biases subtracted from the input, decoder norms, constant scales) into
+these arrays.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
     encoder_bias, decoder, decoder_bias: [F], [F, O], [O]
     threshold: [F], or None
     gain, offset: [F], together or not at all: gated autoencoders
-    k: the number of features kept in each row (TopK), or None for all; of equal values the lower index is kept
+    k: the number of features kept per row (TopK), or None for all; ties keep the lower index
     normalize: how a row is normalised before the encoder, and the output scaled back: "none"; "layer_norm", (row -
         mean) / (std + 1e-5), with the unbiased standard deviation; "rms", row / sqrt(mean(row²))
-    skip: [O, D], a transcoder's linear path past the features, which takes the row as it is; or None
-    site: the site that it was trained on, such as "resid_post[20]"; "" if the file does not say
-    site_out: the site that it writes; "" if that is `site`. A transcoder reads `mlp_in` and writes `mlp_out`
-    model: the name of the model that it was trained on, or ""
+    skip: [O, D], a transcoder's linear skip connection, applied to the unnormalised row; or None
+    site: the site it was trained on, such as "resid_post[20]"; "" if the file does not specify one
+    site_out: the site it writes; "" if the same as `site`. A transcoder reads `mlp_in` and writes `mlp_out`
+    model: the name of the model it was trained on, or ""
 
     Sources: Cunningham et al. 2023 (arXiv:2309.08600), Gao et al. 2024 (TopK, arXiv:2406.04093), Rajamanoharan et al.
     2024 (gated, arXiv:2404.16014; JumpReLU, arXiv:2407.14435), Dunefsky et al. 2024 (transcoders, arXiv:2406.11944).
@@ -91,18 +91,18 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @property
     def width(self) -> int:
-        """D, the width of the rows that it reads."""
+        """D, the width of the rows it reads."""
         return self.encoder.shape[1]
 
     @property
     def is_local(self) -> bool:
-        """True if each feature's value rises with its own pre-activation only, and that is linear in the row."""
+        """True if each feature depends only on its own pre-activation, monotonically, and that is linear in the row."""
         rises = self.gain is None or bool((self.gain > 0).all())
         return self.k is None and self.normalize == "none" and rises
 
     @functools.cached_property
     def content(self) -> str:
-        """SHA-256 of everything that changes a number, in hex. Computed once."""
+        """SHA-256 of everything that affects results, in hex. Cached."""
         digest = hashlib.sha256(repr((self.k, self.normalize)).encode())
         for name in SHAPES:
             if (array := getattr(self, name)) is not None:
@@ -111,7 +111,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return digest.hexdigest()
 
     def encode(self, rows: Any) -> np.ndarray:
-        """The features [N, F] of rows [N, D], fp32."""
+        """Return the features [N, F] of rows [N, D], fp32."""
         import numpy as np
 
         mean, scale = self.moments(rows := self._rows(rows, "rows", self.width))
@@ -128,8 +128,8 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return np.where(kept | np.isnan(values), values, 0)
 
     def decode(self, features: Any, rows: Any = None) -> np.ndarray:
-        """The output [N, O] of features [N, F], fp32. `rows` [N, D] are required if the SAE normalises or has a skip
-        connection. Raises `ProgramError` without them."""
+        """Return the output [N, O] for features [N, F], fp32. `rows` [N, D] are required if the SAE normalises or has a
+        skip connection; `ProgramError` without them."""
         import numpy as np
 
         out = self._rows(features, "features", self.n_features) @ self.decoder + self.decoder_bias
@@ -148,7 +148,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """The numbers that `normalize` subtracts from each row and divides it by (None: by nothing)."""
+        """The numbers `normalize` subtracts from each row and divides it by (None: no normalisation)."""
         import numpy as np
 
         if self.normalize == "none":
@@ -166,18 +166,18 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **which: Any) -> SAE:
-        """Load an SAE or a transcoder from a folder or file; its format is recognised from the files and their content.
+        """Load an SAE or transcoder from a folder or file; the format is detected from the files and their content.
 
         SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
         their packages; `.pt` files need PyTorch. docs/sae.md has the table.
 
         layer: the layer to read from a folder of Qwen-Scope
-        k: the number of active features, where a file of Qwen-Scope does not say it
-        scale: the factor that brings rows to the norm of the training rows, for files that were saved without it
-        site, site_out, model: replace what the file says
+        k: the number of active features, for Qwen-Scope files that do not specify it
+        scale: the factor that scales rows to the norm of the training rows, for files saved without it
+        site, site_out, model: override those in the file
 
-        Raises `ProgramError` or `ShapeError`, with the file's and the array's name, for all that is not an SAE. Code in
-        pickles is refused.
+        Raises `ProgramError` or `ShapeError`, naming the file and the array, for anything that is not an SAE. Pickled
+        code is rejected.
         """
         fields, fold, file = read_parts(path, which)
         with errors_of(file):
@@ -186,7 +186,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to a folder in the format of SAELens (cfg.json and sae_weights.safetensors), for `load` and SAELens.
 
-        Raises `ProgramError` for an SAE that SAELens has no class for.
+        Raises `ProgramError` for an SAE that no SAELens class supports.
         """
         write_saelens(path, **msgspec.structs.asdict(self))
 
@@ -197,7 +197,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
 
 def _one_site(text: Any, path: str) -> str:
-    """A site of one layer in its text form. Raises `ProgramError` for another."""
+    """The text form of a site of one layer. Raises `ProgramError` for other sites."""
     if text == "":
         return text
     try:
@@ -210,7 +210,7 @@ def _one_site(text: Any, path: str) -> str:
 
 
 def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.ndarray:
-    """A read-only fp32 array, of a shape that agrees with `sizes`, to which it adds its own."""
+    """A read-only fp32 array whose shape agrees with `sizes`; sizes not seen yet are added."""
     import numpy as np
 
     array = as_array(given, name)
@@ -230,7 +230,7 @@ def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.nd
 
 
 def _folded(sae: SAE, fold: Fold) -> SAE:
-    """The same function of a row with nothing left to fold."""
+    """The same function of a row, with the `Fold` applied to the weights."""
     import numpy as np
 
     def scaled(array: np.ndarray, by: float | np.ndarray) -> np.ndarray:

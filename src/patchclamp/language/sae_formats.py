@@ -1,7 +1,7 @@
-"""Files of sparse autoencoders: readers of seven formats, without their packages, and the writer of SAELens' format.
+"""SAE files: readers for seven formats, without their packages, and a writer for SAELens' format.
 
-A reader returns the numbers as the file has them, transposed to `SAE`'s shapes, and a `Fold`: what its package does to
-rows and outputs besides. `SAE.load` checks the shapes and then folds that into the numbers, in fp64.
+A reader returns the file's arrays, transposed to `SAE`'s shapes, and a `Fold`: the package's other operations on rows
+and outputs. `SAE.load` checks the shapes and folds these into the weights, in fp64.
 
     F features · D width of a row · O width of the output
 """
@@ -31,12 +31,12 @@ MAX_CONFIG = 1 << 20  # bytes
 
 
 class Fold(NamedTuple):
-    """Steps of a package around the encoder and the decoder.
+    """A package's operations around the encoder and the decoder.
 
     subtract: the decoder bias is subtracted from the row before the encoder
-    unit_norm: pre-activations are multiplied by the norm of the feature's decoder row, and values divided by it again
-        before the decoder
-    scale_in, scale_out: rows are multiplied by the first before all else, and outputs divided by the second
+    unit_norm: pre-activations are multiplied by the norm of the feature's decoder row, and values divided by it before
+    the decoder
+    scale_in, scale_out: rows are first multiplied by scale_in; outputs are divided by scale_out
     """
 
     subtract: bool = False
@@ -46,7 +46,7 @@ class Fold(NamedTuple):
 
 
 class Weights(dict[str, "np.ndarray"]):
-    """The arrays of a file. A missing one raises `ProgramError`."""
+    """The arrays of a file. A missing array raises `ProgramError`."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(_read_torch(file) if file.suffix == ".pt" else read_arrays(file)[0])
@@ -61,7 +61,7 @@ Which = dict[str, Any]
 
 @contextlib.contextmanager
 def errors_of(file: Path) -> Iterator[None]:
-    """Name the file in errors."""
+    """Add the file's name to errors."""
     try:
         yield
     except PatchclampError as error:
@@ -69,7 +69,7 @@ def errors_of(file: Path) -> Iterator[None]:
 
 
 def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, Any], Fold, Path]:
-    """The fields of an SAE in a folder or file, what to fold into them, and the file of its arrays. `which` are the
+    """Read the fields of an SAE from a folder or file, the `Fold` to apply, and the file of its arrays. `which`: the
     arguments of `SAE.load`."""
     given, which = Path(as_file(path, "path")), dict(which)
     arguments = ("layer", "k", "scale", "site", "site_out", "model")
@@ -86,7 +86,7 @@ def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, An
 
 
 def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Path], Which], Parts]]:
-    """The files of an SAE, weights last, and their reader."""
+    """Find the files of an SAE, weights last, and their reader."""
     if not given.exists():
         raise ProgramError(f"cannot read {given.name!r}: no such file or folder", "path")
     if re.fullmatch(r"layer\d+\.sae\.pt", given.name):
@@ -184,7 +184,7 @@ def write_saelens(
     decoder_bias: np.ndarray, threshold: np.ndarray | None, gain: np.ndarray | None, offset: np.ndarray | None,
     k: int | None, normalize: str, skip: np.ndarray | None, site: str, site_out: str, model: str,
 ) -> None:  # fmt: skip
-    """Write cfg.json and sae_weights.safetensors, of the fields of an `SAE`."""
+    """Write an `SAE`'s fields to cfg.json and sae_weights.safetensors."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -469,7 +469,7 @@ FORMATS: dict[tuple[str, ...], Callable[[list[Path], Which], Parts]] = {
 
 
 def _config(file: Path, kind: type[Config]) -> Config:
-    """Read a JSON file. Raises `ProgramError` if it is too long or does not fit."""
+    """Read a JSON file. Raises `ProgramError` if it is too long or does not match the schema."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_CONFIG + 1)
@@ -483,7 +483,7 @@ def _config(file: Path, kind: type[Config]) -> Config:
 
 
 def _read_torch(file: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file of `torch.save`. Raises `ProgramError` without PyTorch, and for pickled code."""
+    """Read the tensors of a `torch.save` file. Raises `ProgramError` without PyTorch, and for pickled code."""
     try:
         import torch
     except ImportError:
@@ -507,7 +507,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
 
 
 def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcoder: bool = False) -> None:
-    """Raise `ShapeError` if rows are not as wide as the config says, or the outputs of an SAE not as wide as rows."""
+    """Raise `ShapeError` if rows do not have the config's width, or an SAE's outputs not that of its rows."""
     reads, writes = (fields[name].shape[-1:] for name in ("encoder", "decoder"))
     if width is not None and reads != (width,):
         raise ShapeError(f"expected rows of {width} numbers, as in the config, got {list(reads)}", "encoder")
@@ -516,14 +516,14 @@ def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcode
 
 
 def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """The array, if its shape is that of `like`. Raises `ShapeError` otherwise."""
+    """Return the array if it has the shape of `like`. Raises `ShapeError` otherwise."""
     if array.shape != like.shape:
         raise ShapeError(f"expected {list(like.shape)}, got {list(array.shape)}", name)
     return array
 
 
 def _gate(weights: Weights, gate_bias: str, log_gain: str, bias: str) -> dict[str, Any]:
-    """The fields of a gated SAE, whose magnitudes are relu(exp(log_gain) · encoder · row + bias)."""
+    """The fields of a gated SAE, with magnitudes relu(exp(log_gain) · encoder · row + bias)."""
     import numpy as np
 
     gate, log, magnitude = (_fits(name, weights[name], weights[gate_bias]) for name in (gate_bias, log_gain, bias))
@@ -533,14 +533,14 @@ def _gate(weights: Weights, gate_bias: str, log_gain: str, bias: str) -> dict[st
 
 
 def _spread(number: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """One threshold for all features, or theirs."""
+    """Broadcast a single threshold to all features."""
     import numpy as np
 
     return np.full(like.shape, number) if number.ndim == 0 else number
 
 
 def _scale(which: Which) -> float:
-    """The argument `scale`, required where a file was trained on scaled rows and does not say by how much."""
+    """The argument `scale`, required if an SAE was trained on scaled rows and its file lacks the factor."""
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
         words = "trained on rows scaled to an average norm of sqrt(D), by a factor that the file lacks"
@@ -557,7 +557,7 @@ _PARTS = {
 
 
 def _places(read: str | None, written: str | None) -> dict[str, str]:
-    """`site` and `site_out` by names of TransformerLens, or of modules in Transformers; "" for other names."""
+    """`site` and `site_out` for TransformerLens hook names or Transformers module names; "" for other names."""
     site, site_out = (_place(text) for text in (read, written))
     return {"site": site, "site_out": "" if site_out == site else site_out}
 
@@ -573,7 +573,7 @@ def _place(text: str | None) -> str:
 
 
 def _hook_name(text: str) -> tuple[str, Any]:
-    """The name of a site in TransformerLens and its head; "" for none."""
+    """The TransformerLens hook name of a site, and its head; "" if it has none."""
     site = parse_site(text) if text else None
     aliases = SPECS[site.name].transformer_lens if site else ()
     if not site or not aliases:

@@ -1,19 +1,19 @@
-"""Sites: the named tensors inside a model, their registry, parser, and aliases in TransformerLens and nnterp.
+"""Sites: a model's named tensors, with their registry, parser, and aliases in TransformerLens and nnterp.
 
 `resid_post[12]` is one layer, `resid_post[8:12]` four, `resid_post` all of them; `z[5, 3]` is head 3 of layer 5.
 Layers and indices are 0-based and may count from the end; ranges are half-open. `patchclamp.sites` maps names to a
 model.
 
-`SITES` is the registry of tensors, and `DERIVED` that of attention patterns. The public names, the parser, the docs
-page, the order of reports, the proofs and the parts of a row are derived from it. A new site is one entry here and one
-column in the family tables (`sites.tables`).
+`SITES` is the registry of tensors, `DERIVED` that of attention patterns. The public names, parser, docs page, report
+order, proofs and parts of a row are derived from them. A new site is one entry here and one column in the family tables
+(`sites.tables`).
 
     T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads (in `pattern`: key
     positions) · E head size
     M MLP width · X experts · V vocabulary · `{l}` a layer
 
-A name is an alias only if it is the same tensor. A similar name for a different tensor is refused with a suggestion
-(`ELSEWHERE`). An alias that differs on some families only is in `DIFFERENCES`, which the docs print.
+A name is an alias only if it is the same tensor. A similar name for a different tensor is rejected with a suggestion
+(`ELSEWHERE`). Aliases that differ only on some families are in `DIFFERENCES`, which the docs print.
 
 Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
 nnterp 1 (`standardized_transformer.py`).
@@ -48,15 +48,15 @@ Block = Literal["", "attention", "mlp"]
 class SiteSpec(msgspec.Struct, frozen=True):
     """One site.
 
-    name: its word in the language
-    shape: the shape of what `run[...]` returns, in the letters above
+    name: its name in the language
+    shape: the shape that `run[...]` returns, in the letters above
     meaning: a description for people
-    width: the size of its row (numbers in `Sizes`; Q, K and Z are heads times head size)
+    width: the size of a row (sizes in `Sizes`; Q, K and Z are heads times head size)
     layered: True if every layer has one
     index: the unit of the second index; "" if it takes none
     block: the part of a layer that computes it
-    moves: the sites of its layer that an edit here changes, in every family; the sites of `unmoved` stay the same
-    transformer_lens, nnterp: its aliases there
+    moves: the sites of its layer that an edit here changes, in every family; those in `unmoved` stay the same
+    transformer_lens, nnterp: its aliases in these libraries
     """
 
     name: str
@@ -136,8 +136,8 @@ NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias 
 
 
 def unmoved(name: str) -> tuple[str, ...]:
-    """The sites of a layer that an edit at `name` leaves unchanged: those of its block that it does not move and, for a
-    site of the MLP, all of attention."""
+    """The sites of a layer that an edit at `name` leaves unchanged: those of its block that it does not move and, for
+    an MLP site, all of attention."""
     spec = SITES[name]
     blocks: tuple[Block, ...] = ("attention", "mlp") if spec.block == "mlp" else (spec.block,)
     return tuple(
@@ -188,7 +188,7 @@ EDITED_ELSEWHERE: dict[str, str] = {
 
 
 class Difference(NamedTuple):
-    """A difference between an alias' tensor in its own library and our site, on some families (empty: on all)."""
+    """A difference between an alias's tensor in its own library and our site, on some families (empty: all)."""
 
     aliases: tuple[str, ...]
     families: tuple[str, ...]
@@ -251,7 +251,7 @@ def hook(text: str) -> tuple[str, int | None] | None:
 
 
 def edited_elsewhere(text: str) -> str | None:
-    """The reason to refuse an edit by a TransformerLens name, and a suggestion; None for other names."""
+    """The reason for rejecting an edit by a TransformerLens name, with a suggestion; None for other names."""
     for pattern, why in _EDITED_ELSEWHERE:
         if match := pattern.fullmatch(text):
             return f"{text}: {why.format(l=match['layer'])}"
@@ -259,7 +259,7 @@ def edited_elsewhere(text: str) -> str | None:
 
 
 def elsewhere(text: str) -> UnknownName | None:
-    """The error, with a suggestion, for a name of either library that is not one of our sites; None for other names."""
+    """The error, with a suggestion, for a name in either library that is not one of our sites; None for other names."""
     for pattern, why in _ELSEWHERE:
         if match := pattern.fullmatch(text.partition("[")[0].strip()):
             return UnknownName(f"{text} {why.format(l=match.groupdict().get('layer'))}")
@@ -311,7 +311,7 @@ class Site(PublicStruct, frozen=True):
 class At(PublicStruct, frozen=True):
     """A site at a selection of tokens, for `capture=` and `at=`. Prints as `z[5, 3] @ prompt[-1]`.
 
-    `@` binds tighter than `|`, `&` and `-`, yet in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.
+    `@` binds tighter than `|`, `&` and `-`, but in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.
     """
 
     site: Site
@@ -332,7 +332,7 @@ class At(PublicStruct, frozen=True):
 
 def parse_edited_site(text: Site | str) -> Site:
     """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name whose
-    edits reach other readers."""
+    edits would affect other readers."""
     site = parse_site(text)
     if site.name in DERIVED:
         raise UnsupportedSite(f"expected a site that is a tensor, got {site}: use q, k, v or z")
@@ -363,8 +363,8 @@ _MODULES = {  # the sites at a module of a layer, by the last part of its path; 
 
 
 def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
-    """Parse a site from its text form, a tuple of its name and its layer (`("resid_post", 12)`), or its name in
-    TransformerLens or nnterp; return a `Site` unchanged.
+    """Parse a site from its text form, a tuple of name and layer (`("resid_post", 12)`), or its name in TransformerLens
+    or nnterp; return a `Site` unchanged.
 
     Raises `UnknownName` for an unknown name (with a suggestion for names of TransformerLens and nnterp), and
     `ProgramError` for malformed text.
@@ -398,5 +398,5 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
 
 
 def is_stacked(at: Site) -> bool:
-    """True if a site's rows have a first axis for layers."""
+    """True if a site's rows have a leading layer axis."""
     return SPECS[at.name].layered and not isinstance(at.layers, int)

@@ -1,4 +1,4 @@
-"""`PublicStruct`, the base of public structs: `help` shows their own methods and fields, and none of msgspec's."""
+"""`PublicStruct`, the base of public structs: `help` shows their own methods and fields, not msgspec's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens: selections of a request's positions, and the hashable indices and ranges that sites use too.
+"""Tokens: selections of a request's positions, and the hashable indices and ranges shared with sites.
 
 `prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`,
 `between("<think>", "</think>")`.
@@ -40,7 +40,7 @@ class Range(msgspec.Struct, frozen=True):
         return self.start, self.stop
 
     def indices(self, length: int) -> range:
-        """The indices within 0 … length−1, with slice semantics."""
+        """The indices in 0 … length−1, with slice semantics."""
         return range(*slice(self.start, self.stop, self.step).indices(length))
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ IndicesLike = IndexLike | Sequence[SupportsIndex]
 
 
 def as_integer(value: SupportsIndex) -> int:
-    """Convert an integer of Python, NumPy or torch. Raises `ProgramError` for all else, including 1.0 and True."""
+    """Convert a Python, NumPy or torch integer. Raises `ProgramError` for anything else, including 1.0 and True."""
     try:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is not an index
             raise AttributeError
@@ -65,7 +65,7 @@ def as_integer(value: SupportsIndex) -> int:
 
 
 def as_index(key: IndexLike) -> Index | None:
-    """Make an index from a subscript; None for all, as in `[:]`."""
+    """Make an index from a subscript; None selects all, like `[:]`."""
     if isinstance(key, slice):
         key = Range.of(key)
     if key is None or isinstance(key, Range):
@@ -74,7 +74,7 @@ def as_index(key: IndexLike) -> Index | None:
 
 
 def as_indices(key: IndicesLike) -> Indices | None:
-    """Make an index, or a tuple of indices in their order, from a subscript."""
+    """Make an index, or a tuple of indices in order, from a subscript."""
     key = list(key) if type(key).__name__ == "ndarray" and key.ndim == 1 else key  # pyright: ignore
     if not isinstance(key, (list, tuple, range)):
         return as_index(key)  # pyright: ignore[reportArgumentType]
@@ -127,7 +127,7 @@ class Selection(PublicStruct, frozen=True):
 
 
 class Positions(Selection, frozen=True, tag="positions"):
-    """Positions of a group (`prompt`, `generated` or `every`), by number, list or range (None: all)."""
+    """Positions within a group (`prompt`, `generated` or `every`), by number, list or range (None: all)."""
 
     of: str
     index: Indices | None = None
@@ -157,7 +157,7 @@ class Positions(Selection, frozen=True, tag="positions"):
     def select(self, prompt: int, limit: int) -> list[int] | range:
         """The selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
 
-        Raises `TokensError` for a position that does not exist, or that a list contains twice.
+        Raises `TokensError` for a position that is out of range or listed twice.
         """
         groups = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}
         first, length = groups[self.of]
@@ -178,10 +178,10 @@ class Positions(Selection, frozen=True, tag="positions"):
 
 
 class Role(Selection, frozen=True, tag="role"):
-    """The prompt tokens of a chat's messages of one role, without the chat template's own tokens around them.
+    """The prompt tokens of a chat's messages with one role, excluding the chat template's own tokens.
 
-    message: the number of one such message, from 0, or from the end if negative; None: all
-    index: the selected tokens among these; None: all
+    message: the 0-based index of one such message, from the end if negative; None: all
+    index: the tokens selected within them; None: all
     """
 
     role: str
@@ -200,7 +200,7 @@ class Role(Selection, frozen=True, tag="role"):
         return Role(self.role, self.message, _index_of(self, key))
 
     def find(self, turns: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-        """The selected positions. Raises `TokensError` if the chat has no such message, or no such token in it.
+        """The selected positions. Raises `TokensError` if the message or the token does not exist.
 
         turns: the role of each message, and the positions of its tokens
         """
@@ -221,10 +221,10 @@ class Role(Selection, frozen=True, tag="role"):
 
 
 class ImageTokens(Selection, frozen=True, tag="image"):
-    """The prompt tokens whose embeddings are replaced by image features. Markers around and between them are text.
+    """The prompt tokens whose embeddings are replaced by image features. Markers around them are text.
 
-    number: the number of the image in the prompt, from 0, or from the end if negative; None: all images
-    index: the selected tokens of the image; None: all
+    number: the 0-based index of the image in the prompt, from the end if negative; None: all images
+    index: the tokens selected within the image; None: all
     """
 
     number: int | None = None
@@ -246,7 +246,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         return ImageTokens(as_integer(key))
 
     def find(self, images: Sequence[Sequence[int]]) -> list[int]:
-        """The selected positions. Raises `TokensError` if the prompt has no such image, or no such token in it.
+        """The selected positions. Raises `TokensError` if the image or the token does not exist.
 
         images: the positions of each image's tokens, ascending
         """
@@ -271,7 +271,7 @@ _Indexed = Positions | Role | ImageTokens
 
 
 def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
-    """The index of a subscript of a selection."""
+    """Convert the subscript of a selection to an index."""
     if indexed.index is not None:
         raise ProgramError(f"{indexed} is already indexed")
     if isinstance(key, slice):
@@ -281,7 +281,7 @@ def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
 
 
 def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """The positions selected by an index; `extent` describes their number in an error."""
+    """The positions selected by an index; `extent` states how many there are, for errors."""
     if indexed.index is None:
         return list(positions)
     if isinstance(indexed.index, Range):
@@ -290,7 +290,7 @@ def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]
 
 
 def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """The positions listed by number in an index; `extent` describes their number in an error."""
+    """The positions that an index lists by number; `extent` states how many there are, for errors."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
     for number in numbers:
@@ -311,8 +311,8 @@ def _brackets(index: Indices | None) -> str:
 
 
 class TextSpan(Selection, frozen=True, tag="span"):
-    """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance, or
-    with its only one (None)."""
+    """The prompt tokens that spell `text`: every token overlapping its `occurrence`-th match, or its only match
+    (None)."""
 
     text: str
     occurrence: int | None = None
@@ -331,10 +331,10 @@ class TextSpan(Selection, frozen=True, tag="span"):
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
-        """The positions of tokens that share a character with the span. Raises `TokensError` if the prompt lacks it, or
-        has it several times and none was chosen.
+        """The positions of the tokens that overlap the span. Raises `TokensError` if it is not in the prompt, or
+        matches several times and no `occurrence` is given.
 
-        offsets: each token's (first, last + 1) character in the prompt
+        offsets: each token's (first, last + 1) characters in the prompt
         """
         starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
         if not starts:
@@ -361,8 +361,8 @@ class TextSpan(Selection, frozen=True, tag="span"):
 class Between(Selection, frozen=True, tag="between"):
     """The tokens strictly between an `opening` delimiter and the next `closing` one, or the end if there is none.
 
-    A delimiter is a token's id, or text. Text that is one token of the model's tokenizer means that token. Longer text
-    is found in the prompt, where every token that shares a character with it belongs to the delimiter.
+    A delimiter is a token id or text. Text that is a single token of the model's tokenizer means that token. Longer
+    text is searched for in the prompt; every token that overlaps it belongs to the delimiter.
     """
 
     opening: str | int
@@ -447,7 +447,7 @@ MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """The depth of a selection, the number of its leaves, and the number of leaves that select by token id."""
+    """A selection's depth, its number of leaves, and how many of them select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)
@@ -464,14 +464,14 @@ image: ImageTokens = ImageTokens()
 
 
 def span(text: str, occurrence: int | None = None) -> TextSpan:
-    """The prompt tokens that spell `text`. `occurrence` chooses one of several matches, from 0, or from the end if
-    negative; without it, the text must occur once."""
+    """The prompt tokens that spell `text`. `occurrence` is the 0-based index of one of several matches, from the end if
+    negative; without it, the text must occur exactly once."""
     return TextSpan(text, occurrence)
 
 
 def role(name: str, message: int | None = None) -> Role:
-    """The prompt tokens of a chat's messages of a role: `pc.role("user")[-1]` is the last of them. `message` selects
-    one message, from 0, or from the end if negative."""
+    """The prompt tokens of a chat's messages with a role: `pc.role("user")[-1]` is the last of them. `message` is the
+    0-based index of one message, from the end if negative."""
     return Role(name, message)
 
 
@@ -487,12 +487,12 @@ def between(opening: str | int, closing: str | int) -> Between:
 
 
 def ids_in(selection: Selection) -> list[TokenIds]:
-    """The selections by token id within a selection."""
+    """The parts of a selection that select by token id."""
     return [leaf for leaf in leaves(selection) if isinstance(leaf, TokenIds)]
 
 
 def leaves(selection: Selection) -> list[Selection]:
-    """The selections that a selection is joined of, from left to right."""
+    """The leaves of a combined selection, from left to right."""
     if isinstance(selection, Joined):
         return leaves(selection.left) + leaves(selection.right)
     return [selection]
@@ -612,7 +612,7 @@ def _unquote(literal: str) -> str:
 
 
 def read_tokens(text: TokensLike, path: str) -> Tokens:
-    """Parse a selection, adding the path to errors."""
+    """Parse a selection, prefixing errors with the path."""
     try:
         return parse_tokens(text)
     except PatchclampError as error:

@@ -147,7 +147,7 @@ def as_file(path: Any, name: str | None = None) -> Any:
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
     """Convert real numbers in a torch tensor, a NumPy array or nested lists to a contiguous little-endian fp32 array.
 
-    Raises `ShapeError` for all else: text, booleans, complex numbers, dates, masked arrays, non-dense tensors.
+    Raises `ShapeError` for anything else: text, booleans, complex numbers, dates, masked arrays, non-dense tensors.
     """
     import numpy as np
 
@@ -215,7 +215,7 @@ class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
         return cls(tuple(array.shape), array.tobytes())
 
     def array(self) -> np.ndarray:
-        """The numbers, fp32 [D] or [n, D], read-only."""
+        """The numbers as a read-only fp32 array, [D] or [n, D]."""
         import numpy as np
 
         return np.frombuffer(self.data, "<f4").reshape(self.shape)
@@ -226,7 +226,7 @@ class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
 
     @functools.cached_property
     def content(self) -> str:
-        """SHA-256 of shape and numbers, in hex: the vector's name in the bank. Computed once."""
+        """SHA-256 of shape and numbers, in hex: the vector's name in the bank. Cached."""
         return hashlib.sha256(repr(self.shape).encode() + self.data).hexdigest()
 
     def __repr__(self) -> str:
@@ -313,7 +313,7 @@ def check_name(name: object) -> str:
 
 
 class Named(PublicStruct, frozen=True, tag="named"):
-    """A bank entry, looked up when the request is made: a vector, or means (the row of the site that is written)."""
+    """A bank entry, looked up when the request is made: a vector, or means (the written site's row is used)."""
 
     name: str
 
@@ -334,7 +334,7 @@ ValueLike = Value | str | Array | Sequence[float] | Sequence[Sequence[float]]
 
 
 def as_value(value: ValueLike) -> Value:
-    """Make a value from a vector's numbers or a name in the bank; return a value unchanged."""
+    """Make a value from numbers or a bank name; return a value unchanged."""
     if isinstance(value, (Vector, From, Named, SameRun)):
         return value
     if isinstance(value, str):
@@ -402,7 +402,7 @@ def as_dtype(value: object, path: str | None = None) -> str:
 
 
 def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
-    """Return a converter that accepts one of some words; `what` names them in its error."""
+    """Return a converter that accepts one of `words`; `what` names them in its error."""
 
     def check(value: str) -> str:
         if not isinstance(value, str) or value not in words:

@@ -1,4 +1,4 @@
-"""Bind a program to one prompt: check every name and selection before anything runs, and lower each op to numbers.
+"""Bind a program to one prompt: check all names and selections before anything runs, and lower each op to numbers.
 
 A new op of an existing kind (`plan.bound`) is a struct in `language.ops` and one lowering function here. The function
 reads the prompt, the model and the bank through its `Context`.
@@ -95,25 +95,26 @@ from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
 class Context(Protocol):
-    """The interface of a lowering function to one op's site and selection in one prompt."""
+    """The interface of lowering functions to one op's site and selection in a prompt."""
 
     conditional: bool
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
         """The bank keys of a value (one per point, or one for all), and the row for each selected position (None: row
-        0). Errors have the path `value`."""
+        0). Errors get the path `value`."""
         ...
 
     def rows(self, count: int) -> np.ndarray:
-        """The row for each selected position, of a value with `count` rows. Raises `ShapeError` for another number."""
+        """The row for each selected position, for a value with `count` rows. Raises `ShapeError` if the counts
+        differ."""
         ...
 
     def padded(self, vector: Vector, field: str) -> Vector:
-        """A vector as wide as the site's rows, padded to those of its point."""
+        """A vector of the site's width, padded to the width of its point."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
-        """The single vector of a field, as wide as the site, for all points."""
+        """The single vector of a field, of the site's width, for all points."""
         ...
 
     def put(self, vector: Vector) -> str:
@@ -121,11 +122,11 @@ class Context(Protocol):
         ...
 
     def needs_whole_rows(self, op: SiteOp) -> None:
-        """Raise `UnsupportedSite` if no worker has the whole row that the op sums over."""
+        """Raise `UnsupportedSite` if no worker has the whole row, which the op sums over."""
         ...
 
     def points(self) -> list[tuple[str, int | None]]:
-        """Kind and layer of each point."""
+        """The kind and layer of each point."""
         ...
 
     def check_lens(self, lens: ops.Lens) -> None:
@@ -134,33 +135,33 @@ class Context(Protocol):
         ...
 
     def heads(self) -> tuple[int, int, int]:
-        """The first head of the op's site, the number of heads, and the number of positions of the request."""
+        """The first head of the op's site, the number of heads, and the request's number of positions."""
         ...
 
     def edges(self, keys: Tokens | None, removed: bool = False) -> tuple[tuple[int, int], ...]:
         """The ranges of keys whose attention is edited; () for None. Raises `TokensError` for queries or keys that
-        depend on generated tokens, and for `removed` keys that are all that a query sees."""
+        depend on generated tokens, and if `removed` keys leave a query without any."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
-        """The SAE that the op names. Raises `ProgramError` for an id that it does not have."""
+        """The SAE that the op names. Raises `ProgramError` for an id out of range."""
         ...
 
     def read_before(self, action: Action, ref: SiteRef) -> None:
-        """Add an op that acts on the same tokens at an earlier site."""
+        """Add an op on the same tokens at an earlier site."""
         ...
 
     def code(self, op: ops.Apply) -> int:
-        """Number an op's code. Raises `ProgramError` if code is not allowed."""
+        """Assign a number to an op's code. Raises `ProgramError` if code is not allowed."""
         ...
 
 
 class Lowered(msgspec.Struct, frozen=True):
-    """A lowered op, before it gets points and positions.
+    """A lowered op, before points and positions are assigned.
 
     values: bank keys
     rows: the value's row for each selected position; None: row 0
-    repeats: the number of times the action runs at every position, with rows 0, 1, … of the value
+    repeats: how often the action runs at each position, with rows 0, 1, … of the value
     """
 
     action: Action
@@ -171,7 +172,7 @@ class Lowered(msgspec.Struct, frozen=True):
 
 @functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
-    """Lower an op to numbers. Errors have the field's name as their path."""
+    """Lower an op to numbers. Errors get the field's name as their path."""
     raise NotImplementedError(f"no lowering of {type(op).__name__}")
 
 
@@ -244,7 +245,7 @@ def _encoded(
     dictionary: Dictionary, context: Context, ids: tuple[int, ...] = (),
     gates: tuple[tuple[float, float, float], ...] = (),
 ) -> Lowered:  # fmt: skip
-    """An edit that runs the whole encoder, and the op that reads its row if that is at another site."""
+    """An edit that runs the whole encoder, plus the op that reads its row if that is at another site."""
     action = Encoded(dictionary.card.name, dictionary.card.content, ids, gates)
     if dictionary.at != dictionary.to:
         context.read_before(msgspec.structs.replace(action, reads=True), dictionary.at)
@@ -339,7 +340,7 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
 
 
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
-    """The action of products with the rows of `along`, which add multiples of the rows of `added`."""
+    """The action that adds multiples of the rows of `added`, by products with the rows of `along`."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not edit logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
@@ -350,7 +351,7 @@ def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward
 
 def gates_of(rank: int, bias: Any = 0.0, threshold: Any = -MAX_FP32, offset: Any = 0.0, slope: Any = 0.0,
              otherwise: Any = 0.0) -> Vector:  # fmt: skip
-    """The numbers [k, 5] of a `Factored` action. By default its products are not thresholded."""
+    """The numbers [k, 5] of a `Factored` action; no threshold by default."""
     numbers = np.empty((rank, 5), np.float32)
     for i, each in enumerate((bias, threshold, offset, slope, otherwise)):
         numbers[:, i] = each
@@ -409,9 +410,9 @@ class Code(NamedTuple):
     """The code of an `Apply`.
 
     path: the op's path in its program
-    arguments: the names of the arguments that `fn` takes besides the rows
+    arguments: the names of the arguments `fn` takes in addition to the rows
     sites: the site's text form, by point
-    what: a name for what runs, in errors
+    what: its name in errors
     """
 
     path: str
@@ -429,11 +430,11 @@ def bind(
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
     code: dict[int, Code] | None = None, known: Known | None = None,
 ) -> BoundProgram:  # fmt: skip
-    """Check a program against a prompt, a model, and the runs and names (`bank`) it reads, and lower it to numbers.
+    """Check a program against a prompt, a model, and the runs and bank names it reads, and lower it to numbers.
 
     Positions are those of input tokens, below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
-    vector by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs that
-    are bound together.
+    vector by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs bound
+    together.
 
     Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite`, `MissingSource` or `CapacityError`, with the
     op's path.
@@ -449,10 +450,10 @@ def bind(
 
 
 class Known:
-    """A cache shared by the programs of one call: the refs of a site, the positions of a selection, the rows of a run,
-    and the ranges of positions. Entries keyed by an array's identity hold the array, so that its id is not reused.
+    """A cache shared by the programs of one call: refs by site, positions by selection, rows by run, and ranges by
+    positions. Entries keyed by an array's identity hold the array, so that its id is not reused.
 
-    `count(records)` is called with the work of each op as it is bound (`record_work`); binding ends if it raises.
+    `count(records)` is called with the work of each op as it is bound (`record_work`); binding aborts if it raises.
     """
 
     def __init__(self, count: Callable[[int], None] | None = None) -> None:
@@ -465,7 +466,7 @@ class Known:
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
 
     def merged_of(self, cases: list[Case]) -> np.ndarray:
-        """All positions of some cases, ascending; the same array for the same cases."""
+        """All positions of the given cases, ascending; the same array for the same cases."""
         key = tuple(id(case.positions) for case in cases)
         if key not in self.merged:
             self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
@@ -515,8 +516,8 @@ class _Binder:
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
-        """Bind all ops, after those that find delimiters. Every comparison of a probe is made where the program first
-        reads it, so that later edits at its site change no decision."""
+        """Bind all ops, after those that find delimiters. A probe's comparisons are all made where the program first
+        reads it, so later edits at its site change no decision."""
         ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
         return tuple(
             each for op in (*self._span_ops, *ops)
@@ -524,7 +525,7 @@ class _Binder:
         )  # fmt: skip
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """Bind an op, or the edits of the program that it uses; `users`: the chain of `Use` that leads to the op."""
+        """Bind an op, or the edits of the program it uses; `users`: the chain of `Use` leading to the op."""
         try:
             if isinstance(op, When):
                 conditional = self._when(path, op)
@@ -556,7 +557,7 @@ class _Binder:
         return [op.scaled(edit) for edit in program.edits]
 
     def _when(self, path: str, op: When) -> list[BoundOp]:
-        """Bind conditional edits: first what reads the probes and decides, then the edits with their guard."""
+        """Bind conditional edits: first the probes and the decision, then the edits with their guard."""
         ops: list[BoundOp] = []
         points: dict[int, Point] = {}  # that its probes read, by depth
         try:
@@ -587,7 +588,7 @@ class _Binder:
             return action.bit if isinstance(action, All) else 0
 
         def bit_of(condition: ProbeCondition, negated: bool = False) -> int:
-            """The bit that a condition sets, or its negation."""
+            """The bit that a condition or its negation sets."""
             if isinstance(condition, Not):
                 return bit_of(condition.condition, not negated)
             parts = condition.conditions if isinstance(condition, Every) else (condition,)
@@ -620,7 +621,7 @@ class _Binder:
         )]  # fmt: skip
 
     def _by_probes(self, condition: ProbeCondition) -> ProbeCondition:
-        """A condition in which every feature is the probe that it is: its encoder row, for a local SAE."""
+        """A condition with each feature replaced by a probe: its encoder row, for a local SAE."""
         if isinstance(condition, Not):
             return Not(self._by_probes(condition.condition))
         if isinstance(condition, Every):
@@ -672,8 +673,8 @@ class _Binder:
         return latch
 
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
-        """The op that reads a probe, where the program names it first. Raises `ProgramError` for a probe whose scores
-        would now be others, unless it is named to compare the scores that it has."""
+        """The op that reads a probe, where the program first names it. Raises `ProgramError` if the probe's scores have
+        changed since, unless it is only named to compare the existing scores."""
         if self._probes.setdefault(probe.name, probe) != probe:
             raise ProgramError(
                 f"two probes are named {probe.name!r}, or a probe and a feature of a condition: give the probe another "
@@ -691,7 +692,7 @@ class _Binder:
         return self._bind(path, probe)
 
     def _comparison(self, path: str, each: Above) -> tuple[Point, np.ndarray]:
-        """Give a comparison a bit. Returns the point that its probe reads, and the positions."""
+        """Assign a bit to a comparison. Returns the point its probe reads, and the positions."""
         probe = each.probe
         if probe.pool is not None:
             raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its request has ended", "pool")
@@ -767,7 +768,7 @@ class _Binder:
         return guarded
 
     def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
-        """Bind an op: an edit once for each condition under which it acts, a capture once."""
+        """Bind an op: an edit once per condition under which it acts, a capture once."""
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
         if isinstance(op, Readout):
@@ -789,8 +790,8 @@ class _Binder:
 
     def _span(self, path: str, tokens: Tokens, inside: bool) -> Guard:
         """The guard of generated tokens inside a selection's `between`, or outside. The first op that needs it sets its
-        bit, from the ids of the step's tokens and of what earlier steps left in a latch: read at the embedding, and
-        written where the stream ends, since rows of one point are in no order."""
+        bit, from the ids of the step's tokens and a latch set by earlier steps. The latch is read at the embedding and
+        written at the end of the stream, since rows at one point are unordered."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
         begin, [first] = len(self.prompt.ids), self.sites.resolve(Site("embed"))
@@ -817,7 +818,7 @@ class _Binder:
         return self._spans[pair, inside]
 
     def dictionary(self, name: str) -> Dictionary:
-        """The SAE that was attached under a name."""
+        """The SAE attached under a name."""
         found = self.sites.dictionaries.get(name)
         if found is None:
             raise unknown("attached SAE", name, self.sites.dictionaries, "name")
@@ -835,7 +836,7 @@ class _Binder:
         return self.known.refs[op.at]
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """The cases of a selection at a site: unconditional positions, then those that depend on a token's id."""
+        """A selection's cases at a site: unconditional positions, then those that depend on a token's id."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
@@ -869,7 +870,7 @@ class _Binder:
             )
 
     def _check_sampled(self, positions: np.ndarray) -> None:
-        """Raise for positions without logits, which exist only where a token is sampled; `every` means all of these."""
+        """Raise for positions without logits, which exist only at sampled positions; `every` means all of these."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
@@ -880,14 +881,14 @@ class _Binder:
             )
 
     def entry(self, name: str, field: str) -> Any:
-        """The bank's entry of a name."""
+        """Look up a name in the bank."""
         try:
             return self._bank[name]
         except PatchclampError as error:
             raise error.under(field) from None
 
     def run(self, name: str) -> tuple[str, SourceRun]:
-        """The key and the captures of a run, given by its key or its name in the bank."""
+        """The key and the captures of a run, by its key or its bank name."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
             raise ProgramError(f"{name!r} in the bank is {type(named).__name__}, not a run")
@@ -904,7 +905,7 @@ class _Binder:
         return key
 
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
-        """Assign a new number to an op's code at each binding, so that no other request shares its cached blocks."""
+        """Assign a new number to an op's code at each binding, so that requests never share its cached blocks."""
         if self._code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
@@ -928,7 +929,7 @@ class _OpBinder:
         self._stored: list[BoundOp] = []  # `Store` ops for rows that it reads from its own run
 
     def bound(self) -> list[BoundOp]:
-        """The bound op, after the `Store` ops that it needs."""
+        """The bound op, after the `Store` ops it requires."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
         if isinstance(lowered.action, Keep) and lowered.action.pool == LAST and not self.conditional:
             # of the prompt's tokens only the last one can be the last of all; the ones before may come from a cache
@@ -949,8 +950,8 @@ class _OpBinder:
         return [*self._stored, bound]
 
     def _pooled_in_step(self, action: Action) -> Action:
-        """The action of the op; a mean or maximum over tokens of the prompt is taken on the device. Of generated tokens
-        some may not count in the end: those of rejected drafts, and behind a stop string."""
+        """The op's action; a mean or maximum over prompt tokens is reduced on the device. Generated tokens are not,
+        since some may be discarded: rejected draft tokens, and those after a stop string."""
         positions = self._case.positions
         if not isinstance(action, Keep) or action.pool in (0, LAST) or self.conditional or not len(positions):
             return action
@@ -1062,9 +1063,9 @@ class _OpBinder:
         return np.arange(count)
 
     def _vectors(self, value: Value, field: str) -> list[Vector]:
-        """One vector for all site refs, or one for each.
+        """One vector for all site refs, or one per ref.
 
-        Raises `MissingSource` for a name that the bank does not have, `ShapeError` for a vector of another width.
+        Raises `MissingSource` for a name missing from the bank, `ShapeError` for a vector of the wrong width.
         """
         if isinstance(value, (From, SameRun)):
             raise ProgramError(f"expected numbers, got a row of a run; write run[site][i] for {value}", field)
@@ -1075,8 +1076,8 @@ class _OpBinder:
         return self._as_wide(vector, False, field)
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """Pad a vector to the width of its point, with 0 outside the columns of the site ref. A row of heads may be
-        [H, E], except in a projection; a `named` vector may already be as wide as the point."""
+        """Pad a vector with 0 to the width of its point, outside the columns of the site ref. A row of heads may be [H,
+        E], except in a projection; a `named` vector may already have the point's width."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
@@ -1126,7 +1127,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
-        """The bank keys of rows that this run stores for the op, and the row for each written position."""
+        """The bank keys of rows this run stores for the op, and the row for each written position."""
         if value.site.name in DERIVED:
             raise UnsupportedSite(f"{value.site} has a number for each key, and is computed when a step ends")
         read, written = self._sites.resolve(value.site), self._case.positions
@@ -1149,7 +1150,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
-        """The positions of a selection, in its order. Raises `ShapeError` if they depend on generated tokens."""
+        """The positions of a selection, in order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"which tokens {tokens} selects is known when they are there: name positions", "position")
@@ -1167,7 +1168,7 @@ class _OpBinder:
         return positions
 
     def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
-        """Raise if the rows that are read do not fit the points where they are written."""
+        """Raise if the rows read do not fit the points they are written to."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
             raise ShapeError(f"{value.site} names {len(read)} layers; {len(written)} are written: give one, or as many")
@@ -1182,8 +1183,8 @@ class _OpBinder:
 
 
 def product_above(each: Above) -> float:
-    """The threshold of the product W h: the greatest fp32 number whose score, as `run.probes` computes it, is not above
-    that of the comparison. The decision then agrees with the score to the bit, although the score is rounded."""
+    """The threshold of the product W h: the greatest fp32 number whose score, as `run.probes` computes it, does not
+    exceed the comparison's. The decision then agrees with the rounded score exactly."""
     probe = each.probe
     if probe.activation == "softmax":
         raise ProgramError("a softmax depends on all outputs: compare those of a probe without it", "activation")
@@ -1193,11 +1194,11 @@ def product_above(each: Above) -> float:
 
 @functools.lru_cache(4096)
 def _greatest_below(bias: float, activation: str | None, threshold: float, inclusive: bool) -> float:
-    """`product_above` by bisection, since scores rise with products."""
+    """`product_above` by bisection, since scores increase with products."""
     compare = np.greater_equal if inclusive else np.greater
 
     def product(rank: int) -> np.ndarray:
-        """The fp32 number of a rank in their order; 0 has rank 0."""
+        """The fp32 number of a rank in ascending order; 0 has rank 0."""
         return np.copysign(np.array([abs(rank)], np.int32).view(np.float32), rank)
 
     def holds(rank: int) -> bool:
@@ -1217,7 +1218,7 @@ def _greatest_below(bias: float, activation: str | None, threshold: float, inclu
 
 
 def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange, ...]:
-    """The part of ranges from position `first` on."""
+    """The parts of ranges from position `first` on."""
     return tuple(
         each._replace(start=max(each.start, first), row=each.row + max(first - each.start, 0) * each.step)
         for each in ranges if each.stop > first
@@ -1225,12 +1226,12 @@ def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange,
 
 
 def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
-    """True if both have the same columns, or if a whole row of the same site is read and its part is written."""
+    """True if both have the same columns, or if a whole row is read and a part of the same site is written."""
     return read.columns == written.columns or (read.columns is None and read.name == written.name)
 
 
 def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
-    """Raise `UnsupportedSite` unless a run has computed one site by the time it writes the other."""
+    """Raise `UnsupportedSite` unless a run computes one site before it writes the other."""
     if sites.points[read.point].rows == "sampled":
         raise UnsupportedSite(f"{read} is the end of a step: a run cannot write it elsewhere")
     if sites.stages > 1:
@@ -1268,12 +1269,12 @@ def _flat(vector: Vector) -> Vector:
 
 @functools.lru_cache(1024)
 def _padded(vector: Vector, before: int, after: int) -> Vector:
-    """Pad a vector with columns of zeros on both sides. Cached, so that it is hashed once for all prompts."""
+    """Pad a vector with zero columns on both sides. Cached, so that it is hashed once for all prompts."""
     return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(before, after)]))
 
 
 def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-    """The row of each wanted position. Raises `MissingSource` for a position that was not captured."""
+    """The row of each requested position. Raises `MissingSource` for a position that was not captured."""
     if len(captured) == 0:
         raise MissingSource(f"run {run} did not capture {ref}")
     rows = np.searchsorted(captured, wanted)
@@ -1296,7 +1297,7 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call, once per prompt length if only the length matters, and once for all lengths if
+    """Binds the programs of one call: once per prompt length if only the length matters, and once for all lengths if
     they edit every token. `source` returns the captures of a run; `count` is passed to `Known`."""
 
     def __init__(
@@ -1348,8 +1349,8 @@ class Bindings:
     def cells_of(
         self, programs: Sequence[Program], bound: Sequence[BoundProgram | None], max_tokens: int
     ) -> Callable[[], CellRecords]:
-        """A function that returns the cells of bound programs, which are made once for all prompts of one length if
-        only the length matters, or for all prompts if every token is edited."""
+        """Return a function from bound programs to their cells, made once per prompt length if only the length matters,
+        or once for all prompts if every token is edited."""
         length = next((of.prompt for of in bound if of is not None), 0)
         numbers = tuple(id(program) if program else 0 for program in programs)
         make = functools.cache(functools.partial(cells_of, bound))

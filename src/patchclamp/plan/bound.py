@@ -1,4 +1,4 @@
-"""Bound programs: a program as numbers for one prompt. They are plain data, sent as msgpack.
+"""Bound programs: a program as numbers for one prompt; plain data, sent as msgpack.
 
 Prefix caching: the key of a key/value block includes a hash of the edits at its positions (`block_key`). The engine
 chains block keys, so a key covers the edits of earlier blocks too. Blocks before the first edited position get no hash
@@ -58,11 +58,11 @@ MAX_ATTENTION_BYTES = 1 << 30  # of the attention rows of one program
 
 
 class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
-    """Reads the attention of queries after rotary embedding.
+    """A read of the attention of queries, after rotary embedding.
 
     site: `pattern` or `attn_scores`
     first, heads: the first head, and the number of heads
-    keys: the length of a row; 0: the largest of each row are kept
+    keys: the length of a row; 0: only the largest of each row are kept
     """
 
     site: str
@@ -72,19 +72,18 @@ class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
-    """Record the row, or its products with the rows of a matrix.
+    """Record the row, or its products with a matrix's rows.
 
     dtype: an index into `DTYPES`
-    conditional: True if some of its positions depend on generated tokens
+    conditional: True if some positions depend on generated tokens
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
-    pool: an index into `POOLS` plus 1; 0: each position has a row of its own
-    in_step: True if the rows of each step are pooled on the device, and one is kept
-    probe: the name of the probe that its products are for; "" if they are the site's
-    lens: True if its rows are for a lens, and not the site's
-    reader: what is computed of each row, and kept: features of an attached SAE, or the attention of a query; None: the
-        row itself
-    top: the number of features, or of keys of each head: a row is their values and then their ids, as the bits of int32
+    pool: an index into `POOLS` plus 1; 0: one row per position
+    in_step: True if each step's rows are pooled to one on the device
+    probe: the name of the probe the products are for; "" if they are the site's
+    lens: True if its rows are for a lens rather than the site
+    reader: computes what is kept of each row: features of an attached SAE, or a query's attention; None: the row itself
+    top: the number of features, or of keys per head; a row is their values, then their ids as int32 bits
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -101,12 +100,12 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
 
     @property
     def is_private(self) -> bool:
-        """True if its rows are not those of the site."""
+        """True if its rows do not belong to the site."""
         return self.lens or self.reader is not None or bool(self.probe)
 
     @property
     def numbers(self) -> int:
-        """The numbers that are kept of each row; 0: all."""
+        """The number of values kept per row; 0: all."""
         if isinstance(self.reader, AttentionReader):
             return self.reader.heads * (2 * self.top or self.reader.keys)
         return self.products or 2 * self.top
@@ -133,11 +132,11 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
 
 
 class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
-    """Add Σ g(p_j) · d_j to the row, where p_j is a product with e_j, all of the row before the op.
+    """Add Σ g(p_j) · d_j to the row, where p_j is the product of the row before the op with e_j.
 
     The op's value has five numbers for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias, g is
-    offset + slope · q where q is above the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is a
-    row v instead, p_j the product of v − h with e_j, and g is toward · p_j.
+    offset + slope · q where q exceeds the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is
+    instead a row v, p_j the product of v − h with e_j, and g is toward · p_j.
 
     rank: k
     factors: the bank key of the rows e_1 … e_k, d_1 … d_k
@@ -155,7 +154,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """cos, sin: of the angle to the first row of the value; if `relative`, of the angle to h"""
+    """cos, sin: of the angle to the value's first row; if `relative`, of the angle to h"""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -177,20 +176,20 @@ class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
 
 
 class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
-    """code: the number of its function, unique in the process."""
+    """code: the function's number, unique in the process."""
 
     kind: ClassVar[int] = APPLY
     code: int
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
-    """Run the whole encoder of an attached SAE (`runtime.dictionaries`): replace the row by its reconstruction, or
-    change some features.
+    """Run an attached SAE's whole encoder (`runtime.dictionaries`): replace the row with its reconstruction, or change
+    some features.
 
     name, content: of the SAE
     ids: of the features; () to reconstruct
-    gates: by feature the offset, slope and otherwise, as in `Factored`, of what is added in decoder rows
-    reads: True where a transcoder reads the row, and changes nothing
+    gates: per feature the offset, slope and otherwise, as in `Factored`, of the multiple of its decoder row to add
+    reads: True where a transcoder only reads the row
     """
 
     kind: ClassVar[int] = APPLY
@@ -203,11 +202,11 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
     """Change the attention pattern of queries after rotary embedding, and so the result of attention. It acts before
-    every other edit of that result.
+    other edits of that result.
 
-    keys: ranges first … end − 1 of the keys that it changes; (): all
-    factor: of their probabilities; of `rows`, if there are any: (1 − factor) · p + factor · row; None: keys are removed
-        before the softmax
+    keys: ranges first … end − 1 of the keys to change; (): all
+    factor: multiplies their probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed before
+    the softmax
     rows: the bank key of rows of probabilities, or ""
     """
 
@@ -218,13 +217,13 @@ class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
-    """Write the row of each position to the bank, under an own key (`own_key`)."""
+    """Write each position's row to the bank, under a key of this run (`own_key`)."""
 
     kind: ClassVar[int] = STORE
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
-    """Set bit `bit` of the row if its product with the value's row is above `threshold`. The program keeps the product
+    """Set bit `bit` of the row if its product with the value's row exceeds `threshold`. The program keeps the product
     for the probe named `probe`."""
 
     kind: ClassVar[int] = TEST
@@ -234,7 +233,7 @@ class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
 
 
 class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
-    """Set bit `bit` of the row if its bits in `mask` equal those of `wanted`; with `negated`, if they do not."""
+    """Set bit `bit` of the row if its bits under `mask` equal `wanted`; with `negated`, if they do not."""
 
     kind: ClassVar[int] = ALL
     bit: int
@@ -244,8 +243,8 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position at which bit `bit` is set as latch `latch` of the request. With `last` the latch has the
-    greatest position, twice, plus the bit of its row."""
+    """Keep the lowest position at which bit `bit` is set in the request's latch `latch`. With `last`, the latch holds
+    twice the greatest position plus the bit of its row."""
 
     kind: ClassVar[int] = LATCH
     bit: int
@@ -254,9 +253,9 @@ class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
-    """Set bit `bit` of a generated token's row if it is strictly between the tokens `opening` and `closing`, and the
-    next bit if the last of these up to it is `opening`. A step reads its own tokens, and for those before them the bit
-    in latch `latch`, which a step's last row leaves there at a later point.
+    """Mark generated tokens between delimiters. Bit `bit`: the token is strictly between `opening` and `closing`. Bit
+    `bit` + 1: the latest delimiter up to and including the token is `opening`. Latch `latch` carries the state between
+    steps: a step's last row sets it at a later point.
 
     inside: True if the prompt ends between the two
     """
@@ -270,7 +269,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
 
 
 class Guard(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to rows with bit `bit`, or, if `latch` is not −1, to positions from the latched one on."""
+    """Restricts an op to rows with bit `bit` set, or, if `latch` is not −1, to positions from the latched one on."""
 
     bit: int
     latch: int = -1
@@ -298,7 +297,7 @@ DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to tokens whose id is among the ids of the bank key `ids`; with `others`, to all other tokens."""
+    """Restricts an op to tokens whose id is listed under bank key `ids`; with `others`, to all other tokens."""
 
     ids: str
     others: bool
@@ -309,10 +308,10 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     path: the op's path in its program, such as `edits[2]`
     points: the points it acts at
-    values: a bank key for each point, one for all, or none
+    values: a bank key per point, one for all, or none
     ranges: the positions it acts on, ascending
     reaches_cache: True if it can change keys and values that later tokens read
-    columns: the columns of a row that it acts on (`pack_columns`); 0: all
+    columns: the columns of the row it acts on (`pack_columns`); 0: all
     condition: a condition on the token's id, or None
     guard: a condition on probes, or None
     """
@@ -340,25 +339,25 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kept(self) -> tuple[PositionRange, ...]:
-        """The positions of the rows that a capture keeps: of rows that are pooled on the device, the last one."""
+        """The positions of the rows a capture keeps; the last one if rows are pooled on the device."""
         if isinstance(self.action, Keep) and self.action.in_step:
             return (PositionRange(self.ranges[-1].stop - 1, self.ranges[-1].stop),)
         return self.ranges
 
     @property
     def is_gated(self) -> bool:
-        """True if its value is no row but the numbers of a `Factored` action."""
+        """True if its value is not a row but the numbers of a `Factored` action."""
         return isinstance(self.action, Factored) and not self.action.toward
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every bank key that it reads."""
+        """Every bank key it reads."""
         beside = {Blend: "mask", Keep: "matrix", Factored: "factors", Attended: "rows"}.get(type(self.action))
         key = getattr(self.action, beside) if beside else ""
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
-        """Every bank key that it reads, with each point at which it does."""
+        """Every bank key it reads, with each point where it does."""
         if len(self.values) == len(self.points):
             reads = list(zip(self.values, self.points, strict=True))
         else:
@@ -366,7 +365,8 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
     def at(self, chosen: np.ndarray) -> BoundOp:
-        """Restrict the op to the `chosen` points, bool [P]; without any it becomes a no-op, so that op numbers stay."""
+        """Restrict the op to the `chosen` points, bool [P]; with none it becomes a no-op, which preserves op
+        numbers."""
         if chosen.all():
             return self
         index = [i for i, point in enumerate(self.points) if chosen[point]]
@@ -395,7 +395,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def contents(self) -> list[bytes]:
-        """Each op without its path and its ranges, encoded."""
+        """Each op, encoded without its path and ranges."""
         return [msgspec.msgpack.encode(msgspec.structs.replace(op, path="", ranges=())) for op in self.ops]
 
     @functools.cached_property
@@ -410,12 +410,12 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_width(self) -> dict[int, int]:
-        """The numbers captured per row at each point; 0: all. `check_one_way` ensures that a point has only one."""
+        """The number of values captured per row at each point; 0: all. `check_one_way` ensures one number per point."""
         keeps = [(op.action, op.points) for op in self.ops if captures_site(op)]
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
     def private_bytes(self, sites: SiteMap, computed: int | None = None) -> int:
-        """The bytes of all rows of probes, lenses and features in the first `computed` positions; None: in all, up to
+        """The bytes of all probe, lens and feature rows in the first `computed` positions; None: all, up to
         `max_tokens`."""
         return sum(
             4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
@@ -425,7 +425,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_item_bytes(self) -> dict[int, int]:
-        """The most bytes per captured number at each point: 4 in fp32, 2 in bfloat16 and float16."""
+        """The maximum bytes per captured number at each point: 4 in fp32, 2 in bfloat16 and float16."""
         sizes: dict[int, int] = {}
         for op in self.ops:
             if isinstance(op.action, Keep) and captures_site(op):
@@ -435,7 +435,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
-    """The program of sample `number` of a prompt. Each draws noise of its own, from the op's seed plus the number."""
+    """The program of sample `number` of a prompt. Its noise seed is the op's seed plus the number."""
     actions = [op.action for op in bound.ops]
     if number == 0 or not any(isinstance(action, Noisy) for action in actions):
         return bound
@@ -449,10 +449,10 @@ def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
 
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
-    """Raise `ProgramError` if one point is captured in two ways, since all rows of a point in a run have one width.
-    Probes and lenses are not concerned: each has rows of its own.
+    """Raise `ProgramError` if a point is captured in two ways, since all rows of a point in a run have the same width.
+    Probes and lenses are exempt: each has its own rows.
 
-    label: returns the name of a point
+    label: returns a point's name
     """
     ways: dict[int, BoundOp] = {}
     for op in ops:
@@ -482,19 +482,19 @@ def check_attention(ops: Iterable[BoundOp]) -> None:
 
 
 def way_of(op: BoundOp) -> tuple[str, int, str]:
-    """A capture's matrix, the columns that it applies to, and the path of a pooled one; ("", 0, "") for whole rows."""
+    """A capture's matrix, the columns it applies to, and the path of a pooled one; ("", 0, "") for whole rows."""
     assert isinstance(op.action, Keep)
     return op.action.matrix, op.columns, op.path if op.action.pool else ""
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
-    """The positions of some ranges, ascending."""
+    """The positions of ranges, ascending."""
     positions = [np.arange(start, stop) for start, stop, *_ in ranges]
     return positions[0] if len(positions) == 1 else np.unique(np.concatenate([np.zeros(0, np.int64), *positions]))
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """Merge distinct positions, and the row that each reads (None: row 0), into few ascending ranges."""
+    """Merge distinct positions, and the row each reads (None: row 0), into few ascending ranges."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -517,12 +517,12 @@ def pack_columns(columns: tuple[int, int]) -> int:
 
 
 def captures_site(op: BoundOp) -> bool:
-    """True if an op captures rows of its site, which probes and lenses do not."""
+    """True if an op captures rows of its site; probes and lenses do not."""
     return isinstance(op.action, Keep) and not op.action.is_private
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:
-    """The number under which the rows of a program's op are stored."""
+    """The number under which an op's rows are stored."""
     return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 
@@ -532,35 +532,35 @@ def run_key(run: str, point: int) -> str:
 
 
 def source_of(key: str) -> tuple[str, int] | None:
-    """The run and the point of a bank key; None for a key of another kind."""
+    """The run and the point of a run's bank key; None for other keys."""
     kind, _, name = key.partition(":")
     run, _, point = name.rpartition(":")
     return (run, int(point)) if kind == "r" else None
 
 
 def is_vector(key: str) -> bool:
-    """True if a bank key is an inline vector's."""
+    """True if a bank key belongs to an inline vector."""
     return key.startswith("v:")
 
 
 def is_loaded(key: str) -> bool:
-    """True if the rows of a bank key are loaded before a program starts, rather than stored by the program."""
+    """True if a bank key's rows are loaded before a program starts, rather than stored by the program."""
     return own_point(key) is None
 
 
 def own_key(number: int, point: int) -> str:
-    """The bank key of rows that a run stores at a point for itself; `number` is unique within the program."""
+    """The bank key of rows a run stores at a point for itself; `number` is unique within the program."""
     return f"o:{number}:{point}"
 
 
 def own_point(key: str) -> int | None:
-    """The point of an own key; None for a key of another kind."""
+    """The point of a run's own key (`own_key`); None for other keys."""
     kind, _, name = key.partition("@")[0].partition(":")
     return int(name.rpartition(":")[2]) if kind == "o" else None
 
 
 def noise_stream(kind: str, layer: int | None) -> int:
-    """The point's number in the counter of the noise generator (`kernels.noise`): 31 bits of a hash of its name."""
+    """The point's stream number in the noise generator's counter (`kernels.noise`): 31 bits of a hash of its name."""
     digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -569,8 +569,8 @@ Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # of a `Compare`:
 
 
 def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callable[[Guard], np.ndarray]:
-    """Returns a function of a guard: True for each position of the tokens `ids` where it held, from the products that
-    the kernel compared. It repeats the kernel's decisions."""
+    """Returns a function from a guard to a mask over the tokens `ids`: True where it held. It replays the kernel's
+    decisions from the products that were compared."""
     count = len(ids)
     bits, latches, position = np.zeros(count, np.int64), dict[int, int](), np.arange(count)
     for op in bound.ops:
@@ -599,11 +599,11 @@ def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callabl
 def acted_on(
     op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], held: Callable[[Guard], np.ndarray] | None = None
 ) -> np.ndarray:
-    """The positions that an op acted on, in the order of its ranges.
+    """The positions an op acted on, in the order of its ranges.
 
-    ids: the ids of the tokens that had activations
-    ids_of: the token ids of a condition, by bank key
-    held: `decided`; None to count a guarded op everywhere it could act
+    ids: the ids of the tokens with activations
+    ids_of: a condition's token ids, by bank key
+    held: from `decided`; None counts a guarded op everywhere it could act
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)
@@ -617,7 +617,7 @@ def acted_on(
 def acted(
     bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], products: Products
 ) -> dict[str, np.ndarray]:
-    """The positions that each edit acted on, ascending, by path. `products`: as for `decided`."""
+    """The positions each edit acted on, ascending, by path. `products`: as for `decided`."""
     positions: dict[str, np.ndarray] = {}
     held = decided(bound, ids, products) if any(op.guard for op in bound.ops) else None
     for op in bound.ops:
@@ -629,7 +629,7 @@ def acted(
 
 def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tuple[int, int]] = ()) -> str | None:
     """A hash of the edits at positions start … end−1, or None if nothing is edited there. It includes the program's
-    `Store` ops, since edits may read their rows, and what decides where edits act.
+    `Store` ops, whose rows edits may read, and the ops that decide where edits act.
 
     seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at the last position changes
         the keys and values of the first
@@ -656,8 +656,8 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
 
 def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
     """The first position that must be computed rather than read from a cache, because it is captured, stored, or read
-    for later positions. Spans of bidirectional attention (`seen_whole`, as in `block_key`) are computed together, from
-    their first position on."""
+    for later positions. Bidirectional attention spans (`seen_whole`, as in `block_key`) are computed whole, from their
+    first position on."""
     lowest = min(
         (op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE, SPAN) and op.ranges), default=None
     )
@@ -665,8 +665,8 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
 
 
 def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
-    """The captured positions whose labels are checked: those near the prompt's two ends, since they are compared while
-    the engine waits, except those of images, whose rows at `embed` are not embeddings of tokens."""
+    """The captured positions whose labels are checked: only those near the prompt's two ends, since the engine waits
+    for the check, and none of images, whose rows at `embed` are not token embeddings."""
     positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
     positions = positions[(positions < CHECKED) | (np.abs(positions - bound.prompt) < CHECKED)]
     of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])
@@ -674,7 +674,7 @@ def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tu
 
 
 def _clip(op: BoundOp, start: int, end: int) -> tuple[PositionRange, ...]:
-    """The ranges of an op within positions start … end − 1; none if it does not act there."""
+    """The ranges of an op within positions start … end − 1; empty if it does not act there."""
     return tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
         for first, stop, row, step in op.ranges

@@ -1,8 +1,8 @@
-"""Cells: many programs on one prompt as arrays, with no object per program.
+"""Cells: many programs on one prompt, as arrays rather than one object per program.
 
-A cell's records are those of `plan.table` before they have addresses: `value` counts rows of a bank key, and `key` and
-`beside` name the keys. `place` turns them into records for a worker's table. Cells with the same number of records are
-a group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
+A cell's records are those of `plan.table` before addresses are assigned: `value` is a row index of a bank key, and
+`key` and `beside` name the keys. `place` turns them into records for a worker's table. Cells with the same number of
+records form a group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
 
     N cells of a group · R records of a cell · K bank keys · P points
 """
@@ -22,11 +22,11 @@ from patchclamp.plan.table import RECORD, named, op_records, shape_of
 class CellGroup(msgspec.Struct):
     """Cells with R records each, sorted by point.
 
-    number [N]: the cells' numbers among all
-    records [N, R]: `RECORD`s whose `value` is a row of the key
+    number [N]: the cells' indices among all cells
+    records [N, R]: `RECORD`s whose `value` is a row index of the key
     point [N, R]: their points
-    key [N, R]: the index of the bank key that `value` refers to; −1: none
-    beside [N, R]: the index of the bank key that `other` refers to (a mask, a matrix or factors); −1: none
+    key [N, R]: the index of the bank key for `value`; −1: none
+    beside [N, R]: the index of the bank key for `other` (a mask, a matrix or factors); −1: none
     """
 
     number: np.ndarray
@@ -47,15 +47,15 @@ _Encoded = tuple[int, list[tuple[_Array, _Array, _Array, _Array, _Array]], list[
 
 
 class CellRecords(msgspec.Struct):
-    """The cells of a prompt: `count` of them, some without a record. `keys`: the bank keys that they read."""
+    """The `count` cells of a prompt, some without records. `keys`: the bank keys they read."""
 
     count: int
     groups: list[CellGroup]
     keys: list[str]
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
-        """Some of the cells, in this order, with the keys that they read, in one group for each number of records; None
-        is a cell without a program."""
+        """Select cells, in this order, with the keys they read, in one group per number of records; None is a cell
+        without a program."""
         number = np.array([-1 if i is None else i for i in which])
         place, by_size = np.full(self.count + 1, -1), dict[int, list[CellGroup]]()
         for group in self.groups:
@@ -76,8 +76,8 @@ class CellRecords(msgspec.Struct):
         return CellRecords(len(number), groups, [self.keys[i] for i in used.tolist()])
 
     def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-        """The (begin, end) of consecutive cells that read keys of at most `most` numbers together, or of one cell that
-        reads more. `sizes` [K]: the numbers of each key."""
+        """Split into runs (begin, end) of consecutive cells whose keys have at most `most` numbers in total; a larger
+        cell gets its own run. `sizes` [K]: each key's numbers."""
         if sizes.sum() <= most:
             yield from [(0, self.count)] if self.count else []
             return
@@ -106,7 +106,7 @@ class CellRecords(msgspec.Struct):
         return CellRecords(self.count, groups, self.keys)
 
     def after(self, first: CellRecords) -> CellRecords:
-        """The cells, each with the records of the only cell `first` before its own."""
+        """The cells, each with the records of the single cell `first` before its own."""
         keys = {key: i for i, key in enumerate(self.keys)}
         [before] = first.groups or [None]
         if before is None:
@@ -135,7 +135,7 @@ class CellRecords(msgspec.Struct):
 
     @classmethod
     def of_bytes(cls, data: bytes) -> CellRecords:
-        """Raises `ValueError` for other bytes. The numbers within are not checked (`plan.verify`)."""
+        """Deserialize. Raises `ValueError` for invalid bytes. Contents are not verified (`plan.verify`)."""
         count, groups, keys = msgspec.msgpack.decode(data, type=_Encoded)
         dtypes = np.int64, RECORD, np.int64, np.int64, np.int64
 
@@ -146,7 +146,7 @@ class CellRecords(msgspec.Struct):
 
 
 def cells_of(programs: Sequence[BoundProgram | None]) -> CellRecords:
-    """The cells of some bound programs; None is a cell without a program."""
+    """The cells of bound programs; None is a cell without a program."""
     keys: dict[str, int] = {}
     by_shape: dict[object, list[int]] = {}
     for number, bound in enumerate(programs):
@@ -160,14 +160,14 @@ def cells_of(programs: Sequence[BoundProgram | None]) -> CellRecords:
 
 
 class _Unplaced(dict[str, tuple[int, int]]):
-    """Addresses of rows that have none yet: a row's number stands for its offset."""
+    """Placeholder addresses for unplaced rows: a row's index is its offset."""
 
     def __missing__(self, key: str) -> tuple[int, int]:
         return 0, 1
 
 
 def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict[str, int]) -> CellGroup:
-    """The group of bound programs of one shape. `keys`: the index of each bank key, to which new ones are added."""
+    """The group of bound programs of one shape. `keys`: the index of each bank key; new keys are added."""
     parts = []
     for ordinal, ops in enumerate(zip(*programs, strict=True)):
         first = ops[0]
@@ -202,9 +202,9 @@ def _numbers(names: Iterable[Sequence[str]], keys: dict[str, int]) -> np.ndarray
 class Placed(msgspec.Struct):
     """The addresses of cells' keys on one worker, and its shard of each point.
 
-    begin, width [W, K]: the offset of each key's rows in the bank, and their width, in each of W ways of reading them:
-        whole, or the worker's columns of some point
-    way [P]: the way in which each point reads · first, end [P]: the worker's columns of it
+    begin, width [W, K]: the bank offset and width of each key's rows, in each of W ways of reading them: whole, or the
+    worker's columns of a point
+    way [P]: how each point reads them · first, end [P]: the worker's columns of the point
     """
 
     begin: np.ndarray
@@ -215,7 +215,7 @@ class Placed(msgspec.Struct):
 
 
 def place(group: CellGroup, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
-    """The records of a group's cells for a worker's table, [N, R], and their number at each point, [N, P]."""
+    """Make the records of a group's cells for a worker's table, [N, R], and count them per point, [N, P]."""
     records, point, points = group.records.copy(), group.point, len(placed.way)
     match = records["kind"] == MATCH
     way = np.where(match, 0, placed.way[point])
@@ -247,7 +247,7 @@ def _shard(records: np.ndarray, first: np.ndarray, end: np.ndarray, sharded: np.
 
 
 def joined(several: Sequence[CellRecords]) -> CellRecords:
-    """The cells of several prompts, numbered one prompt after the other."""
+    """The cells of several prompts, numbered consecutively across prompts."""
     if len(several) == 1:
         return several[0]
     keys: dict[str, int] = {}
@@ -262,8 +262,8 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
 
 
 class PatchedPart(NamedTuple):
-    """One point that a cell changes: its number, its columns (`pack_columns`; 0: all), and the bank key of the rows
-    written there, if any."""
+    """One point a cell changes: its number, the columns (`pack_columns`; 0: all), and the bank key of the rows written,
+    if any."""
 
     point: int
     columns: int
@@ -274,11 +274,11 @@ def patched_cells(
     scales: tuple[float, float], parts: Sequence[Sequence[PatchedPart]], ranges: Sequence[Sequence[PositionRange]],
     part_of: np.ndarray, range_of: np.ndarray,
 ) -> CellRecords:  # fmt: skip
-    """The cells of a grid: h_scale · h + v_scale · v at the points of a row of the grid, and the positions of a column.
+    """The cells of a grid: h_scale · h + v_scale · v at a grid row's points and a grid column's positions.
 
     scales: (h_scale, v_scale)
-    parts, ranges: of each row, and of each column
-    part_of, range_of [N]: the row and the column of each cell
+    parts, ranges: of each grid row, and of each grid column
+    part_of, range_of [N]: each cell's grid row and column
     """
     keys: dict[str, int] = {}
     groups = []

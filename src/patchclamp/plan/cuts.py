@@ -1,7 +1,7 @@
-"""Cuts: the part of a prompt that must be recomputed for a program, and groups of requests that share a pass.
+"""Cuts: what a program must recompute of a prompt, and groups of requests that share a pass.
 
-Below the first layer and before the first position that a program touches, every run of a prompt equals the run without
-a program, its *trunk*. A *cut* is where a pass leaves the trunk: it computes only layers and positions from the cut on.
+Below the first layer and before the first position that a program touches, every run of a prompt equals the unedited
+run, its *trunk*. A *cut* is where a pass leaves the trunk: it computes only layers and positions from the cut on.
 Requests of one prompt are grouped to minimize the remaining work.
 
     N requests of one prompt · L layers · T positions of the prompt
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
 
 class PassGroup(NamedTuple):
-    """The requests of one pass, by index. Without a cut the pass computes everything."""
+    """The requests of one pass, by index. Without a cut, the pass computes everything."""
 
     index: list[int]
     cut: Cut | None = None
@@ -45,15 +45,16 @@ class CutRequest(NamedTuple):
 
 
 def first_layers(sites: SiteMap) -> list[int]:
-    """By point, the first layer to compute for an op there: its own, 0 for the embedding, L (none) after the layers."""
+    """By point, the first layer to compute for an op there: the point's own, 0 for the embedding, L (none) after the
+    layers."""
     outside = {"embed": 0}
     return [outside.get(p.kind, sites.layers) if p.layer is None else p.layer for p in sites.points]
 
 
 def cuts_of(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[int], layers: int) -> np.ndarray:
-    """The cuts of cells, [N, 2]. `prompt` [N]: the length of each one's prompt, whose last position is always computed,
-    since it is sampled from. A cell without a program gets the cut of the one before it (the first ones, of the next),
-    so that runs that are compared are computed the same way."""
+    """The cuts of cells, [N, 2]. `prompt` [N]: each cell's prompt length; the last position is always computed, since
+    it is sampled. A cell without a program gets the previous cell's cut (the first ones, the next cell's), so that
+    compared runs are computed the same way."""
     cuts = np.stack([np.full(cells.count, layers), prompt - 1], 1)
     layer_of, has_program = np.array(first_layer), np.zeros(cells.count, bool)
     for group in cells.groups:
@@ -80,7 +81,7 @@ class Work(NamedTuple):
     pass_rows: int
 
     def of(self, count: np.ndarray | int, cut: np.ndarray | Cut) -> np.ndarray:
-        """The cost of a pass of `count` requests from a cut on; or of several passes with cuts [N, 2]."""
+        """The cost of a pass of `count` requests from a cut on, or of several passes with cuts [N, 2]."""
         layer, position = np.asarray(cut).T
         return (self.layers - layer) * (count * (self.length - position) + self.pass_rows)
 
@@ -89,14 +90,14 @@ class Work(NamedTuple):
         return self.layers * (count * self.length + self.pass_rows * -(-count // size))
 
     def of_parts(self, parts: Sequence[tuple[list[int], Cut]]) -> float:
-        """The cost of passes from their cuts on, plus their trunk."""
+        """The cost of passes from their cuts on, including the trunk."""
         return self.whole(1, 1) + sum(float(self.of(len(index), cut)) for index, cut in parts)
 
 
 def group(
     requests: Sequence[CutRequest], first_layer: Sequence[int], layers: int, size: int, pass_rows: int
 ) -> list[PassGroup]:
-    """Groups of at most `size` requests. Requests that share their prompt with too few others, or would gain too
+    """Group requests, at most `size` per group. Requests that share their prompt with too few others, or would gain too
     little, are computed in full, in order."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     whole = [i for i, request in enumerate(requests) if not request.may_cut]
@@ -117,7 +118,7 @@ def group(
 
 
 def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
-    """Groups of `size` requests that are computed in full."""
+    """Groups of `size` requests computed in full."""
     return [PassGroup(list(index[i : i + size])) for i in range(0, len(index), size)]
 
 
@@ -139,7 +140,7 @@ def _split(index: np.ndarray, cuts: np.ndarray, work: Work, size: int) -> list[n
 
 
 def _best_split(order: np.ndarray, cuts: np.ndarray, work: Work) -> tuple[float, np.ndarray, np.ndarray]:
-    """The cheapest split of an ordered part in two: its cost, and both halves."""
+    """The cheapest split of an ordered part in two: the cost, and both halves."""
     if len(order) < 2:
         return np.inf, order, order[:0]
     before = np.minimum.accumulate(cuts[order])[:-1]

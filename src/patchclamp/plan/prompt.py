@@ -1,4 +1,4 @@
-"""A prompt, and the positions of its request that a selection of tokens resolves to.
+"""A prompt, and how selections of tokens resolve to positions.
 
 Generated tokens are not known in advance, so a selection by token id resolves to conditional positions; the kernel
 checks the condition once the token is known.
@@ -28,11 +28,11 @@ from patchclamp.language.tokens import (
 
 
 class Case(msgspec.Struct):
-    """Positions of a selection that have the same condition.
+    """Positions of a selection with the same condition.
 
     ids: ascending; the token's id must be one of them; empty: no condition
     others: the token's id must not be in `ids` instead
-    alone: True if the selection has no other positions, whichever tokens are generated
+    alone: True if these are all positions of the selection, whatever is generated
     inside: True if the token must be inside the selection's `between`, False if outside; None: no such condition
     """
 
@@ -44,10 +44,10 @@ class Case(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's token ids, and the data that selections need.
+    """A prompt's token ids, and the data selections require.
 
     spell: returns the text, and each token's (first, last + 1) character, for spans
-    turns: returns each chat message's role and the positions of its tokens, for roles; None if the prompt is not a chat
+    turns: returns each chat message's role and token positions, for roles; None if the prompt is not a chat
     images: the positions of each image's placeholder tokens
     bare: encodes text without special tokens, for delimiters; None: no tokenizer
     """
@@ -61,7 +61,7 @@ class Prompt(msgspec.Struct):
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
         """The selected positions below `limit`, ascending unless the selection is an unsorted list.
 
-        ids: the token ids that selections by id are matched against; None: the prompt's
+        ids: the token ids to match selections by id against; None: the prompt's
         lowest: as in `cases`
         """
         token = np.asarray((self.ids if ids is None else ids)[:limit], np.int64)
@@ -72,14 +72,14 @@ class Prompt(msgspec.Struct):
         return self._select(tokens, limit, match, lowest)
 
     def _inside(self, between: Between, token: np.ndarray) -> np.ndarray:
-        """The positions between two delimiters among the tokens with these ids, [T]."""
+        """Mark the tokens between two delimiters, [T]."""
         opening, closing = (self._delimiter(each, token, between) for each in (between.opening, between.closing))
         at, delimiter = np.arange(len(token)), opening | closing
         last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the last delimiter up to each position
         return at[opening[last] & ~delimiter]
 
     def _delimiter(self, delimiter: str | int, token: np.ndarray, selection: object) -> np.ndarray:
-        """True for the tokens of a delimiter, [T]."""
+        """Mark the tokens of a delimiter, [T]."""
         known = self._token_of(delimiter)
         if known is not None or len(token) > len(self.ids):
             return token == self.one_token(delimiter, selection)
@@ -88,7 +88,7 @@ class Prompt(msgspec.Struct):
         return np.isin(np.arange(len(token)), [position for span in spans for position in span])
 
     def one_token(self, delimiter: str | int, selection: object) -> int:
-        """The id of a delimiter of a selection. Raises `TokensError` if it is several tokens."""
+        """The token id of a selection's delimiter. Raises `TokensError` if it is several tokens."""
         known = self._token_of(delimiter)
         if known is None:
             raise TokensError(
@@ -104,8 +104,8 @@ class Prompt(msgspec.Struct):
         return ids[0] if len(ids) == 1 else None
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
-        """The distinct positions of a selection below `limit`: first the unconditional ones, then those with a
-        condition. `lowest`: the first position that has rows; `every`, or a range of it, starts there.
+        """A selection's distinct positions below `limit`: first the unconditional ones, then those with a condition.
+        `lowest`: the first position with rows; `every`, or a range of it, starts there.
         """
         spans = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         if not spans or len(self.ids) >= limit:
@@ -126,7 +126,7 @@ class Prompt(msgspec.Struct):
         return [Case(certain), *conditional]
 
     def _cases(self, tokens: Tokens, limit: int, lowest: int, inside: bool) -> list[Case]:
-        """`cases`, if all generated tokens are inside `between`, or outside."""
+        """`cases`, assuming all generated tokens are inside `between`, or all outside."""
         by_id, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
         if first >= limit or not (by_id or inside):
@@ -163,8 +163,8 @@ class Prompt(msgspec.Struct):
     def _select(
         self, tokens: Selection, limit: int, match: Callable[[TokenIds | Between], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
-        """The positions of a selection. `match` returns those of each selection in it that depends on tokens, called in
-        order."""
+        """The positions of a selection. `match` is called, in order, for each part that depends on tokens and returns
+        its positions."""
         if isinstance(tokens, Joined):
             left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]

@@ -1,7 +1,7 @@
-"""Allocation for admitted programs: slots, records of the program table, and numbers of the vector bank.
+"""Allocation for admitted programs: slots, program table records, and vector bank space.
 
 The process that admits programs owns one `Room`. Workers write records and vectors at its placements and allocate
-nothing themselves, so a placed program fits on every rank. Sizes are those of the whole model; sharded ranks use less.
+nothing themselves, so a placed program fits on every rank. Sizes are for the unsharded model; sharded ranks use less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     slot: its number while it is admitted, from 1 on
     record: its first record in the program table
     addresses: by bank key, the offset of the key's rows in the bank, in numbers, and the number of rows
-    load: the keys of `addresses` whose rows are not in the bank yet
+    load: the keys in `addresses` whose rows are not in the bank yet
     evicted: keys whose rows have been evicted from the bank since the last placement
     """
 
@@ -42,7 +42,7 @@ Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows, and th
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """The sizes of every bank key that a bound program reads. `rows_of(run, point)`: the rows captured by a run."""
+    """The size of every bank key a bound program reads. `rows_of(run, point)`: the rows captured by a run."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source, own = source_of(key), own_point(key)
@@ -56,13 +56,13 @@ def bank_sizes(
 
 
 def stored_rows(bound: BoundProgram, key: str) -> int:
-    """The number of rows that a program stores under an own key."""
+    """The number of rows a program stores under one of its own keys."""
     stores = (op for op in bound.ops if op.kind == STORE and key in op.values)
     return sum(stop - start for op in stores for start, stop, *_ in op.ranges)
 
 
 def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
-    """The fp32 bytes that a program captures in the first `computed` positions; None: in all, up to `max_tokens`."""
+    """The fp32 bytes a program captures in the first `computed` positions; None: all, up to `max_tokens`."""
     rows = {
         id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
         for positions in bound.captured.values()  # points share them
@@ -73,7 +73,7 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
 
 
 def resident_name(key: str, sharded: bool) -> str:
-    """The name of a key's rows in the bank. A vector that is read both whole and sharded is stored twice."""
+    """The name of a key's rows in the bank. A vector read both whole and sharded is stored twice."""
     return f"{key}#" if sharded and key.startswith("v:") else key
 
 
@@ -129,7 +129,7 @@ class Extents:
 
 
 class _Resident(msgspec.Struct):
-    """Rows in the bank: their offset and size in numbers, and the number of admitted programs that read them."""
+    """Rows in the bank: offset and size in numbers, and how many admitted programs read them."""
 
     begin: int
     count: int
@@ -137,10 +137,9 @@ class _Resident(msgspec.Struct):
 
 
 class Room:
-    """Allocator of slots 1 … `slots`, `cells` further slots for leases, `records` records and `numbers` numbers of the
-    bank.
+    """Allocator of slots 1 … `slots`, `cells` more slots for leases, `records` records and `numbers` bank numbers.
 
-    Rows that no admitted program reads stay cached in the bank; the least recently used are evicted for new rows.
+    Rows no longer read by an admitted program stay cached in the bank; the least recently used are evicted first.
     """
 
     slots: int
@@ -162,9 +161,10 @@ class Room:
         return len(self._admitted)
 
     def place(self, records: int, sizes: Sizes) -> Placement | None:
-        """Place a program with `records` records and bank keys of `sizes`; None if it must wait for another to end.
+        """Place a program with `records` records and bank keys of `sizes`; None if it must wait for another program to
+        end.
 
-        Raises `CapacityError` for a program that does not fit even into an empty room.
+        Raises `CapacityError` for a program that does not fit even when the room is empty.
         """
         self._check_fits(records, sizes)
         for name, (rows, width) in sizes.items():
@@ -208,8 +208,9 @@ class Room:
     def lease(
         self, slots: tuple[int, int], records: tuple[int, int], sizes: Sizes
     ) -> tuple[Placement, list[int], int] | None:
-        """Place cells that read keys of `sizes`, with slots and records between the given least and most. Returns the
-        placement, the slots and the number of records; None without room. Raises `CapacityError` as `place` does."""
+        """Place cells that read keys of `sizes`, with slots and records between the given minimum and maximum. Returns
+        the placement, the slots and the number of records; None if there is no room. Raises `CapacityError` like
+        `place`."""
         count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest // 2)
         placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
         if placement is None:
@@ -220,7 +221,7 @@ class Room:
         return msgspec.structs.replace(placement, evicted=()), taken, most
 
     def end_lease(self, placement: Placement, slots: Sequence[int]) -> None:
-        """Free a lease. Its rows leave the bank, because its workers may not have loaded them."""
+        """Free a lease. Its rows are dropped from the bank, since workers may not have loaded them."""
         self._cell_slots = sorted([*self._cell_slots, *slots])
         self.free(placement)
         self.forget(placement.load)
@@ -234,11 +235,11 @@ class Room:
         self._drop([name for name in names if not is_loaded(name)])
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop rows that no later program can read, except those that an admitted program reads now."""
+        """Drop rows that no later program can read, except those an admitted program is reading."""
         self._drop([key for key in keys if key in self._resident and not self._resident[key].readers])
 
     def counts(self) -> dict[str, int]:
-        """The numbers of programs, records and pinned keys; all 0 once every program has been freed."""
+        """The numbers of programs, records and pinned keys; all 0 once every program is freed."""
         return {
             "programs": len(self),
             "records": self.records - self._records.free,

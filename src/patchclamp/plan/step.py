@@ -1,8 +1,8 @@
-"""The step plan: the work of one engine step, as arrays.
+"""The step plan: one engine step's work, as arrays.
 
-The engine's batch is R flat rows, one for each position that a request computes in the step. The host assigns rows to
-slots and captured rows to buffer offsets; the device compares positions with those of the records. In steady decode the
-plan is reused until a request arrives or ends, or enters or leaves a range.
+The engine's batch is R flat rows, one per position a request computes in the step. The host assigns rows to slots and
+captured rows to buffer offsets; the device compares positions with those of the records. In steady decode the plan is
+reused until a request arrives, ends, or enters or leaves a range.
 
     R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
     (`plan.table`)
@@ -31,7 +31,7 @@ class Batch(msgspec.Struct, frozen=True):
     count [N]: the number of positions
     rows: R, the flat rows of the step
     samples [N]: the number of last rows whose logits are computed; None: 1 each. With speculative decoding these are
-        the rows of the newest token and of the drafted tokens
+    the newest token's and the draft tokens' rows
     """
 
     slot: np.ndarray
@@ -63,7 +63,7 @@ class RowLabels(msgspec.Struct, frozen=True):
     """The request, position and rank of each flat row, int32.
 
     slot [R]: the request's slot; 0 for rows without a program
-    position [R]: the position in the request; empty, [0], if the device has the positions already
+    position [R]: the position in the request; empty, [0], if the device already has the positions
     rank [R]: the row's index among the request's rows of this step
     """
 
@@ -83,16 +83,16 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     sampled: labels of the rows whose logits are computed, the last ones of each request
     active [P]: True if a request of the step has records at the point
     layout: the capture ranges and regions
-    begin, count [C]: the first position that each range keeps in this step, and the number of positions
+    begin, count [C]: the first position each range keeps in this step, and the number of positions
     offset [C]: the index of the range's first row among the rows of its group
-    rows [G]: the number of rows that each group keeps
-    base, row [A]: the offset of each region in the step's capture buffer, and the size of one of its rows
-    result, result_row [A]: of a region that is pooled or encoded, the offset of the results in the buffer, and the size
-        of one of their rows
+    rows [G]: the number of rows each group keeps
+    base, row [A]: each region's offset in the step's capture buffer, and its row size
+    result, result_row [A]: for a pooled or encoded region, the offset of its results in the buffer, and the size of a
+    result row
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
-    scratch: the size of the rows that are reduced, which follow the buffer and end with the step
+    scratch: the size of the rows to reduce, which follow the buffer and live for one step
     sampled_size: the size of the sampled rows, which come first if rows have their own dtype
     """
 
@@ -116,7 +116,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def captures_nothing_ever(self) -> bool:
-        """True if nothing is captured in this step, nor in any step that continues it."""
+        """True if nothing is captured in this step or any step that continues it."""
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
@@ -126,19 +126,19 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)
 
     def begins(self, steps: int) -> np.ndarray:
-        """The first position that each range keeps in the step `steps` later, [C]."""
+        """The first position each range keeps in the step `steps` later, [C]."""
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """The offset in the step's buffer of each range's rows in a region; ranges and regions by number."""
+        """The offset of each range's rows in a region of the step's buffer; ranges and regions by number."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
     def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
-        """The layout if every tap allocates memory for its point, of rows in their own dtype: the offset of each
-        region, [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 are those of the buffer;
-        up to `end` follow the rows that are reduced."""
+        """The layout if every tap allocates its point's memory, with rows in their own dtype: the offset of each
+        region, [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 belong to the buffer; the
+        rows to reduce follow, up to `end`."""
         layout, rows = self.layout, self.rows[self.layout.region_group]
         kept = np.flatnonzero(rows * (layout.pool[layout.region_group] == 0))
         points, first, count = np.unique(layout.point[kept], return_index=True, return_counts=True)
@@ -152,13 +152,13 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def kept(self) -> KeptRows:
-        """The rows that are kept."""
+        """The rows to keep."""
         return _kept_rows(self.layout, self.begin, self.count)
 
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """The regions that are pooled or encoded in the step, each with how (`CaptureLayout.pool`), with the capture
-        ranges of its results, in order, and with the number of rows of each."""
+        """The regions pooled or encoded in the step, each with its mode (`CaptureLayout.pool`), the capture ranges of
+        its results, in order, and the number of rows of each."""
         layout, kept = self.layout, self.kept
         of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
@@ -176,15 +176,15 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class PlannedCaptures(msgspec.Struct):
-    """The captures of the step `steps` after the planned one; `run` [C] is the number of each capture range's run. The
-    store builds the table only when captures are fetched (`store.tensors.CaptureSource`)."""
+    """The captures of the step `steps` after the planned one; `run` [C]: each capture range's run number. The store
+    builds the table only when captures are fetched (`store.tensors.CaptureSource`)."""
 
     plan: StepPlan
     run: np.ndarray
     steps: int
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """The bytes that the step captures for each run, in order of run numbers."""
+        """The bytes the step captures for each run, in order of run numbers."""
         plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
         how = layout.pool[layout.region_group]
         row = np.where(how > 0, plan.result_row, plan.row) * plan.unit_bytes
@@ -215,12 +215,12 @@ class PlannedCaptures(msgspec.Struct):
 
 
 class KeptRows(NamedTuple):
-    """The capture ranges with rows in a step, [K] in order of the layout; of an op of a request that is pooled only the
-    first, which stands for all of them.
+    """The capture ranges with rows in a step, [K] in layout order; for a request's pooled op only the first, which
+    represents all of them.
 
     ranges, group: the range, and its group
     rows: the number of captured rows
-    results: the number of rows that are kept: 1 if they are pooled
+    results: the number of rows kept: 1 if pooled
     span: the positions from the first captured row to the last
     """
 
@@ -252,8 +252,8 @@ def make_plan(
     batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS,
     results_of: Callable[[int], int] | None = None,
 ) -> StepPlan:  # fmt: skip
-    """Plan one step. `widths` [P]: the numbers in a row of each point. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`:
-    the numbers in a row of a reading's results."""
+    """Plan one step. `widths` [P]: each point's row width. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`: the width
+    of a result row of a reading."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -321,14 +321,15 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """The further steps in which no range is entered or left. `position` [C]: its request's, −1 if not in the step."""
+    """The number of further steps in which no range is entered or left. `position` [C]: its request's, −1 if not in the
+    step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
 def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """The offsets of regions side by side, in ascending order of `turn`."""
+    """The offsets of adjacent regions, in ascending order of `turn`."""
     end = np.zeros_like(sizes)
     order = turn.argsort(kind="stable") if turn.any() else slice(None)
     end[order] = sizes[order].cumsum()
@@ -336,7 +337,7 @@ def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` numbers at multiples of their width (for views as rows); returns offsets and end."""
+    """Lay out regions of `sizes` numbers, aligned to their row width (for views as rows); returns offsets and end."""
     base, size = np.zeros(len(sizes), np.int64), begin
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)
@@ -347,7 +348,7 @@ def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.nd
 
 
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:
-    """Label the step's rows and the sampled rows, with positions if `positions`."""
+    """Label the step's rows and the sampled rows, with positions if `positions` is set."""
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
     last = _label_sampled(batch, slot) if positions else None
     ends = batch.row + count
@@ -386,7 +387,7 @@ def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
 
 
 def _label_with_gaps(batch: Batch) -> RowLabels:
-    """Label a step in which some rows belong to no request, or requests are not in the order of their rows."""
+    """Label a step where some rows belong to no request, or requests are not in row order."""
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
     within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within

@@ -2,17 +2,16 @@
 
 A slot is a request's number while it is admitted; slot 0 is reserved for requests without a program. The records of
 slot s at point p are `records[first[s, p] : first[s, p + 1]]`, in program order; a record applies to positions start …
-stop−1. The tables have a fixed size and are written only when a request arrives or ends, so a device copy stays valid
-in between.
+stop−1. The tables have a fixed size and change only when a request arrives or ends, so a device copy stays valid in
+between.
 
-A record is made from a bound op at one point and position range. All kinds share one layout of 48 bytes, with fields
-that depend on the kind: `FIELDS` names them, `named` reads them by name, and `_write` writes the fields of an action.
+A record is made from a bound op at one point and position range. All kinds share a 48-byte layout with kind-specific
+fields: `FIELDS` names them, `named` reads them by name, and `_write` writes an action's fields.
 
-A capture range is the part of a request that one position range of a capture op keeps: rows of consecutive positions,
-at several points. Capture ranges at the same points and in the same dtype form a point group, for example those of
-requests with the same program. A group has one region of the step's capture buffer for each of its points; a region
-holds the rows of the group's ranges consecutively. Steps are planned by ranges and regions, since there are far more
-records: one for every range and point.
+A capture range is what one position range of a capture op keeps of a request: rows of consecutive positions, at several
+points. Capture ranges with the same points and dtype form a point group, for example those of requests with the same
+program. A group has one region of the step's capture buffer per point; a region holds the rows of the group's ranges
+consecutively. Steps are planned by ranges and regions, since records (one per range and point) are far more numerous.
 
     C capture ranges · G point groups · A regions · P points · Q position ranges of an op
 """
@@ -75,10 +74,10 @@ READINGS = 1 << 24  # the number of each is exact in a record, as fp32
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     """An immutable snapshot of all capture ranges and regions.
 
-    Capture ranges [C], grouped by point group, and where ranges are pooled by slot and op:
+    Capture ranges [C], grouped by point group, and if pooled also by slot and op:
     range_number: the range's number in records
     slot: the request's slot
-    op: the index of the op in its program
+    op: the op's index in its program
     start, stop: positions start … stop−1
     group: its point group, 0 … G−1
     sampled: True if its rows are sampled rows
@@ -87,11 +86,11 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     region_number: the region's number in records
     region_group: its point group
     dtype: an index into `DTYPES`
-    products: the numbers kept per row; 0: all
+    products: the number of values kept per row; 0: all
 
     groups: G
-    pool [G]: how the rows of each op are pooled in a step, as `Keep.pool`; above that, the number of the reading
-        of features that they are encoded for; 0: neither
+    pool [G]: how each op's rows are pooled in a step, as `Keep.pool`; larger values number the feature reading they are
+    encoded for; 0: neither
     """
 
     range_number: np.ndarray
@@ -115,7 +114,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def reduced(self) -> np.ndarray:
-        """The regions whose rows are pooled or encoded in the step, by index."""
+        """The regions pooled or encoded in the step, by index."""
         return np.flatnonzero(self.pool[self.region_group])
 
     @functools.cached_property
@@ -134,7 +133,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
         return _inverse(self.region_number)
 
     def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pair each of some ranges with every region of its group. Returns the ranges and the regions, by index."""
+        """Pair each range with every region of its group. Returns ranges and regions, by index."""
         by_group = np.argsort(self.region_group, kind="stable")
         regions_of_group = np.bincount(self.region_group, minlength=self.groups)
         first_of_group = np.cumsum(regions_of_group) - regions_of_group
@@ -201,7 +200,7 @@ class CaptureRanges:
         point: np.ndarray, products: np.ndarray, pool: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in their
-        slots [N], and in `start` and `stop` [N, K]. Returns the numbers of their ranges [N, K] and regions [K]."""
+        slots [N] and in `start` and `stop` [N, K]. Returns the range numbers [N, K] and region numbers [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
         kept_as = dtype + len(DTYPES) * (pool + READINGS * products)
         grids = self._grids(op, start, stop, kept_as, point)
@@ -385,7 +384,7 @@ def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tup
 
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
-    """The key of programs whose records can be made together: vectors, scales, positions and points may differ."""
+    """A key shared by programs whose records can be made together: vectors, scales, positions and points may differ."""
     return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None, op.guard is None)
                   for op in ops])  # fmt: skip
 
@@ -405,8 +404,8 @@ def records_of_alike(
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
-    """The number of records of a bound program, at most, on a worker that has all points. An edit of attention has some
-    at its queries and at the result."""
+    """The maximum number of records of a bound program, on a worker with all points. An attention edit has records at
+    its queries and at the result."""
     return sum(
         len(op.points) * len(op.ranges)
         * (1 + (op.condition is not None) + (op.guard is not None) + isinstance(op.action, Attended))
@@ -415,8 +414,8 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 
 
 def record_work(ops: Sequence[BoundOp]) -> int:
-    """The records of a bound program, where a matrix counts once for each `PRODUCTS` rows, since a step computes the
-    products of a row one by one, and features count `READING` times: each op has its SAE encode the rows."""
+    """The work of a bound program, in records: a matrix counts once per `PRODUCTS` rows, since a step computes a row's
+    products one by one, and features count `READING` times, since each op runs its SAE's encoder."""
     ranks = {Keep: "products", Factored: "rank"}
     products = ((getattr(op.action, ranks.get(type(op.action), ""), 0), op) for op in ops)
     read = sum(isinstance(op.action, Keep) and op.action.reader is not None for op in ops)
@@ -428,7 +427,7 @@ def record_work(ops: Sequence[BoundOp]) -> int:
 
 
 def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
-    """The records of one op of N programs of one shape, [N, ·], for every range at every point, and their points."""
+    """The records of one op of N programs of one shape, [N, ·], one per range and point, and their points."""
     first, flat = ops[0], itertools.chain.from_iterable
     ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
     points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
@@ -484,8 +483,8 @@ def _when_records(records: np.ndarray, guards: Sequence[Guard]) -> np.ndarray:
 
 @functools.singledispatch
 def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
-    """Write the fields of the programs' actions, all of the kind of `first`, to records [N, P, Q] viewed with that
-    kind's field names. `ordinal`: the op's number."""
+    """Write the fields of the programs' actions, all of `first`'s kind, to records [N, P, Q] viewed with that kind's
+    field names. `ordinal`: the op's number."""
     raise NotImplementedError(f"no record for {type(first).__name__}")
 
 
@@ -583,7 +582,7 @@ def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addres
 
 @_write.register
 def _encoded(first: Encoded, fields: np.ndarray, actions: Sequence[Encoded], addresses: Several, ordinal: int) -> None:
-    """Write nothing: a worker runs it as code, and cuts need its points and positions alone."""
+    """Write nothing: a worker runs it as code, and cuts only need its points and positions."""
 
 
 @_write.register
@@ -594,24 +593,24 @@ def _attended(
 
 
 def columns_of(record: np.void) -> slice:
-    """The columns that a record edits."""
+    """The columns a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
     return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
 
 class ProgramTable:
-    """Records of up to `slots` requests at `points` points, `records` in all.
+    """Records of up to `slots` requests at `points` points, `records` in total.
 
     first [slots + 1, points + 1]: int32, the first record of each slot at each point
-    generation [slots + 1]: int32, the number of programs that each slot has had
+    generation [slots + 1]: int32, the number of programs each slot has held
     records [records]: of dtype `RECORD`
     version: the number of changes to the table
     changed: the slots, and the (begin, end) of records, written since the device copy was last updated
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
     deciding: slots with `TEST` or `SPAN` records
-    latches [slots + 1, LATCHES]: int32, the positions of the latches of each slot, which kernels on the host write
-    drafted [slots + 1]: int32, the first position of each slot's last step if that had drafts, else NEVER
+    latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
+    drafted [slots + 1]: int32, the first position of each slot's last step if it had draft tokens, else NEVER
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
@@ -631,12 +630,12 @@ class ProgramTable:
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
-        """Write a request's records, sorted by point, with `counts` [points] of them at each. `plan.room` allocated the
-        free `slot` and the records from `begin` on."""
+        """Write a request's records, sorted by point, `counts` [points] at each. `plan.room` allocated the free `slot`
+        and the records from `begin` on."""
         self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
     def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """Install requests with the same number of records: [N, R], counts [N, points], slots [N], begins [N]."""
+        """Install requests with equally many records: [N, R], counts [N, points], slots [N], begins [N]."""
         places = begins[:, None] + np.arange(records.shape[1])
         self.generation[slots] = self.generation[slots] % (1 << 30) + 1
         self.records[places] = records
@@ -674,7 +673,7 @@ class ProgramTable:
             self.changed[0].update(slots)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
-        """True at each point where one of the slots has records, bool [points]. Slots other than 0 must be unique."""
+        """Mark the points where one of the slots has records, bool [points]. Slots other than 0 must be unique."""
         if np.count_nonzero(slots) == len(self):
             return self._acting > 0
         return np.logical_or.reduce(self._acts[slots], axis=0)
@@ -684,11 +683,11 @@ class ProgramTable:
         return slots[self._acts[slots, point]].tolist()
 
     def unsettled(self, slot: np.ndarray, position: np.ndarray, samples: np.ndarray | None) -> np.ndarray:
-        """Begin a planned step, given as the fields of a `Batch`. Returns the position from which the latches of each
-        slot are cleared, [slots + 1]; NEVER to keep all.
+        """Begin a planned step, given as the fields of a `Batch`. Returns the position from which each slot's latches
+        are cleared, [slots + 1]; NEVER keeps all.
 
-        Only a draft of the slot's last step can have been rejected, and this step computes from the first rejected
-        position on. After a preemption it computes earlier positions too, whose decisions stay.
+        Only draft tokens of the slot's last step can have been rejected, and this step computes from the first rejected
+        position on. After a preemption it also recomputes earlier positions, whose decisions stay.
         """
         since = np.full(len(self.drafted), NEVER, np.int32)
         since[slot] = np.maximum(self.drafted[slot], position)
@@ -712,7 +711,7 @@ class ProgramTable:
         return changed
 
     def _add_captures(self, slots: np.ndarray, places: np.ndarray, records: np.ndarray, counts: np.ndarray) -> None:
-        """Add the captures among installed records [N, R]; all in one call if requests differ only in positions."""
+        """Add the captures among installed records [N, R], in one call if requests differ only in positions."""
         captures = records["kind"] == CAPTURE
         if not captures.any():
             return

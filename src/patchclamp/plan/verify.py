@@ -77,13 +77,13 @@ MAX_PATH = 500
 
 
 class Decided(msgspec.Struct):
-    """The decisions so far.
+    """Decisions made so far.
 
-    bits: the depth and the point where each bit is set
-    latches: the same of each latch, and the lowest position that sets it
-    spans: the bit that each latch of a span keeps, and the depth where it is read
-    probes: the names of the probes that are kept
-    reading: the op that keeps a probe, while nothing but its tests follow
+    bits: the depth and point where each bit is set
+    latches: the same for each latch, and the lowest position that sets it
+    spans: the bit kept by each span's latch, and the depth where it is read
+    probes: the names of the probes kept
+    reading: the op that keeps a probe, as long as only its tests follow
     """
 
     bits: dict[int, tuple[int, int]] = {}
@@ -94,8 +94,8 @@ class Decided(msgspec.Struct):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The context of a check: sizes (rows, width) by bank key, the length of the prompt, positions below `limit`, the
-    model's sites, and the positions of the rows stored so far, by own key."""
+    """The context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
+    sites, and the positions of rows stored so far, by own key."""
 
     sizes: Mapping[str, tuple[int, int]]
     prompt: int
@@ -109,9 +109,9 @@ def verify(
     bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap
 ) -> None:  # fmt: skip
     """Check a program against a prompt of `prompt` tokens with positions below `limit`, and against its declared sizes
-    of vectors and rows. `admission` checks that the vectors have these sizes, once it has them.
+    of vectors and rows. `admission` checks the vectors' sizes once it has them.
 
-    Raises `ProgramError` with the op's path for anything that `bind` does not produce.
+    Raises `ProgramError` with the op's path for anything `bind` cannot produce.
     """
     if bound.prompt != prompt:
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
@@ -139,8 +139,8 @@ def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
 
 
 def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap) -> None:
-    """`verify` for the programs of cells: edits at positions below `limit`, and the sizes (rows, width) of all keys.
-    Raises `ProgramError`."""
+    """`verify` for cells: edits at positions below `limit`, and the sizes (rows, width) of all keys. Raises
+    `ProgramError`."""
     _check_sizes(sizes, sites)
     _need(len({*cells.keys}) == len(cells.keys) and all(key in sizes for key in cells.keys), "keys without a size")
     number = np.concatenate([np.zeros(0, np.int64), *(group.number.ravel() for group in cells.groups)])
@@ -266,7 +266,7 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
 
 
 def _check_shards(op: BoundOp, sites: SiteMap) -> None:
-    """Check ops at rows that are cut among workers."""
+    """Check ops at rows sharded across workers."""
     for key, point in op.reads() if op.is_edit else ():
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
@@ -280,7 +280,7 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
 
 
 def _check_own(op: BoundOp, frame: Frame) -> None:
-    """Check that rows of the same run are stored before they are read."""
+    """Check that a run's own rows are stored before they are read."""
     _need(all(map(is_vector, op.keys[len(op.values) :])), "a mask, a matrix, or token ids that are no vector")
     for key, point in op.reads() if op.is_edit else ():
         own = own_point(key)
@@ -297,7 +297,7 @@ def _check_own(op: BoundOp, frame: Frame) -> None:
 
 @functools.singledispatch
 def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None:
-    """Check the numbers of an action, and that its values are as wide as the points."""
+    """Check an action's numbers, and that its values have the points' width."""
     raise ProgramError(f"{type(action).__name__} does not come from elsewhere")
 
 
@@ -423,7 +423,7 @@ def _span(action: Span, op: BoundOp, frame: Frame, width: int) -> None:
 
 
 def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:
-    """Check an op that sets a bit: at one point, whose rows are whole and there for every token."""
+    """Check an op that sets a bit: at one point, with an unsharded row for every token."""
     _need(0 <= bit < BITS and bit not in frame.decided.bits and len(op.points) == 1, f"bit {bit}")
     [point] = op.points
     sites = frame.sites
@@ -440,7 +440,7 @@ def _read_bit(bit: int, op: BoundOp, frame: Frame) -> None:
 
 
 def _check_guard(op: BoundOp, frame: Frame) -> None:
-    """Check that an edit comes after what decides where it acts."""
+    """Check that an edit comes after the decision it depends on."""
     if (guard := op.guard) is None:
         return
     decided, is_latched = frame.decided, guard.latch != -1

@@ -132,7 +132,7 @@ _STYLE = f"""
 .pc-attention span {{ border-radius: 3px; padding: 2px 3px; cursor: pointer; white-space: pre; }}
 .pc-attention .at {{ outline: 2px solid {MUTED}; }}
 """
-# a notebook has several views in one document: each script starts those not yet started
+# a notebook has several views in one document: each script starts those that have not been started
 _SCRIPT = """
 for (const view of document.querySelectorAll(".pc-attention:not([data-ready])")) {
   view.dataset.ready = "1";

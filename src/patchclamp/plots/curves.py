@@ -40,10 +40,10 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise ProgramError("expected both low and high, got only one", self.label)
+            raise ProgramError("expected low and high, got one of them", self.label)
         shapes = {np.shape(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(shapes) > 1 or np.ndim(self.x) != 1 or not np.size(self.x):
-            raise ProgramError(f"expected 1-D x, y, low, high of equal length > 0, got {sorted(shapes)}", self.label)
+            raise ProgramError(f"expected x, y, low and high of one length above 0, got {sorted(shapes)}", self.label)
         if not np.all(np.diff(self.x) > 0):
             raise ProgramError("expected ascending x", self.label)
 
@@ -115,7 +115,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         if not self.charts or not all(chart.lines for chart in self.charts):
             raise ProgramError("expected at least one chart, with at least one line each", "charts")
         if self.x_log and self.numbers and self.numbers[0] < 0:
-            raise ProgramError(f"expected x of at least 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
+            raise ProgramError(f"expected no number below 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
 
     @property
     def numbers(self) -> list[float]:

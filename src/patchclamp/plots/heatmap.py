@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are plotted
+EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are drawn
 BEST = 10  # cells in a page's table and with drawn intervals
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches

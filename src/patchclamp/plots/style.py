@@ -124,7 +124,7 @@ def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise PatchclampError(f"plots require {module.partition('.')[0]}: pip install {package}") from None
+        raise PatchclampError(f"pictures need {module.partition('.')[0]}: pip install {package}") from None
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
@@ -163,7 +163,7 @@ def check_target(path: Path, option: str | None = None) -> Path:
     return path
 
 
-MAX_PIXELS = 65_000  # per side; matplotlib allows at most 2¹⁶
+MAX_PIXELS = 65_000  # of a side, which matplotlib limits to 2¹⁶
 
 
 @contextmanager
@@ -353,7 +353,7 @@ def _as_text(figure: Figure) -> None:
     from matplotlib.text import Text
 
     for axes in figure.axes:
-        _ = axes.get_xticklabels(), axes.get_yticklabels()  # creates the tick labels
+        _ = axes.get_xticklabels(), axes.get_yticklabels()  # creates them
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # pyright: ignore[reportAttributeAccessIssue]
         text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]

@@ -125,7 +125,7 @@ class AttentionReading:
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
 
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative error of a recomputed result
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
 
 
 class EditedAttention:
@@ -156,7 +156,7 @@ class EditedAttention:
         low, high = self._first // group, (self._end - 1) // group + 1
         value_TKE = cached_TKE[:, low:high].float()
         seen_from = max(first - facts.window + 1, 0) if facts.window else 0
-        value_TKE[:seen_from] = 0  # their blocks may already be free
+        value_TKE[:seen_from] = 0  # of blocks that may be free already
         value_THE = value_TKE.repeat_interleave(group, 1)[:, self._first - low * group :][:, :heads]
         for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
             position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
@@ -181,5 +181,5 @@ class EditedAttention:
         error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
         if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
-                f"attention output of this model is not pattern × values (error {error:.1g}, norm {size:.1g}): edit z"
+                f"attention of this model is not its patterns times its values ({error:.1g} off, of {size:.1g}): edit z"
             )

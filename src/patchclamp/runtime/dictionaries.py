@@ -122,7 +122,7 @@ class Dictionaries:
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        # the parts of the memory: a running program may still use a detached SAE
+        # the parts of the memory: a run under way may still use an SAE that was detached
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
         # the readings of admitted programs
@@ -150,7 +150,7 @@ class Dictionaries:
                     room = torch.empty(array.size, dtype=dtypes[part], device=self._device)
                 on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
         except torch.OutOfMemoryError:
-            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start with sae_bytes") from None
+            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
         self._of[name] = attached = DeviceSAE(sae, on_device)
         if self._size:
             self._used[attached] = begin - needed, begin
@@ -166,7 +166,7 @@ class Dictionaries:
         if self._size and begin + needed > self._size:
             used = sum(end - first for first, end in self._used.values())
             raise CapacityError(
-                f"the SAE needs {needed:,} bytes, but sae_bytes={self._size:,} has {self._size - used:,} left"
+                f"the SAE needs {needed:,} bytes, and sae_bytes={self._size:,} has {self._size - used:,} left"
             )
         return begin
 
@@ -229,7 +229,7 @@ class _Held:
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action
-        self._held: dict[int, torch.Tensor] = {}  # the rows to write, by position
+        self._held: dict[int, torch.Tensor] = {}  # by position, what is written there
 
     def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         new_ND = self._sae.edited(self._action, rows_ND)

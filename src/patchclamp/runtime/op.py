@@ -48,7 +48,7 @@ def acting(
 def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A tensor that passes a layer's points to the op through compiled code, which is then equal for every layer."""
     if device.type == "meta":  # the op would silently do nothing
-        raise ModelError("expected a traced graph on a device, got meta tensors: its taps would do nothing")
+        raise ModelError("a traced graph is on no device, so that its taps could not act")
     tensor = torch.zeros(1, device=device)
     tensor.patchclamp_points = points  # type: ignore[attr-defined]
     return tensor
@@ -95,7 +95,7 @@ def shorten(packet: Any) -> bool:
             op(torch.zeros(1), None, 0)
         packet.__class__ = Packet
         if packet.default is not op:
-            raise TypeError("the op cannot be looked up by its name")
+            raise TypeError("the op is not found under its name")
     except Exception as error:  # another version of PyTorch
         with suppress(Exception):
             packet.__class__ = stock

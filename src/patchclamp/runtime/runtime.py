@@ -145,7 +145,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
-                f"noise is drawn four columns at a time, but this worker's begin at column {shard.first}: use another "
+                f"noise is drawn four columns at a time, and this worker's begin at column {shard.first}: use another "
                 "tensor_parallel_size"
             )
         return msgspec.structs.replace(action, first_column=shard.first)
@@ -225,15 +225,15 @@ class ResidentRows:
             self._unwritten[resident] = begin, rows[:count]
             self._places[resident] = begin, rows.shape[-1]
         if self._places.get(resident, (-1, 0))[0] != begin:
-            raise MissingSource(f"the rows of {name[:40]} could not be loaded into the bank on their first read")
+            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
         return self._places[resident]
 
     def _check_whole(self, source: tuple[str, int], rows: torch.Tensor) -> None:
         width = self._sites.points[source[1]].width // self._sites.shard_count(source[1])
         if rows.shape[-1] != width:
             raise MissingSource(
-                f"run {source[0]} captured {self._sites.label(source[1])} projected to {rows.shape[-1]} values, "
-                f"expected {width}"
+                f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
+                f"{width}"
             )
 
     def write(self) -> None:
@@ -633,7 +633,7 @@ class Runtime:
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
         """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
-        # rows to load may have an old place, which is invalid even if loading fails
+        # rows to load may have had a place before, which is valid no more even if they cannot be loaded
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
@@ -927,11 +927,11 @@ class Runtime:
             shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.tensor_width if view is not None and view.tensor_width else width):
             raise ModelError(
-                f"{self.sites.describe_point(point)}: expected width {width}, got a tensor {list(hidden.shape)}"
+                f"{self.sites.describe_point(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
             )
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.describe_point(point)}: expected stream halves of equal shape, got {list(hidden.shape)} "
+                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} "
                 f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):

@@ -180,7 +180,7 @@ async def dictionary(request: Request) -> Response:
 
 
 def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
-    """An attached SAE. Raises for a name or ids that there are not."""
+    """An attached SAE. Raises for an unknown name or ids out of range."""
     known = front.engine.sites.dictionaries
     if name not in known:
         raise unknown("attached SAE", name[:64], known, "name")

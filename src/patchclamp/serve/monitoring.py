@@ -154,7 +154,7 @@ class ScoreWatch:
         self._log = None if log.path is None else ScoreLog(log, monitors, self._dropped.inc, process)
 
     def __call__(self, names: list[str], firsts: np.ndarray, counts: np.ndarray, products: np.ndarray) -> None:
-        """Take the scores of a message (`MonitorLog.watch`)."""
+        """Process the scores of a message (`MonitorLog.watch`)."""
         for monitor, outputs in self._outputs:
             scores = monitor.scores(products).reshape(-1, len(outputs))
             for i, (histogram, above) in enumerate(outputs):
@@ -232,7 +232,7 @@ class ScoreLog:
         return row
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Flush the queue."""
         if self._thread.is_alive():
             self._rows.put(None)
             self._thread.join()

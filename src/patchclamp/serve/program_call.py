@@ -498,8 +498,8 @@ async def _on_stock_route(
 
 def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
     """The call in the `extra_args` of a request on one of vLLM's own routes. Raises `ProgramError` for options that
-    vLLM's responses have no room for, and for any program if the server has API keys: vLLM leaves some of its routes
-    unguarded, and none identifies the owner of a request."""
+    vLLM's responses cannot carry, and for any program if the server has API keys: vLLM does not authenticate some of
+    its routes, and none identifies a request's owner."""
     call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
     if front.has_keys:
         raise ProgramError(

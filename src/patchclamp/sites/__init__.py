@@ -1,4 +1,4 @@
-"""Site tables, one per model family with Transformers and vLLM side by side, and the map of a live model."""
+"""Site tables, one per model family with Transformers and vLLM side by side, and a live model's site map."""
 
 from patchclamp.sites.map import (
     LENS,

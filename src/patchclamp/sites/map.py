@@ -1,4 +1,4 @@
-"""The sizes of one model, and its site map, which numbers every point and resolves every site to points."""
+"""A model's sizes and site map, which numbers points and resolves sites to points."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """The number of a model's layers, and the widths of its rows.
+    """A model's number of layers and row widths.
 
-    sparse: the layers whose MLP is a mixture of experts
-    recurrent: the layers whose mixer is a state space or linear attention
-    no_mixer, no_mlp: the layers that are only an MLP, or only a mixer
-    d_result: the width of a head's result, if it is not `d_head`
-    factors: multipliers, the cap of the logits and epsilons of norms, by their names in the config
+    sparse: the layers with a mixture of experts as MLP
+    recurrent: the layers with a state space or linear attention as mixer
+    no_mixer, no_mlp: the layers with only an MLP, or only a mixer
+    d_result: the width of a head's result, if different from `d_head`
+    factors: multipliers, logit cap and norm epsilons, by config name
     """
 
     layers: int
@@ -46,7 +46,7 @@ class Sizes(msgspec.Struct, frozen=True):
     no_mlp: tuple[int, ...] = ()
 
     def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
-        """The layers of a kind; explicit layers are returned as a list."""
+        """The layers of a kind; explicit layers are returned unchanged, as a list."""
         if isinstance(kind, tuple):
             return list(kind)
         every = set(range(self.layers))
@@ -66,7 +66,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
     @property
     def logit_factor(self) -> float:
-        """The number that logits are multiplied by."""
+        """The factor that logits are multiplied by."""
         factors = self.factors
         return factors.get("logit_scale", factors.get("lm_head_multiplier", 1.0)) / factors.get("logits_scaling", 1.0)
 
@@ -76,17 +76,17 @@ class Sizes(msgspec.Struct, frozen=True):
         return self.factors.get("final_logit_softcapping")
 
     def parts(self, size: Size) -> tuple[int, int]:
-        """The number of heads, neurons or experts in a row, and the width of each."""
+        """The number of heads, neurons or experts in a row, and their width."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
         count = heads.get(size, self[size])
         return count, self[size] // max(count, 1)
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """Read the sizes from a Transformers config, under any of their names. If layers differ in heads, or have no heads,
-    the number of heads is 0, and sites cannot be indexed by head.
+    """Read the sizes from a Transformers config, under any of their names. If layers differ in heads, or have none, the
+    number of heads is 0, and sites cannot be indexed by head.
 
-    Raises `ModelError` if the config does not give a number of layers and one width for all of them.
+    Raises `ModelError` if the config lacks a number of layers or a single width for all of them.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:
@@ -115,7 +115,7 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
 
 
 def architectures_of(config: Any) -> list[str]:
-    """The config's `architectures`, or else the name of its own class."""
+    """The config's `architectures`, or its class name if missing."""
     return list(getattr(config, "architectures", None) or [type(config).__name__])
 
 
@@ -148,8 +148,8 @@ KINDS = {  # config names of layer kinds, including those of layers that are onl
 
 
 def layer_kinds(config: Any, layers: int) -> list[str]:
-    """The kind of each layer in a config: a layer with `attention`, with a `recurrent` mixer, or only an `mlp` or
-    `experts`. If the config lists no kinds, all layers have attention."""
+    """The kind of each layer in a config: with `attention`, with a `recurrent` mixer, or only an `mlp` or `experts`. If
+    the config lists no kinds, all layers have attention."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
     return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
@@ -201,7 +201,7 @@ class Point(msgspec.Struct, frozen=True):
     """A point kind of one layer, by number.
 
     width: the numbers in a row
-    rows: one for each token of a step, or only for those that are sampled from
+    rows: one per token of a step, or only per sampled position
     """
 
     number: int
@@ -212,7 +212,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """The location of a point's columns in the tensor of its tap.
+    """The location of a point's columns in its tap's tensor.
 
     tensor_width: columns of the tensor; 0 if it is [B, H, T, E]
     first: the point's first column; if heads are mixed, its first within each key/value head's columns
@@ -242,7 +242,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
     point: the number of its point
     index: its second index, as text
-    columns: (first, end): columns first … end − 1, if it is a part of the point's row; None: the whole row
+    columns: (first, end): columns first … end − 1 of the point's row; None: the whole row
     """
 
     name: str
@@ -257,7 +257,8 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of a row: columns first … end − 1. Among workers with the same shard, one `keeps` its captures."""
+    """Shard `number` of a row: columns first … end − 1. Of the workers with the same shard, one `keeps` its
+    captures."""
 
     number: int
     first: int
@@ -266,8 +267,8 @@ class Shard(NamedTuple):
 
 
 class Dictionary(NamedTuple):
-    """An attached SAE with the parts of rows that it reads (`at`) and writes (`to`). `rows` returns some features;
-    `sae` is None in clients of a server, which know its card."""
+    """An attached SAE with the parts of rows it reads (`at`) and writes (`to`). `rows` returns selected features; `sae`
+    is None in a server's clients, which only have its card."""
 
     card: DictionaryCard
     at: SiteRef
@@ -279,7 +280,7 @@ class Dictionary(NamedTuple):
 def placed(
     sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32"
 ) -> Dictionary:  # fmt: skip
-    """An SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
+    """Place an SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
         raise ProgramError(f"expected a pc.SAE, as of pc.SAE.load(path), got {type(sae).__name__}", "sae")
@@ -335,11 +336,11 @@ class SiteMap:
 
     @property
     def names(self) -> list[str]:
-        """The names of the model's sites, in the language's order."""
+        """The model's site names, in the language's order."""
         return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
     def _has(self, name: str) -> bool:
-        """True if the model has a site, according to its table."""
+        """True if the model's table has a site."""
         kind, _ = self.family.sites.get(name, ("", 0))
         if kind == "" or (self.tensor_parallel > 1 and self.family.points[kind].layout == "partial sum"):
             return False
@@ -350,7 +351,7 @@ class SiteMap:
         return self._layers_of.get(kind, [])
 
     def _having(self, kind: str) -> list[int]:
-        """The layers in which the site of a point kind has a point."""
+        """The layers in which a point kind's site has a point."""
         elsewhere = self.family.points[kind].elsewhere
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
@@ -391,26 +392,26 @@ class SiteMap:
         return min(self.tensor_parallel, self.sizes.kv_heads) if kind.width == "K" else self.tensor_parallel
 
     def shard(self, point: int, rank: int) -> Shard:
-        """The shard of a point's row that a worker of one pipeline stage has."""
+        """The shard of a point's row on a worker of one pipeline stage."""
         shards = self.shard_count(point)
         number, size = rank * shards // self.tensor_parallel, self.points[point].width // shards
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """A point's rank in the order of computation. Points of a layer share one, except the stream before it."""
+        """A point's rank in the order of computation. Points of a layer share a rank, except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
         return 2 * layer if kind == "stream" else 2 * layer + 1
 
     def whole(self, ref: SiteRef) -> bool:
-        """True if one worker has all columns of a site ref, and so can sum over them."""
+        """True if one worker has all columns of a site ref and can sum over them."""
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
 
     def lens_reads(self, point: int) -> bool:
-        """True if a lens reads a point: layers have one, as wide as the stream."""
+        """True if a lens can read a point: per layer, of the stream's width."""
         kind = self.points[point].kind
         return self.family.points[kind].width == "D" and (self.points[point].layer is not None or kind == "stream_end")
 
@@ -419,7 +420,7 @@ class SiteMap:
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def dictionary(self, card: DictionaryCard, rows: Callable[[Sequence[int]], FeatureRows]) -> Dictionary:
-        """Place an attached SAE at its sites. Raises `UnsupportedSite` where it cannot be."""
+        """Place an attached SAE at its sites. Raises `UnsupportedSite` for an unsupported site."""
         at, to = (self._of_dictionary(text, field) for text, field in ((card.at, "at"), (card.to, "to")))
         if self.depth(at.point) > self.depth(to.point):
             raise UnsupportedSite(f"expected a site at or after {at}, which is read, got {to}", "to")
@@ -445,7 +446,7 @@ class SiteMap:
         return end - first
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
-        """The heads, neurons or experts of a site's row at some columns, packed as in `plan.bound`; 0: all."""
+        """The heads, neurons or experts at some columns of a site's row, packed as in `plan.bound`; 0: all."""
         parts = self.parts(ref.name)
         if not columns or parts is None:
             return ref
@@ -455,7 +456,7 @@ class SiteMap:
         return msgspec.structs.replace(ref, index=index, columns=(first, end))
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """The number of heads, neurons or experts in a site's row, and the width of each; None if it has no parts."""
+        """The number of heads, neurons or experts in a site's row, and their width; None if it has no parts."""
         return self.sizes.parts(SPECS[name].width) if SPECS[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
@@ -467,7 +468,7 @@ class SiteMap:
         return [SiteRef(site.name, layer, self._point(site.name, layer), *of_row) for layer in self._layers(site)]
 
     def _check_has(self, name: str) -> None:
-        """Raise `UnsupportedSite` for a site that this model does not have, or that was withdrawn."""
+        """Raise `UnsupportedSite` for a site this model lacks, or that was withdrawn."""
         if name in DERIVED and self.no_attention:
             raise UnsupportedSite(f"{name} is not available here: {self.no_attention}")
         if name in self.withdrawn:
@@ -538,7 +539,7 @@ class SiteMap:
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:
-        """A point's name for people: the site of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
+        """A point's display name: the site of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
         return self._labels[point][0]
 
     def labels(self, point: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Site tables, one per model family, with Transformers and vLLM side by side.
 
 A site table maps each named tensor of a model family to modules on both engines. A *point* is a tensor that can be read
-and written, or the pair of tensors whose sum is the stream. A site is a point of its layer or of a later one:
+and written, or a pair of tensors that sum to the stream. A site is a point of its layer or of a later one:
 `resid_post[l]` and `resid_pre[l+1]` are one point.
 
     D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
@@ -32,15 +32,15 @@ class Tap(msgspec.Struct, frozen=True):
     module: its path, `{l}` a layer
     moment: its input (`in`), its output (`out`), or of an attention layer the result (`attention`) that vLLM computes,
         or the queries after rotary embedding (`query`)
-    hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
+    hidden: the index of the positional argument, or the name of the keyword argument; for `out`, the tuple index
     residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
     of: the widths of several tensors packed side by side in this one; empty: not packed
     part: the index of the point's tensor among them
-    mixed: True if they are packed within each key/value head, next to the queries that read it
+    mixed: True if they are packed per key/value head, next to the queries that use it
     by_head: True if the tensor is [B, H, T, E]
-    scale: a factor, or the config's name of one; the site is the tensor times this factor
-    rerun: True if an edit reruns the module, because its other results depend on the tensor (a router's choice)
-    copied: True if the module gets a copy of its input, because another module reads the same tensor
+    scale: a factor, or its config name; the site is the tensor times this factor
+    rerun: True if an edit reruns the module, since its other results depend on the tensor (a router's choice)
+    copied: True if the module gets a copy of its input, since another module reads the same tensor
     """
 
     module: str
@@ -59,13 +59,13 @@ class Tap(msgspec.Struct, frozen=True):
 class PointKind(msgspec.Struct, frozen=True):
     """One kind of point, on both engines.
 
-    transformers, vllm: its tap
+    transformers, vllm: its tap on each engine
     width: the size of its rows
     layout: the layout of a row under tensor parallelism
-    per_layer: True if layers have one each; otherwise the model has one, such as the point after the last layer
+    per_layer: True if each layer has one; otherwise the model has one, such as the point after the last layer
     rows: one for each token of a step, or only for those that are sampled from
-    layers: the kind of layers that have it, or their numbers
-    elsewhere: the point kind that its site resolves to in the other layers
+    layers: the kind of layers with it, or their numbers
+    elsewhere: the point kind its site resolves to in other layers
     """
 
     transformers: Tap
@@ -91,16 +91,16 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
 
     points: point kinds by name, which is a site, or a name of the stream (`STREAM`)
-    lacks: the sites that it does not have, and why
-    needs: settings that a config must have; a string is the name of another setting with the required value
+    lacks: the missing sites, and why
+    needs: required config settings; a string names another setting that holds the required value
     backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
     tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
-    divided_by: the config's name of the number that vLLM divides the stream by in float16
-    gated: True if a gate multiplies the result of attention, before `z`
-    both: True if each layer has attention and a state space in parallel, and both add to the stream
-    afterwards: a description of what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
-    unchecked: the reason why `embed` is more than a multiple of the token's embedding, so that self-checks cannot
-        compare the two; "" if it is one
+    divided_by: the config name of the number by which vLLM divides the stream in float16
+    gated: True if a gate multiplies attention's result, before `z`
+    both: True if each layer has attention and a state space in parallel, both added to the stream
+    afterwards: describes what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
+    unchecked: why `embed` is more than a multiple of the token embedding, so self-checks cannot compare them; "" if it
+    is not
     """
 
     name: str
@@ -128,12 +128,12 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def parallel(self) -> bool:
-        """True if a layer's attention and MLP read the same stream, and neither reads the other's result."""
+        """True if a layer's attention and MLP read the same stream, in parallel."""
         return self.lacks.get("resid_mid") == PARALLEL
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """Its sites, each with its point kind and the number of layers by which its point is later."""
+        """Its sites, each with its point kind and the layer offset of its point."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         kinds |= dict.fromkeys(DERIVED, (ROTATED, 0))
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
@@ -165,7 +165,7 @@ def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **res
 
 
 def results(o_proj: str, attention: str) -> PointKind:
-    """The heads' results: the input of the output projection; on vLLM the result of the attention layer."""
+    """The heads' results: the output projection's input; on vLLM, the attention layer's result."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
@@ -207,15 +207,15 @@ def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[
 def without(
     family: Family, name: str, architectures: str, why: dict[str, str], fields: Any = None, **points: PointKind
 ) -> Family:
-    """Derive a family from another: change some `points`, and remove the sites of `why`. `fields`: others of `Family`,
-    which are not inherited."""
+    """Derive a family from another: change some `points` and remove the sites in `why`. `fields`: other fields of
+    `Family`, which are not inherited."""
     gone = {STREAM.get(word, (word, 0))[0] for word in why} - set(points)
     kinds = {name: kind for name, kind in (family.points | points).items() if name not in gone}
     return Family(name, tuple(architectures.split()), kinds, why, **(fields or {}))
 
 
 def in_attention_layers(points: dict[str, PointKind]) -> dict[str, PointKind]:
-    """The points of attention among some, for a family with attention in some layers only."""
+    """Restrict attention's points to its layers, for a family with attention in some layers only."""
     return {
         word: msgspec.structs.replace(kind, layers="attention")
         for word, kind in points.items()
@@ -272,7 +272,7 @@ _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 
 def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
-    """A Gemma 4 table. A layer ends with an embedding of its own (smaller models) and a factor for the whole stream."""
+    """A Gemma 4 table. A layer ends with a per-layer embedding (smaller models) and a factor for the whole stream."""
     return without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
@@ -617,10 +617,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 class Decoder(NamedTuple):
-    """The decoder within a class of models that also read images.
+    """The text decoder of a multimodal model class.
 
     model_type: `model_type` of the decoder's config
-    family: the family of its table
+    family: its table's family
     below: the path of its base model on Transformers
     """
 
@@ -640,7 +640,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def is_listed(architectures: Sequence[str]) -> bool:
-    """True if a table lists one of these classes, whether or not the config meets its needs."""
+    """True if a table lists one of these classes, even if the config does not meet its needs."""
     return any(set(family.architectures) & set(architectures) for family in FAMILIES)
 
 
@@ -653,10 +653,10 @@ def has_table(architectures: Sequence[str] | None, config: Any = None) -> bool:
 
 
 def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family:
-    """The family whose table lists one of a config's `architectures`. For a model that also reads images, the config is
-    its decoder's, and so is the family.
+    """The family whose table lists one of a config's `architectures`. For a multimodal model, both config and family
+    are its decoder's.
 
-    Raises `ModelError` if no table lists one, or if the config does not meet the family's `needs`.
+    Raises `ModelError` if no table lists any of them, or if the config does not meet the family's `needs`.
     """
     families = [family for family in FAMILIES if set(family.architectures) & set(architectures or ())]
     unmet = [_unmet(family, config) for family in families]
@@ -682,7 +682,7 @@ def _unmet(family: Family, config: Any) -> str:
 
 
 def within(decoder: Decoder, architecture: str) -> Family:
-    """A family's table for decoders within models of another class, with the module paths moved."""
+    """A decoder's site table, with module paths rebased onto its multimodal model."""
     beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # prefix of `lm_head`
 
     def moved(tap: Tap, below: str) -> Tap:

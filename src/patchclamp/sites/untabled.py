@@ -1,7 +1,7 @@
-"""Derive a site table for a decoder that has none, from one run of its modules on meta tensors.
+"""Derive a site table for a decoder without one, from one run of its modules on meta tensors.
 
 The modules are built from the config, without weights, so every process derives the same table. Uncertain sites are
-left out; the others are proved on the live model.
+omitted; the others are proved on the live model.
 
 1. `Recorder` records the run: the dataflow between values, and the arguments and results of every module call.
 2. `Flow` finds the stream. A layer is called with the stream, or with two tensors whose sum it is. The layer's gain is
@@ -87,9 +87,9 @@ def _is_rows(shape: tuple[int, ...], width: int, tokens: int) -> bool:
 class Record(msgspec.Struct, dict=True):
     """The record of one run.
 
-    kinds: the class names of every module (`kinds_of`)
-    ids: the value of the token ids
-    guessed: modules that failed on meta tensors, and why; they are assumed to return a tensor like their first one
+    kinds: each module's class names (`kinds_of`)
+    ids: the token ids' value
+    guessed: modules that failed on meta tensors, and why; assumed to return a tensor like their first argument
     """
 
     kinds: dict[str, str]
@@ -145,7 +145,7 @@ class Record(msgspec.Struct, dict=True):
 
 
 class NotFound(Exception):
-    """A site or the stream was not found; the message is the reason."""
+    """Raised if a site or the stream was not found; the message is the reason."""
 
 
 class Flow:
@@ -236,7 +236,7 @@ class Flow:
                         yield call, keys
 
     def unread(self, value: int, until: int) -> bool:
-        """True if nothing was computed from a value before the moment `until`."""
+        """True if nothing was computed from a value before time `until`."""
         return not any(reader < until for reader in self.record.readers.get(value, ()))
 
     # -- sums
@@ -310,10 +310,10 @@ WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites whose rows are not
 
 
 class FoundTensor(msgspec.Struct, frozen=True):
-    """A tensor at a module's input or output, in each of some `layers` (`{l}` in the path), or once (None).
+    """A tensor at a module's input or output, in each of `layers` (`{l}` in the path), or once (None).
 
-    keys: the arguments whose sum it is, or the item of the result
-    factor: the tensor times this is added to the stream
+    keys: the arguments that sum to it, or the result's item
+    factor: multiplies the tensor before it is added to the stream
     """
 
     path: str
@@ -333,7 +333,7 @@ class Places(msgspec.Struct, frozen=True):
 
     architecture: its class
     spots: by name of the point kind
-    lacks: the sites that were not found, and why
+    lacks: the sites not found, and why
     unchecked: as in `Family`
     """
 
@@ -377,7 +377,7 @@ def _final_norm(flow: Flow) -> FoundTensor:
 
 
 def _embed(flow: Flow) -> FoundTensor | None:
-    """The result of the token embedding; None if the first layer's stream is made of nothing else."""
+    """The token embedding's result; None if it is the first layer's stream."""
     record = flow.record
     before = [call for call in record.calls if call.end <= flow.calls[0].begin]
     returning = [call for call in before if call.returns(0, flow.width, flow.tokens)]
@@ -406,7 +406,7 @@ def _changes_embedding(flow: Flow, embed: FoundTensor | None) -> bool:
 
 
 def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
-    """The terms that a part of each layer adds to the stream, with their factors, by layer."""
+    """The terms a part of each layer adds to the stream, with their factors, by layer."""
     return {
         layer: [(term, factor) for term, factor in gains.items() if flow.part_of(layer, term) == part]
         for layer, gains in enumerate(flow.gains)
@@ -414,7 +414,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 
 
 def _added(flow: Flow, part: str) -> FoundTensor:
-    """The result of attention, or of the MLP, that is added to the stream."""
+    """The result of attention, or of the MLP, as added to the stream."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than to add to it")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
@@ -513,8 +513,8 @@ SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contigu
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records ops and module calls. Tensors are the same value if they are copies, or if they share
-    memory that was not written in between."""
+    """Dispatch mode that records ops and module calls. Tensors are the same value if they are copies, or share memory
+    not written in between."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -580,7 +580,8 @@ class Recorder(TorchDispatchMode):
         call.end = len(self.record.values)
 
     def guessed(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a module. If it fails on meta tensors, a tensor like its first argument, computed from all."""
+        """Return a module's result. If it fails on meta tensors, a tensor like its first argument, computed from
+        all."""
         depth, calls = len(self._under), len(self.record.calls)
         try:
             return forward(*args, **kwargs)
@@ -596,7 +597,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
-    """The record of a run of a model on token ids. Modules within its layers may fail on meta tensors."""
+    """Record a model's run on token ids. Modules within its layers may fail on meta tensors."""
     modules = dict(net.named_modules())
     recorder = Recorder(modules)
     lists = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == sizes.layers]
@@ -663,7 +664,7 @@ LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per
 
 
 def check_stream(config: Any) -> None:
-    """Raise `ModelError` for a model that is known to have no single residual stream."""
+    """Raise `ModelError` for a model known to have no single residual stream."""
     if why := SEVERAL_STREAMS.get(config.model_type):
         raise ModelError(f"{', '.join(architectures_of(config))} has no sites: {why}")
 
@@ -690,8 +691,8 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def family_of_places(name: str, config: Any, transformers: Places | None, vllm: Places, sizes: Sizes) -> Family:
-    """Make the table from the sites found in vLLM's class and in Transformers' class. A site found only in vLLM's uses
-    vLLM's module for both engines, since its name is usually the checkpoint's."""
+    """Make the table from the sites found in vLLM's and in Transformers' class. A site found only in vLLM's uses its
+    module for both engines, since its name is usually the checkpoint's."""
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
@@ -718,7 +719,7 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
-    """The sites found in Transformers' class of a config, and the path of its base model."""
+    """The sites found in a config's Transformers class, and the path of its base model."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.no_grad():

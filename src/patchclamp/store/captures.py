@@ -385,7 +385,7 @@ class CaptureStore:
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
-        if how:  # steps pooled the rows of some runs; the caller pools runs that also read generated tokens
+        if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
             labels = run[some], position[some], pooled[some], span[some], turn[some]
             reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
@@ -409,7 +409,7 @@ class CaptureStore:
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
             if run not in self._runs:
-                raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
+                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
         """Locate the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""

@@ -114,7 +114,7 @@ def is_open(place: MemoryLocation) -> bool:
 def map_place(place: MemoryLocation) -> mmap.mmap:
     """Map the file of a place. Raises `OSError` if the path is a different file, such as on another machine."""
     if not is_open(place):
-        raise FileNotFoundError(f"{place.path} is now a different file")
+        raise FileNotFoundError(f"{place.path} is another file")
     with open(place.path, "r+b", buffering=0) as file:
         return mmap.mmap(file.fileno(), place.size)
 
@@ -123,7 +123,7 @@ logger: logging.Logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
 MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
-SLABS_AHEAD = 4  # slabs allocated in advance
+SLABS_AHEAD = 4  # slabs that are made ahead of need
 MAX_FREE_BYTES = 1 << 28  # unused bytes that `ReusedMemory` keeps
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
@@ -265,7 +265,7 @@ class PinnedSlabs:
         try:
             self._register(memory)
         except MemoryError as error:  # copies to unpinned memory are slower; results are unchanged
-            logger.warning("patchclamp: captures use unpinned memory: %s", error)
+            logger.warning("patchclamp: captures go to ordinary memory: %s", error)
             return Slab(memory, lambda memory: None)
         return Slab(memory, self._unregister)
 

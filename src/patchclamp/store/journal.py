@@ -130,11 +130,11 @@ class Journal:
             database.execute("INSERT INTO made VALUES (?)", (made_by,))
             database.execute("CREATE TABLE record (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER)")
         elif found != (APPLICATION, FORMAT):
-            raise self._no_journal("a different SQLite file or format version")
+            raise self._no_journal("another SQLite file, or another version")
         if database.execute("SELECT by FROM made").fetchall() != [(made_by,)]:
             raise ProgramError(
-                f"{self._name} belongs to a different study, model, engine, version, prompt or option: choose another "
-                "file or delete it"
+                f"{self._name} was made by another study: another model, engine, version, prompt or option. Give "
+                "another name, or delete it"
             )
 
     def _records(self, database: sqlite3.Connection) -> list[bytes]:
@@ -180,5 +180,5 @@ class Journal:
 
     def _no_journal(self, found: str) -> PatchclampError:
         return ProgramError(
-            f"expected a journal that this version can read, got {self._name}: {found}; use another file or delete it"
+            f"expected a journal that this version can read, got {self._name}: {found}. Give another name, or delete it"
         )

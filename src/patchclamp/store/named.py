@@ -37,9 +37,9 @@ class Means(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         rows = list(self.rows.values())
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
-            raise ShapeError("expected vectors [D] of equal width, one per site, and at least one site")
+            raise ShapeError("means are vectors [D] of one width, one for each of at least one site")
         if not all(isinstance(ref, str) for ref in self.rows):
-            raise ProgramError("expected the sites of means as text")
+            raise ProgramError("the sites of means are named by text")
 
     def __repr__(self) -> str:
         return f"Means({', '.join(self.rows)})"
@@ -92,7 +92,7 @@ class NamedBank(MutableMapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         if check_name(name) not in self._entries:
             names = ", ".join(self._entries) or "nothing yet"
-            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; available: {names}")
+            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {names}")
         return self._entries[name]
 
     def __delitem__(self, name: str) -> None:
@@ -140,7 +140,7 @@ class NamedBank(MutableMapping[str, Entry]):
                     raise error.under(f"runs[{i}]") from None
                 total, count = total + rows.sum(0), count + len(rows)
             if not count:
-                raise ProgramError(f"{tokens} selects no captured position at {ref}", "tokens")
+                raise ProgramError(f"{tokens} selects no position that was captured at {ref}", "tokens")
             rows_by_ref[ref] = Vector.of(total / count)
         self[name] = means = Means(rows_by_ref)
         return means
@@ -158,7 +158,7 @@ class NamedBank(MutableMapping[str, Entry]):
         runs = [name for name, entry in chosen.items() if is_run(entry)]
         if runs:
             raise ProgramError(
-                f"{runs[0]!r} is a run, which stays with its engine: list the entries to save in names=", "names"
+                f"{runs[0]!r} is a run, which stays with its engine: name what is to be written", "names"
             )
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
@@ -188,7 +188,7 @@ class NamedBank(MutableMapping[str, Entry]):
             programs = msgspec.json.decode(metadata.get("programs", "{}"), type=dict[str, str])
             stray = sorted((means.keys() - tensors.keys()) | (programs.keys() & tensors.keys()))
             if stray:
-                raise ProgramError(f"the metadata entry {stray[0]!r} does not match the file's tensors")
+                raise ProgramError(f"{stray[0]!r} stands in the metadata, and is no such thing")
             for name, tensor in tensors.items():
                 entries[check_name(prefix + name)] = entry_of_tensor(tensor, means.get(name))
             for name, program in programs.items():
@@ -215,7 +215,7 @@ class NamedBank(MutableMapping[str, Entry]):
         key = os.environ.get("VLLM_API_KEY") if api_key is None else str(api_key)
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
-            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: pass names= without it", "names")
+            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: give names= without it", "names")
         parts: dict[str, tuple[str, bytes, str]] = {}
         for name, entry in chosen.items():
             if isinstance(entry, Program):
@@ -230,10 +230,10 @@ class NamedBank(MutableMapping[str, Entry]):
                     path = f"{base}/{route}/{quote(name, safe='')}"
                     response = client.put(path, content=body, headers={"Content-Type": kind})
                     if response.status_code >= 400:
-                        raise EngineError(f"{url} rejected {name!r}: {_refusal(response)}")
+                        raise EngineError(f"{url} refused {name!r}: {_refusal(response)}")
         except (httpx.InvalidURL, httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"no response from {url} ({type(error).__name__}: {error}); expected the URL of a "
-                              "running `patchclamp serve`, http://host:port") from None  # fmt: skip
+            raise EngineError(f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
+                              "`patchclamp serve`, http://host:port") from None  # fmt: skip
         return list(parts)
 
 
@@ -249,7 +249,7 @@ def _to_json(name: str, program: Program) -> str:
     try:
         return program.to_json()
     except PatchclampError as error:
-        raise ProgramError(f"{name!r} cannot be written: {error}; list the others in names=", "names") from None
+        raise ProgramError(f"{name!r} cannot be written: {error}; name what is to be written", "names") from None
 
 
 def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
@@ -257,7 +257,7 @@ def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
     if refs is None:
         return Vector.of(tensor)
     if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
-        raise ShapeError(f"expected means [{len(refs)}, D] for {len(refs)} different sites, got {list(tensor.shape)}")
+        raise ShapeError(f"means of {len(refs)} different sites are [{len(refs)}, D], not {list(tensor.shape)}")
     return Means({ref: Vector.of(row) for ref, row in zip(refs, tensor, strict=True)})
 
 
@@ -270,7 +270,7 @@ def as_entry(entry: Any) -> Entry:
     if isinstance(entry, Program) or _is_edits(entry):
         program = entry if isinstance(entry, Program) else Program.of(entry)
         if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
-            raise ProgramError("expected a program with edits and without captures")
+            raise ProgramError("a named program has edits and captures nothing")
         if any(isinstance(op, When) for op in program.edits):
             raise ProgramError("expected edits without conditions, got pc.When: pass it in edits= instead of by name")
         return program
@@ -348,12 +348,12 @@ def from_bytes(data: bytes) -> Vector | Means:
             raise ProgramError(f"expected one tensor, a vector or means, got {len(header.tensors)}")
         [(name, entry)] = header.tensors.items()
         if len(entry.shape) not in (1, 2) or min(entry.shape) < 1:
-            raise ShapeError(f"expected a non-empty vector [D] or [n, D], got {list(entry.shape)}"[:400])
+            raise ShapeError(f"expected a vector [D] or [n, D], not empty, got {list(entry.shape)}"[:400])
         if entry.dtype not in FLOATS:
             raise ShapeError(f"expected a vector of {', '.join(FLOATS)}, got {entry.dtype}"[:400])
         means = msgspec.json.decode(header.metadata.get("means", "{}"), type=dict[str, list[str]])
         if means.keys() - {name} or "programs" in header.metadata:
-            raise ProgramError("expected metadata for one vector or means, got other entries too")
+            raise ProgramError("expected metadata of one vector or means, got that of other entries too")
         [(_, checked)] = deserialize(data)  # checks that shape and bytes agree
     except (SafetensorError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"expected a safetensors file: {error}"[:400]) from None
@@ -367,6 +367,6 @@ def numbers_of_json(data: bytes) -> Vector:
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProgramError(f"expected a list of numbers or a list of such lists: {error}"[:400]) from None
+        raise ProgramError(f"expected a list of numbers, or of such lists: {error}"[:400]) from None
     except PatchclampError as error:
         raise type(error)(error.message[:400]) from None

@@ -165,7 +165,7 @@ def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
 # -- the table of a capture chunk
 
 
-SELF_CHECK = -1  # replaces an op's ordinal for rows that a worker keeps to check a run's labels
+SELF_CHECK = -1  # in place of an op's ordinal, for rows that a worker keeps to check a run's labels
 PROBE = 1 << 20  # added to the op of a probe, so that the rows of a site do not include its products
 CAPTURED = np.dtype(
     [

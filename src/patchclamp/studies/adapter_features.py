@@ -162,7 +162,7 @@ class AdapterFeatures(Study):
             if ids and max(ids) >= card.features:
                 raise ProgramError(f"expected features below {card.features}, got {max(ids)}", "features")
             if ids and self.kept != inputs.MAX_TOP:
-                raise ProgramError("kept has no effect with features=: remove one of them", "kept")
+                raise ProgramError("it is for all features: leave it out with features=", "kept")
             top = None if ids else min(self.kept, card.features)
             read = Features(card.name, self.tokens, top, ids)
 
@@ -188,7 +188,7 @@ class AdapterFeatures(Study):
         for number, one in enumerate(records):
             totals[:, number % 2, one.ids.array()] += one.sums.array(), one.counts.array()
         if not (rows := sum(one.rows for one in records) // 2):
-            raise TokensError(f"{self.tokens} selects no token of any prompt", "tokens")
+            raise TokensError(f"{self.tokens}: no token of the prompts is selected", "tokens")
         chosen = np.arange(card.features) if ids is None else np.array(ids)
         means, rates = totals[:, :, chosen] / rows
         full = [sum(one.full for one in records[side::2]) / rows for side in (0, 1)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-MAX_BYTES = 1 << 28  # of the patterns captured by one call, and of a result
+MAX_BYTES = 1 << 28  # of the patterns of one call, and of a result
 SHOWN = 12  # heads in a picture of many
 READ = ("v", "z", "attn_out")  # sites that edges are made of, beside the pattern
 
@@ -99,7 +99,7 @@ class AttentionRollout(Study):
         with progress("rolling out", len(layers), show_progress, "layers") as advance:
             for layer, [run] in by_layer(lm, [list(words.ids)], layers, prompt):
                 mean = run.attention[f"pattern[{layer}]"].values.mean(1)
-                mean = mean / mean.sum(-1, keepdims=True)  # an attention sink takes part of a row's weight
+                mean = mean / mean.sum(-1, keepdims=True)  # a sink takes a part of a row
                 rollout = (0.5 * mean + 0.5 * identity) @ rollout
                 advance(1)
         return AttentionRolloutResult(
@@ -217,7 +217,7 @@ class AttentionEdges(Study):
         import torch
 
         if self.answer is None and self.foil is not None:
-            raise ProgramError("foil requires answer=", "foil")
+            raise ProgramError("expected an answer to compare with", "foil")
         words, layers = inputs.words_of(lm, self.prompt, "prompt"), inputs.layers_of(lm, "pattern", self.layers)
         chosen = prompt if self.answer is None else prompt[-1]
         queries = inputs.chosen_positions(lm, words, chosen if self.tokens is None else self.tokens, "tokens")
@@ -236,7 +236,7 @@ class AttentionEdges(Study):
                 pattern_QHT = torch.from_numpy(run.attention[f"pattern[{layer}]"].values)
                 gap = relative_gap(torch.einsum("qht,the->qhe", pattern_QHT, v_THE), z_THE[rows])
                 if not gap <= tolerance(lm.model.dtype):
-                    raise ModelError(f"z[{layer}] does not equal pattern × values (relative error {gap:.2g})")
+                    raise ModelError(f"z[{layer}] is not the sum of the values by the pattern: it is {gap:.2g} off")
                 writer = proved_projection(lm, "z", layer, z_THE.flatten(1), out_TD)
                 pattern_HQT = pattern_QHT.transpose(0, 1)
                 matrix_HED = writer.matrix_WD.reshape(heads, -1, writer.matrix_WD.shape[1]) * writer.factor

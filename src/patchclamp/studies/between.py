@@ -25,7 +25,7 @@ from patchclamp.studies.metric import ALONE, METRICS, single_token
 from patchclamp.studies.study import Provenance, Study, StudyResult, progress, provenance
 
 Verified = Literal["all", "best", "sampled"]
-STEP = 1e-3  # nats, of the finite differences of a metric
+STEP = 1e-3  # nats, of the differences that are a metric's derivative
 BEST = 20  # verified cells in the picture's table
 
 
@@ -43,9 +43,9 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     noise_floor: difference of two unpatched runs there
     """
 
-    kind: ClassVar[str]  # the kind of study, in titles
+    kind: ClassVar[str]  # of study, in titles
     heads: ClassVar[tuple[str, str]]  # names of the ends of a cell
-    effect: ClassVar[str]  # the effect of the clean run on a cell
+    effect: ClassVar[str]  # of the clean run on a cell
 
     metric: str
     clean_tokens: tuple[str, ...]
@@ -167,7 +167,7 @@ class GradedAnswer:
         metric = metric or ("logprob" if self.foil is None else "logit_diff")
         [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
         if self.graded.top:
-            raise ProgramError("expected top=0, since the likeliest tokens have no gradient; list the metric's tokens",
+            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
                                "metric.top")  # fmt: skip
         self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
 
@@ -319,15 +319,16 @@ class GradientStudy(Study):
         ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
         if ours != theirs:
             raise ProgramError(
-                f"expected a model of the estimates' (layers, width, vocabulary) {ours}, got {theirs}", "on"
+                f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would "
+                f"run on one with {theirs}", "on"
             )  # fmt: skip
         cells = self.candidates(lm, self)
         _, factor = cells.scale
         estimates = factor * cells.estimates(self.steps)
         if cells.graded.custom is not None and cells.ids[0] != cells.ids[1] and not np.nan_to_num(estimates).any():
             raise ProgramError(
-                f"every estimate is 0: {cells.graded.metric} has zero gradient in these runs; use a smooth metric, "
-                "such as a difference of log-probabilities", "metric"
+                f"every estimate is 0: {cells.graded.metric} does not change with the log-probabilities of these runs; "
+                "expected a smooth metric, such as a difference of log-probabilities", "metric"
             )  # fmt: skip
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]

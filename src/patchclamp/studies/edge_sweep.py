@@ -58,7 +58,7 @@ class EdgeSweep(PromptGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
-            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
+            raise ProgramError("a knockout has no other prompt to recover; take logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         columns = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
         if any(each.keys() != columns[0].keys() for each in columns):
@@ -83,7 +83,7 @@ class EdgeSweep(PromptGrid):
                     columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
         unseen = {*range(len(keys))} - {j for _, j in columns}
         if not columns or (unseen and self.positions is not None):
-            raise TokensError("expected keys visible to a query, got keys after all queries", "positions")
+            raise TokensError("expected keys that a query sees, got some that none sees", "positions")
         return columns
 
 

@@ -79,7 +79,7 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
             raise ProgramError(f"expected an answer among the choices, got {sample.answer!r}", f"{path}[{i}].answer")
         if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
             raise ProgramError(
-                f"choice {sample.answer} is out of range for {len(sample.choices)} choices",
+                f"expected the number of one of {len(sample.choices)} choices, got {sample.answer}",
                 f"{path}[{i}].answer",
             )
         found.append(sample)
@@ -197,7 +197,7 @@ def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int,
     count = len(lm.tokenizer.encode(before))
     ids = lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
-        raise TokensError(f"expected at least one token before and in {text!r}, got {count} and {len(ids) - count}")
+        raise TokensError(f"expected tokens before and in {text!r}, got {count} and {len(ids) - count}")
     return tuple(ids[:count]), tuple(ids[count:])
 
 

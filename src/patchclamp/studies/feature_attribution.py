@@ -148,13 +148,13 @@ class FeatureAttribution(Study):
     ) -> FeatureAttributionResult:
         if self.estimate and not lm.engine.has_gradients:
             raise UnsupportedStudy(
-                f"the {lm.model.engine} engine computes no gradients: set estimate=False to ablate all features, or "
-                "run on an LM with engine='transformers' and pass this one as on=", "estimate"
+                f"the {lm.model.engine} engine computes no gradients: set estimate=False, which ablates all features, "
+                "or pass this LM as on= beside an LM of engine='transformers'", "estimate"
             )  # fmt: skip
         serving = on or lm
         metric = GradedAnswer(lm, self.answer, self.foil, self.metric)
         if metric.graded.metric == "recovered":
-            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
+            raise ProgramError("expected logit_diff, logprob or prob: there is no other prompt to recover", "metric")
         words = inputs.words_of(lm, self.prompt, "prompt")
         ids, chosen = list(words.ids), inputs.chosen_positions(lm, words, self.tokens, "tokens")
         with inputs.attached(serving, self.sae, self.at) as (sae, where):

@@ -317,7 +317,7 @@ def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_p
             written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
         moved = (written == "resid_post") - (site == "resid_post")
         if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
-            raise ProgramError(f"the file has no layers of {site}")
+            raise ProgramError(f"it has no layers of {site}")
         return LensFile(site, tuple(Translator.of(layer, parts) for layer, parts in kept.items()))
     except Exception as error:  # a damaged file may raise anything
         raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None

@@ -241,7 +241,7 @@ def _pool(pool: Any, path: str) -> str | None:
     pool = pool if isinstance(pool, str) else repr(pool)[:100]
     if pool == "max":
         raise ProgramError(
-            "pool='max' applies to scores, not to rows: fit with pool=None, and use result.probe(pool='max')", path
+            "a probe's max is of scores, not of rows: fit with pool=None, and use result.probe(pool='max')", path
         )
     if pool not in ("mean", "last", "none"):
         raise unknown("pool", pool, ("mean", "last", "none"), path)
@@ -301,7 +301,7 @@ class FitProbe(Study):
             raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")
         for name in ("tokens", "chat") if self.harvest is not None else ():
             if getattr(self, name):
-                raise ProgramError("expected only with prompts: the rows of a harvest are fixed", name)
+                raise ProgramError("it is for prompts; a harvest has chosen its rows", name)
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -314,7 +314,7 @@ class FitProbe(Study):
         elif resume is None:
             examples = self._read_harvest(lm, site)
         else:
-            raise ProgramError("expected only with prompts: a harvest is already on disk", "resume")
+            raise ProgramError("it is for prompts; a harvest is on disk already", "resume")
         layers, (negative, positive) = examples.layers, self._classes(examples.labels)
         positive_N = np.array([one == positive for one in examples.labels])
         fold_N = split_folds(examples.document, positive_N, self.folds, self.seed)
@@ -380,7 +380,7 @@ class FitProbe(Study):
                         recorded_runs(lm, journal, asked, call, record, StoredArray, advance, batch)]  # fmt: skip
         counts = [rows.shape[1] for rows in read_LTD]
         if 0 in counts:
-            raise TokensError(f"{tokens} selects no token of the prompt", f"prompts[{counts.index(0)}]")
+            raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")
         first = dict[tuple[int, ...], int]()
         documents = [first.setdefault(one.ids, i) for i, one in enumerate(asked)]
         labels = [label for label, count in zip(self.labels, counts, strict=True) for _ in range(count)]
@@ -393,7 +393,9 @@ class FitProbe(Study):
         if lm is not None and (recipe.model, recipe.weights) != model_identity(lm):
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {recipe.model}", "harvest")
         if data.missing:
-            raise ProgramError(f"expected all shards, got {len(data.missing)} missing: resume the harvest", "harvest")
+            raise ProgramError(
+                f"expected all shards, {len(data.missing)} are missing: run the harvest again", "harvest"
+            )
         if recipe.sums or any(one.projection for one in recipe.sites):
             raise ProgramError("expected whole rows, got sums or projections", "harvest")
         parsed = [(parse_site(name), name) for name in data.sites]
@@ -435,7 +437,7 @@ class FitProbe(Study):
             return _labels(index[self.labels].to_pylist(), "labels")
         documents, rows, given = self.harvest.manifest.documents, len(document_N), len(self.labels)
         if given == documents == rows and self.pool is None:
-            raise ProgramError(f"{rows} labels could be of {rows} documents or {rows} rows: use a kept column, or "
+            raise ProgramError(f"{rows} labels could be of {rows} documents or of {rows} rows: use a kept column, or "
                                "pool='last' for documents", "labels")  # fmt: skip
         if given == documents:
             return [self.labels[i] for i in document_N]

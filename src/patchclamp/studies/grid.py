@@ -70,7 +70,7 @@ class Grid(Study):
         if check is not None:
             check(plan)
         if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
-            raise ProgramError("a zoom with a metric function cannot be resumed from a file", "resume")
+            raise ProgramError("a zoom goes where the metric leads, and a file does not know a function", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,
@@ -105,7 +105,7 @@ class PairGrid(Grid):
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
         cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
         if (count := len(cleans)) != len(corrupts):
-            raise ProgramError(f"expected {count} corrupt prompts, one per clean one, got {len(corrupts)}", "corrupt")
+            raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
         graded = graded_of(lm, self.answer, self.foil, self.metric, count)
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
@@ -134,7 +134,8 @@ def _pair_columns(
         if alone:
             raise TokensError(
                 f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
-                f"prompt; aligned: {sorted(partner)}. Pair tokens with pc.studies.Match(clean=…, corrupt=…)", path
+                f"prompt; aligned are {sorted(partner)}. Say which tokens belong together with "
+                "pc.studies.Match(clean=…, corrupt=…)", path
             )  # fmt: skip
         partners = tuple(partner[p] for p in chosen)
         return Column(label, *((partners, chosen) if denoising else (chosen, partners)))
@@ -348,7 +349,7 @@ class GridPlan:
         if row.site != "logits":
             return True
         if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
-            raise UnsupportedSite("logits determine one token, but this answer or foil has several", "sites")
+            raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
         ends = [((case.clean.last,), (case.corrupt.last,)) for case in self.cases]
         return all((case.columns[p].clean, case.columns[p].corrupt) == end
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip

@@ -60,7 +60,7 @@ def layered_site(site: Any, path: str = "site") -> Site:
     except PatchclampError as error:
         raise error.under(path) from None
     if named.layers is not None or named.index is not None:
-        raise ProgramError(f"expected a site without layers, such as {named.name!r}; choose them with layers=", path)
+        raise ProgramError(f"expected a site without layers, such as {named.name!r}; layers= chooses them", path)
     return named
 
 
@@ -78,7 +78,7 @@ def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]
         except PatchclampError as error:
             raise error.under(f"{path}[{i}]" if several else path) from None
     if not chosen:
-        raise TokensError("expected at least one position of the prompt, got none", path)
+        raise TokensError("no position of the prompt is selected", path)
     return list(dict.fromkeys(chosen))
 
 
@@ -116,7 +116,7 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
     except (ProgramError, TokensError) as error:
         raise type(error)(error.message, path) from None
     if not read.ids:
-        raise TokensError("expected a prompt of at least one token, got none", path)
+        raise TokensError("an empty prompt has no position to run", path)
     return Words(read.ids, tuple(lm.tokenizer.token_strings(read.ids)), read.shown)
 
 
@@ -142,7 +142,7 @@ def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int,
     except PatchclampError as error:
         raise error.under(path) from None
     if not selected:
-        raise TokensError(f"{tokens} selects no position of a prompt of {len(words.ids)} tokens", path)
+        raise TokensError(f"{tokens}: nothing selected of a prompt of {len(words.ids)} tokens", path)
     return tuple(selected)
 
 
@@ -185,8 +185,8 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
         other = sorted(chosen_positions(lm, corrupt, self.corrupt, f"{path}.corrupt"))
         if self.align == "each" and len(one) != len(other):
             raise TokensError(
-                f'align="each" requires equal numbers of tokens, got {len(one)} clean and {len(other)} corrupt; '
-                'use align="last" or "first" to pair as many as possible', path
+                f'align="each" pairs equal numbers of tokens, got {len(one)} clean ones and {len(other)} corrupt ones; '
+                'align="last" or "first" pairs as many as there are', path
             )  # fmt: skip
         count = min(len(one), len(other))
         return tuple(zip(*((of[:count] if self.align == "first" else of[-count:]) for of in (one, other)), strict=True))
@@ -221,7 +221,7 @@ def columns_of(
         else:
             column = matched(label, match, path)
         if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
-            raise TokensError(f"{selection} selects the same tokens as another column", path)
+            raise TokensError(f"{selection} selects the tokens of another column", path)
         columns.append(column)
     return columns
 
@@ -231,7 +231,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
     positions = as_plain(positions, "positions")
     if isinstance(positions, Mapping):
         if {"clean", "corrupt"} <= positions.keys() <= {*Match.__struct_fields__}:
-            raise ProgramError('expected labels, got a match: put the match in a list, [{"clean": …}]', "positions")
+            raise ProgramError('a mapping labels columns; a match stands in a list, [{"clean": …}]', "positions")
         chosen = []
         for label, selection in positions.items():
             path = f"positions[{label!r}]"
@@ -239,8 +239,8 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
             if isinstance(selection, (list, tuple)):
                 if len(selection) != count:
                     raise ProgramError(
-                        f"expected one selection for each of {count} prompts, got {len(selection)}; write several "
-                        "positions of one column as one selection, such as pc.prompt[-2, -1]",
+                        f"expected one selection for each of {count} prompts, got {len(selection)}; several positions "
+                        "of one column are one selection, such as pc.prompt[-2, -1]",
                         path,
                     )
                 selection = selection[number]
@@ -259,8 +259,8 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
     for i, other in enumerate(columns):
         if len(other) != len(first):
             raise TokensError(
-                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(first)}: for prompts of different "
-                "lengths, choose columns with positions=['prompt[-1]', …]",
+                f"pair {i} has {len(other)} positions that can be patched, and pair 0 has {len(first)}: prompts of one "
+                "length have all their positions as columns; of others say which, positions=['prompt[-1]', …]",
                 "positions",
             )
     return tuple(
@@ -411,8 +411,8 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
     if not pairs and not matched:
         raise TokensError(
             f"the clean and the corrupt prompt ({len(clean)} and {len(corrupt)} tokens) share no first or last token, "
-            "so their positions cannot be aligned; use prompts that differ only in the middle, or pair tokens with "
-            "pc.studies.Match(clean=…, corrupt=…)", "positions"
+            "so no position of one is a position of the other; give prompts that differ in the middle, or say which "
+            "tokens belong together with pc.studies.Match(clean=…, corrupt=…)", "positions"
         )  # fmt: skip
     return Alignment(
         tuple(pairs), tuple(range(prefix, len(clean) - suffix)), tuple(range(prefix, len(corrupt) - suffix))
@@ -471,7 +471,7 @@ def _plain(lm: LM, prompt: Any) -> EncodedPrompt:
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)
     if outside := [token for token in ids if not 0 <= token < lm.model.d_vocab]:
-        raise TokensError(f"token id {outside[0]} is out of range for a vocabulary of {lm.model.d_vocab}")
+        raise TokensError(f"{outside[0]} is not a token id below {lm.model.d_vocab}")
     return EncodedPrompt(ids, None, lm.tokenizer.decode(list(ids)))
 
 
@@ -496,7 +496,7 @@ def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> i
     if is_token_id(value) and value > most:
         raise ProgramError(f"expected a whole number of at most {most}, got {value}", path)
     if not is_token_id(value) or value < least:
-        raise ProgramError(f"expected a whole number of at least {least}, got {value!r}", path)
+        raise ProgramError(f"expected a whole number from {least} on, got {value!r}", path)
     return int(value)
 
 
@@ -545,7 +545,7 @@ def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
     """Distinct seeds, at least one."""
     numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
     if not 0 < len(set(numbers)) == len(numbers):
-        raise ProgramError(f"expected at least one seed, without duplicates, got {list(numbers)}", path)
+        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", path)
     return numbers
 
 
@@ -692,7 +692,7 @@ def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dict
     """Like `placed_sae`, and yield the SAE too. Raises `ProgramError` for an SAE that only the server has."""
     with placed_sae(lm, sae, at) as where:
         if (own := where.sae if isinstance(sae, str) else sae) is None:
-            raise ProgramError(f"a client does not have the weights of {sae!r}: pass the SAE itself, pc.SAE.load(path),"
+            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
                                " or run the study on the server", "sae")  # fmt: skip
         yield own, where
 

@@ -207,7 +207,7 @@ def grade(
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS, "metric")
     if metric not in ALONE and foil is None:
-        raise ProgramError(f"{metric} requires a foil: pass foil=, or use metric='logprob'", "foil")
+        raise ProgramError(f"{metric} compares the answer with a foil; give foil=, or use metric='logprob'", "foil")
     if foil is not None and tuple(answer) == tuple(foil):
         raise ProgramError("answer and foil are the same tokens", "foil")
     return Graded(metric, tuple(answer), None if foil is None else tuple(foil))
@@ -223,7 +223,7 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     if several and all(is_token_id(token) for token in several):
         for token in several:
             if not 0 <= token < lm.model.d_vocab:
-                raise TokensError(f"token id {token} is out of range for a vocabulary of {lm.model.d_vocab}", path)
+                raise TokensError(f"token id {token} is outside the vocabulary of {lm.model.d_vocab}", path)
         return tuple(int(token) for token in several)
     if not isinstance(answer, str):
         raise ProgramError(f"expected a text or token ids, got {type(answer).__name__} {answer!r}", path)
@@ -252,7 +252,7 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
-        raise TokensError(f"{answer!r} is {len(ids)} tokens ({tokens}); expected one token", path)
+        raise TokensError(f"{answer!r} is {len(ids)} tokens ({tokens}); an answer or foil is one token here", path)
     return ids[0]
 
 

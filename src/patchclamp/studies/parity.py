@@ -292,7 +292,7 @@ def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarra
 
 def _bounds(dtype: str, tolerance: float | None) -> Bounds:
     if dtype not in BOUNDS:
-        raise pc.ProgramError(f"no tolerances for {dtype!r}; available: {', '.join(BOUNDS)}", "dtype")
+        raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
     bounds = BOUNDS[dtype]
     return bounds if tolerance is None else Bounds(tolerance, bounds.edit, bounds.logprobs)
 

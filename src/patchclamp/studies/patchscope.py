@@ -170,7 +170,7 @@ class Patchscope(Study):
         into = inputs.positions_of(into_run, self.target_position, "target_position")
         if len(out) != len(into):
             raise TokensError(
-                f"expected {len(out)} positions, as source_position selects, got {len(into)}",
+                f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",
                 "target_position",
             )
         cells = [(layer, to) for layer in taken for to in (placed or [layer])]

@@ -82,7 +82,7 @@ class PathPatch(PairGrid):
         _check_mixers(lm)
         try:
             cases = self.cases(lm, _at(self.positions, self.clean))
-        except PatchclampError as error:  # the caller did not choose the column's label
+        except PatchclampError as error:  # the label of the column is not the caller's
             raise type(error)(error.message, (error.path or "").replace(f"[{SENT!r}]", "")) from None
         rows = _senders(lm, self.senders, self.layers, self.group)
         receivers, frozen = _receivers(lm, self.receivers), _frozen(self.freeze)
@@ -234,7 +234,7 @@ def _check_mixers(lm: LM) -> None:
     if recurrent:
         raise UnsupportedSite(
             f"layers {', '.join(map(str, recurrent))} of {lm.model.name} have a state space or linear attention, which "
-            "path patching cannot freeze, so other paths would count too; use patch_sweep"
+            "path patching cannot hold: other ways than the one that is patched would count; patch_sweep works there"
         )
 
 
@@ -267,16 +267,16 @@ def _receivers(lm: LM, receivers: Any) -> list[PathReceiver]:
             raise error.under(f"receivers[{i}]") from None
         found.append(PathReceiver(" + ".join(map(str, sites)), inner))
     if not found or len({of.label for of in found}) < len(found):
-        raise ProgramError("expected at least one receiver, without duplicates", "receivers")
+        raise ProgramError("expected at least one receiver, each named once", "receivers")
     return found
 
 
 def _one_layer(lm: LM, site: Site) -> Site:
     refs = lm.sites.resolve(site)
     if site.name in FREEZABLE:
-        raise UnsupportedSite(f"{site} is frozen between sender and receiver; expected an input: q, k, v, mlp_in, …")
+        raise UnsupportedSite(f"{site} is held between sender and receiver; a receiver is an input: q, k, v, mlp_in, …")
     if len(refs) != 1 or refs[0].layer is None:
-        raise UnsupportedSite(f"{site}: expected a receiver of one layer, such as q[9, 6], or logits")
+        raise UnsupportedSite(f"{site}: a receiver is of one layer, as in q[9, 6], or it is logits")
     return Site(site.name, refs[0].layer, site.index)
 
 
@@ -298,5 +298,5 @@ def _at(positions: Any, clean: Any) -> dict[str, Any]:
             "positions"
         )  # fmt: skip
     if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
-        raise ProgramError(f"expected one selection for the senders, got a mapping {positions!r:.100}", "positions")
+        raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
     return {SENT: Positions("prompt") if positions is None else positions}

@@ -117,8 +117,8 @@ def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tenso
     norm, gap = best_of(norms, lambda norm: relative_gap(norm(before_ND), after_ND))
     if norm is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"unsupported norm before layer {layer}'s {' or '.join(names)}: its weights do not reproduce this model's "
-            f"rows (relative error {gap:.2g})"
+            f"the norm before layer {layer}'s {' or '.join(names)} is not one that we know: what its weights make of "
+            f"this model's stream is {gap:.2g} off"
         )
     return norm
 
@@ -178,8 +178,9 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"this model's final norm and unembedding do not reproduce its logits (error {gap:.2g} of their spread, at "
-            f"most {tolerance(lm.model.dtype):g} allowed): use readout='engine', which works for every model"
+            f"what this model's last norm and unembedding make of its last stream is {gap:.2g} off its own logits (at "
+            f"most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is not a norm and a matrix "
+            "that we know; readout='engine' works for every model"
         )
     _UNEMBEDDINGS[lm.engine] = best
     return best
@@ -320,6 +321,6 @@ def proved_projection(
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(rows_NW), written_ND))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"W_{name} does not map {word}[{layer}] to this model's {WRITES[word]}[{layer}] (relative error {gap:.2g})"
+            f"what W_{name} makes of {word}[{layer}] is not this model's {WRITES[word]}[{layer}]: it is {gap:.2g} off"
         )
     return best

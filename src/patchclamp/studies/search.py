@@ -111,7 +111,7 @@ class Space(PublicStruct, frozen=True):
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
             raise ProgramError(f"with {dict(settings)} the function raised {what}", "space.program") from error
         if program.capture:
-            raise ProgramError("expected only edits, got a program that captures", "space.program")
+            raise ProgramError("expected edits alone, got a program that captures", "space.program")
         return program
 
 
@@ -175,7 +175,7 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
     def measure(self, measured: Measured) -> np.ndarray:
         lm, programs, metric = measured.lm, measured.programs, Metric.of(self.metric, "metric")
         if metric == "recovered":
-            raise ProgramError("recovered requires a second prompt; use logit_diff, logprob or prob", "metric")
+            raise ProgramError("expected logit_diff, logprob, prob or a function: no other prompt to recover", "metric")
         asked = inputs.ask(lm, self.prompts, self.chat)
         graded = graded_of(lm, self.answer, self.foil, metric, len(asked))
         values_PN = np.full((len(asked), len(programs)), np.nan)
@@ -421,7 +421,7 @@ class OptunaSampler:
                      if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
-            # TPE assumes the worst value for a round's pending trials, which spreads them
+            # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
             liar = {"constant_liar": True} if sampler == "tpe" else {}
             sampler = kinds[sampler](seed=seed, **liar)
         self._parameters, kinds = parameters, optuna.distributions
@@ -495,10 +495,10 @@ class Search(Study):
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
         if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
-            raise ProgramError("a grid has no draws, and an Optuna sampler object has its own seed: remove this one",
+            raise ProgramError("a grid draws nothing, and a sampler of Optuna has a seed of its own: leave it out",
                                "seed")  # fmt: skip
         if taken := parameters.keys() & {"front", *names}:
-            raise ProgramError(f"{min(taken)!r} is a column of the result: rename the setting",
+            raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",
                                "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
@@ -526,7 +526,7 @@ class Search(Study):
                     if journal is not None:
                         journal.append(records)
                 if [(of.settings, of.program) for of in records] != plain:
-                    raise ProgramError(f"{resume} has different trials: the space's function has changed", "resume")
+                    raise ProgramError(f"{resume} has other trials: the space's function has changed", "resume")
                 return records
 
             [unedited] = measure([{}], [Program.of(())])

@@ -75,7 +75,7 @@ def as_source(source: Any) -> Source:
             by_position = as_flag(source.by_position, "source.by_position")
             if by_position and source.tokens is not None:
                 raise ProgramError(
-                    "by_position averages at every position: pass either tokens or by_position", "source.tokens"
+                    "a mean by position is of every position: give tokens or by_position", "source.tokens"
                 )
             try:
                 None if source.tokens is None else selection(source.tokens)
@@ -92,7 +92,7 @@ def as_source(source: Any) -> Source:
     if isinstance(source, str) and source.startswith("bank:"):
         return Banked(check_name(source.removeprefix("bank:")))
     raise ProgramError(
-        f"expected 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), got {source!r}",
+        f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}",
         "source",
     )
 
@@ -340,7 +340,7 @@ def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mix
             continue
         for at in sites:
             if vector.shape[-1] != (width := width_of(lm, lm.sites.resolve(at)[0])):
-                raise ShapeError(f"{at}: expected a {what} [{width}], got {list(vector.shape)}", path)
+                raise ShapeError(f"{at} is {width} wide; the {what} is {list(vector.shape)}", path)
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
@@ -348,15 +348,15 @@ def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) 
     refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
     widths = sorted({width_of(lm, ref) for ref in refs})
     if len(widths) != 1:
-        raise ProgramError(f"one mask requires sites of one width, got widths {', '.join(map(str, widths))}")
+        raise ProgramError(f"one mask is for all sites, and their rows have {', '.join(map(str, widths))} columns")
     mask = np.zeros(widths[0], np.float32)
     for index in columns:
         chosen = index if isinstance(index, int) else slice(None) if index is None else slice(*index.ends)
         if isinstance(chosen, int) and not -len(mask) <= chosen < len(mask):
-            raise ProgramError(f"column {chosen} is out of range for a row of {len(mask)}")
+            raise ProgramError(f"there is no column {chosen}: a row has {len(mask)}")
         mask[chosen] = 1
     if not mask.any():
-        raise ProgramError(f"expected at least one of {len(mask)} columns, got none")
+        raise ProgramError(f"no column is selected of {len(mask)}")
     return mask
 
 
@@ -365,7 +365,7 @@ def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
     if length is None or wrong:
         one = f"prompt {wrong[0]} has {lengths[wrong[0]]} tokens" if wrong else "the patched prompts differ in length"
         raise TokensError(
-            f"rows are taken at the same positions, so the prompts must be as long as the patched one "
+            f"rows are taken at the same positions, so these prompts must be as long as the patched one "
             f"({length} tokens): {one}",
             "source.prompts",
         )

@@ -104,7 +104,7 @@ class _Lines:
     def advance(self, done: int) -> None:
         self._done += done
         now_s = time.monotonic()
-        if now_s - self._began_s < KNOWN_S:  # already in the journal
+        if now_s - self._began_s < KNOWN_S:  # a journal had them
             self._known = self._done
         elif now_s - self._last_s >= LINE_S and self._done > self._known:
             left = (now_s - self._began_s) / (self._done - self._known) * (self._total - self._done)
@@ -225,7 +225,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
 
         def store(value: Any) -> dict[str, str]:
             if not isinstance(value, np.ndarray):
-                raise NotImplementedError(f"expected an array or plain JSON data, got {type(value).__name__}")
+                raise NotImplementedError(f"{type(value).__name__} is no array, and JSON has no such thing")
             name = str(len(tensors))
             tensors[name] = np.ascontiguousarray(value)
             return {"tensor": name}
@@ -266,7 +266,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         try:
             return msgspec.convert(msgspec.json.decode(metadata["result"]), cls, dec_hook=restore, str_keys=True)
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ProgramError(f"{of} is not a {cls.__name__} that this version can read: {error}", "path") from None
+            raise ProgramError(f"{of} is no {cls.__name__} that this version can read: {error}", "path") from None
 
 
 def load(path: str | Path | bytes) -> StudyResult:
@@ -340,7 +340,7 @@ class StudyField(NamedTuple):
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
         if isinstance(given, (list, Iterator)):
-            given = list(given)  # copied, so that no run exhausts it and its owner cannot change it
+            given = list(given)  # neither used up by the first run, nor changed by its owner
         if given is None and (self.default is None or type(None) in get_args(self.kind)):
             return None
         kinds = self.kind, *get_args(self.kind)
@@ -385,7 +385,7 @@ class Study:
         check_options((n for n in given if n not in fields), f"{type(self).__name__}()", fields, hints_for(fields))
         for name, field in fields.items():
             if name not in given and field.default is REQUIRED:
-                raise ProgramError(f"{type(self).__name__}() requires the argument {name}=", name)
+                raise ProgramError(f"{type(self).__name__}() needs the argument {name}=", name)
             object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -489,7 +489,7 @@ def bind_call(
         raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
     for one in required:
         if one not in by_position and one not in named:
-            raise ProgramError(f"{name} requires the argument {one}=", one)
+            raise ProgramError(f"{name} needs the argument {one}=", one)
     return {**named, **by_position}
 
 

@@ -167,12 +167,12 @@ class TopContexts(Study):
         """The features of the SAE in the given harvest."""
         for name in ("documents", "folder", "at", "kept", "column", "context"):
             if getattr(self, name) is not self.fields()[name].default:
-                raise ProgramError("expected only without a harvest, which has fixed it", name)
+                raise ProgramError("a harvest has chosen it: leave it out", name)
         data: Harvested = self.harvest
         if (model := data.manifest.recipe.model) != model_identity(lm)[0]:
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {model}", "harvest")
         if data.missing:
-            raise ProgramError(f"expected all shards, got {len(data.missing)} missing: resume the harvest", "harvest")
+            raise ProgramError(f"{len(data.missing)} shards are missing: run the harvest again", "harvest")
         if isinstance(self.sae, str):
             return data.stored_features(self.sae)
         for one in data.manifest.recipe.features:

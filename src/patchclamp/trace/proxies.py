@@ -137,8 +137,8 @@ def function_name(func: Any) -> str:
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    """An operator of Python between a value of the trace and anything else, on either side. The left operand may be a
-    tensor or an array, whose own operator would call torch or NumPy again."""
+    """A binary Python operator with a traced value on either side. The left operand may be a tensor or an array, whose
+    own operator would call torch or NumPy again."""
 
     def compute(a: Any, b: Any) -> Any:
         return getattr(a, f"__{name}__")(b) if isinstance(a, Arithmetic) else getattr(b, f"__r{name}__")(a)
@@ -796,7 +796,7 @@ def as_layers(key: Any) -> int | Range:
 
 
 class ByLayer(NonTensor):
-    """Base of what has one item per layer, which a loop visits."""
+    """Base of iterables with one item per layer."""
 
     _group: TokenGroup
 
@@ -1007,7 +1007,7 @@ NOT_READ = {  # why a saved value is not available, by the state of its recordin
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raises if the saved values of a recording will never come, or not before a further step of the caller."""
+    """Raises if a recording's saved values will never be available, or only after a further step by the caller."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error left the trace before it ran")
     if recording.state in NOT_READ:

@@ -381,7 +381,7 @@ class Recording:
             raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
 
     def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
-        """Checks and records a write, so that errors raise at the caller's line."""
+        """Check and record a write, so that errors raise at the caller's line."""
         self.check_open()
         self.check(op if source is None else Zero(op.at, op.tokens))
         entry = Entry(self, op, spot, source, callers_line())

@@ -156,7 +156,7 @@ class RequestProgram:
         decoded = decode(carried)
         self.images = images
         self.checked: tuple[PositionRange, ...] = ()  # positions of a self-check
-        self.unchecked: int = 0  # the first of them not checked yet
+        self.unchecked: int = 0  # the first of them that was not checked yet
         self.seen_whole: tuple[tuple[int, int], ...] | tuple[()] = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
@@ -207,7 +207,7 @@ class Admission:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
         self._check_rate, self._checkable = check_rate, 0  # requests with captures so far
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
-        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, including ended ones
+        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests; some have ended
         self._waiting: dict[str, Any] = {}  # requests that wait
         self._blocked: Any = None  # the head of the queue, if it had no room and none was freed since
         self._order = itertools.count()
@@ -339,7 +339,7 @@ class Admission:
             self.errors[request.request_id] = pack(error)
             return False
         except Exception as error:
-            self.errors[request.request_id] = pack(ProgramError(f"cannot decode the program: {error!r}"))
+            self.errors[request.request_id] = pack(ProgramError(f"the program cannot be read: {error!r}"))
             return False
         if self._check_rate and _is_checkable(request, program):
             self._checkable += 1
@@ -359,23 +359,23 @@ class Admission:
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
-                raise ProgramError(f"points {list(op.points)} do not exist in this model", op.path)
+                raise ProgramError(f"it acts at points that this model does not have: {list(op.points)}", op.path)
             if op.ranges and (op.ranges[0].start < 0 or any(each.stop < each.start for each in op.ranges)):
-                raise ProgramError("positions are out of range", op.path)
+                raise ProgramError("its positions are out of range", op.path)
         for key, (rows, width) in program.sizes.items():
             source = source_of(key)
             if source is not None and not 0 <= source[1] < len(points):
-                raise ProgramError(f"the program reads point {source[1]}, which does not exist in this model")
+                raise ProgramError(f"it reads a point that this model does not have: {source[1]}")
             whole = source is None or width == points[source[1]].width
             if rows < 0 or width < 1 or not whole:
-                raise ProgramError(f"the program reads rows of an invalid size: {rows} of width {width}")
+                raise ProgramError(f"it reads rows of an impossible size: {rows} of {width} numbers")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]}: size does not match the one the program declares")
+                raise ProgramError(f"vector {key[2:14]} has another size than the program says")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
-                    f"run {bound.run} is already captured by another request: every run of a prompt "
-                    "requires its own program"
+                    f"run {bound.run} is already captured by another request: each of several runs of a prompt needs a "
+                    "program of its own"
                 )
             self._capturing.add(bound.run)
             self._under_way[bound.run] = program
@@ -433,13 +433,13 @@ class Admission:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
-                raise MissingSource(f"vector {missing[2:14]} is not available")
+                raise MissingSource(f"vector {missing[2:14]} is not here")
             placement = self._room.place(record_count(program.bound.ops) + len(program.checked), sizes)
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)
             return False
         except Exception as error:  # the program is malformed
-            self.errors[request_id] = pack(EngineError(f"cannot admit the program: {error!r}"))
+            self.errors[request_id] = pack(EngineError(f"the program cannot be admitted: {error!r}"))
             return False
         if placement is None:
             return False
@@ -452,7 +452,7 @@ class Admission:
 
     def _loading(self, placement: Placement) -> Placement:
         """Request all rows that some worker may lack, and record the runs that they come from."""
-        # each worker's bank has only rows that earlier programs read there, and a lease's rows may arrive after a step
+        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
         if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:

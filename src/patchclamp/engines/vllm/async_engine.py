@@ -63,7 +63,7 @@ class AsyncEngine(VllmFrontEnd):
     client: AsyncLLM
 
     remote = True
-    keeps_scores = False  # scores are added to responses
+    keeps_scores = False  # they are added to responses
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class AsyncEngine(VllmFrontEnd):
         self._preparing = ThreadPoolExecutor(GRADINGS, "patchclamp batch")
         self._batch = asyncio.Lock()  # one grading at a time runs a batch and leaves time to requests
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
-        self._requests: dict[str, Request] = {}  # of these tasks, by run
+        self._requests: dict[str, Request] = {}  # of these, by run
 
     @property
     def weights(self) -> int:
@@ -138,8 +138,8 @@ class AsyncEngine(VllmFrontEnd):
     async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
         """Carry out the calls of a grading. The core steps its requests between two batches. `beat` is called while it
         waits for room, to detect a disconnected caller."""
-        name = secrets.token_hex(8)  # clients may use one name for two jobs
-        tries = int(LEASE_S / RETRY_S)  # other jobs may hold the resources
+        name = secrets.token_hex(8)  # clients may give two jobs one name
+        tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
 
         async def after(result: Any) -> tuple[str, tuple[Any, ...]]:
             return await self._loop.run_in_executor(self._preparing, next_call, calls, result)
@@ -199,7 +199,7 @@ class AsyncEngine(VllmFrontEnd):
     def _wait(self, job: Coroutine[Any, Any, Any]) -> Any:
         if threading.get_ident() == self._loop_thread:
             job.close()
-            raise EngineError("called on the server's event loop, which would deadlock: call this from another thread")
+            raise EngineError("the server's event loop cannot wait for itself: call this from another thread")
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     # -- on the loop's thread: requests
@@ -288,7 +288,7 @@ class AsyncEngine(VllmFrontEnd):
                     if request.ended and not output.finished:
                         core = self._core_of_run(request.run)
                         verdict = verdict_of(await self.ask("verdict", request.run, only=core))
-                        if verdict is not None:  # otherwise it has ended in the core, and its last output is in transit
+                        if verdict is not None:  # else it has ended there, and its last output is under way
                             confirm(request.run, verdict, carried)
                             self._count(request, ids)
                             if ended is not None:

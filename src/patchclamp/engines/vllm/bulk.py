@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from patchclamp.runtime import Runtime
 
-MAX_LOGITS = 1 << 27  # logits computed at a time
+MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
 LATER = b"later"  # a worker's answer to a call that must be repeated
 
 
@@ -167,7 +167,7 @@ class _RunningJob:
         sites = runtime.sites
         self.lease: Lease = job.lease
         self._launched: _Launched | None = None
-        self._turn = 0  # the half of the slots and records that the next batch uses
+        self._turn = 0  # which half of the slots and records the next batch takes
         self._cells = CellRecords.of_bytes(job.cells)
         self._placed = _placed(runtime, self._cells.keys, job, remote)
         sequences = [[*part.prompt, *suffix] for part in job.parts for suffix in part.suffixes]
@@ -208,7 +208,7 @@ class _RunningJob:
         for i, group in enumerate(self._cells.groups):
             self._group_of[group.number], self._at[group.number] = i, np.arange(len(group.number))
         self._next = 0
-        # a cell's share of a batch: rows, own blocks, rows with logits, sequences, slots, records
+        # what the cells take of a batch: rows, own blocks, rows with logits, sequences, slots, records
         block, per_part = self._model.block, functools.partial(np.add.reduceat, indices=self._first)
         count, start = self._sequences[self._part], self._start
         records = np.array([*(group.records.shape[1] for group in self._cells.groups), 0])[self._group_of[self._order]]
@@ -267,7 +267,7 @@ class _RunningJob:
         before, self._launched = self._launched, None
         if self._next < len(self._order):
             self._launched = self._launch(self._take(rows))
-        if self._bulk.runtime.device.type == "cpu":  # where it is already computed
+        if self._bulk.runtime.device.type == "cpu":  # which has computed it
             before, self._launched = self._launched, None
         return None if before is None else self._result(before)
 
@@ -276,7 +276,7 @@ class _RunningJob:
         number, part, model, runtime = self._order[which], self._part[which], self._model, self._bulk.runtime
         slot_of_cell = self._install(number)
         sequences = self._sequences[part]
-        first = np.cumsum(sequences) - sequences  # each cell's first of the batch's sequences
+        first = np.cumsum(sequences) - sequences  # of each cell, among the batch's sequences
         cell = np.repeat(np.arange(len(number)), sequences)
         sequence = self._first[part][cell] + np.arange(len(cell)) - first[cell]
         start, length = self._start[which][cell], self._length[sequence]

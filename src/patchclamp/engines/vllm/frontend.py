@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
 Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
-SORTED = 1 << 14  # cells per sorting window, on a GPU
+SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
 LATER_S = 0.001  # before a call is repeated
-FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the very first batch; the maximum time of a batch
+FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch of all; the most time of a batch
 
 
 class BatchFacts(NamedTuple):
@@ -170,7 +170,7 @@ class VllmFrontEnd(Engine):
         facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
         if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
-            return f"a single program exceeds a batch of {facts.rows} tokens"
+            return f"one program computes more than a batch of {facts.rows} tokens"
         fits = 2 * sum(map(facts.blocks_of, [len(job.prompt), *lengths])) <= facts.blocks
         return "" if fits else "the cache has too few blocks"
 
@@ -274,7 +274,7 @@ class VllmFrontEnd(Engine):
         """The sizes of the rows that cells read, by name in the bank."""
         sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
         sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
-        read = np.zeros((len(cells.keys) + 1, 2), bool)  # last: records without a key, −1
+        read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last: by records without a key, −1
         for group in cells.groups:
             apart = (sharded[group.point] & (group.records["kind"] != MATCH)).astype(np.int8)
             for index in (group.key, group.beside):
@@ -294,7 +294,7 @@ class VllmFrontEnd(Engine):
         vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
             raise ProgramError(
-                "score is not supported with speculative decoding: use logprobs, or leave out speculative_config",
+                "score does not run with speculative decoding: use logprobs, or an engine without speculative_config",
                 "score",
             )
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
@@ -343,8 +343,8 @@ def no_room(lease: tuple[Any, ...]) -> CapacityError:
     blocks, slots, records, sizes = lease
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
-        f"no room for a batch of cells, which requires {blocks[0]} free cache blocks, {slots[0]} programs, "
-        f"{records[0]} records and {size} bytes of the bank: give the cache more memory, or raise "
+        f"there is no room for a batch of cells, which needs {blocks[0]} free blocks of the cache, {slots[0]} of the "
+        f"programs, {records[0]} of the records and {size} bytes of the bank: give the cache more memory, or raise "
         "max_records or bank_bytes"
     )
 
@@ -508,9 +508,9 @@ def check_sampling(sampling: dict[str, Any]) -> None:
     types = _types()
     for name, value in sampling.items():
         if name in SET_BY_US:
-            raise ProgramError(f"{name} is set by patchclamp: leave it out", f"sampling.{name}")
+            raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
         if name in NOT_RETURNED:
-            raise ProgramError(f"{name} is not supported: Run does not return it yet", f"sampling.{name}")
+            raise ProgramError(f"{name} is not supported: a Run does not return it yet", f"sampling.{name}")
         if name not in types:
             names = [name for name in types if name not in SET_BY_US]
             raise unknown("sampling parameter", name, names, f"sampling.{name}")
@@ -532,7 +532,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
     if classes:
         if value is not None and not isinstance(value, classes):
-            raise ProgramError(f"expected a vLLM {classes[0].__name__}, got {value!r}", f"sampling.{name}")
+            raise ProgramError(f"expected {classes[0].__name__} of vLLM, got {value!r}", f"sampling.{name}")
         return
     try:
         converted = msgspec.convert(value, kind)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from patchclamp.sites import View
 
-MAX_COLUMNS = 1024  # maximum scores per token of all monitors, which the core keeps for each slot of the cache
+MAX_COLUMNS = 1024  # numbers per token that all monitors may compute, which the core keeps for each slot of the cache
 WORDS = re.compile(r"(?P<name>[^=]+)=(?P<file>.+)@(?P<site>[^@>]+)(?:>(?P<threshold>[^>]+))?")
 
 
@@ -62,11 +62,11 @@ def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
         try:
             monitor = _monitor_of(each, sites)
             if monitor.probe.name in [other.probe.name for other in monitors]:
-                raise ProgramError(f"duplicate probe name {monitor.probe.name!r}")
+                raise ProgramError(f"two probes have the name {monitor.probe.name!r}")
         except PatchclampError as error:
             raise error.under(f"probes[{i}]") from None
         monitors.append(monitor)
-    # the columns of a point are adjacent, so that one product suffices
+    # the columns of a point are adjacent, so that it takes one product
     places = sorted((point, i, number) for i, monitor in enumerate(monitors) for point in monitor.points
                     for number in range(monitor.outputs))  # fmt: skip
     if len(places) > MAX_COLUMNS:
@@ -84,7 +84,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     if not isinstance(probe, Probe):
         raise ProgramError(f"expected a Probe, got {type(probe).__name__}")
     if probe.pool is not None or probe.tokens != every:
-        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave out tokens and pool")
+        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave tokens and pool out")
     refs = sites.resolve(probe.at)
     width = sites.points[refs[0].point].width
     if not isinstance(probe.weight, Vector) or probe.weight.shape[-1] != width:
@@ -94,7 +94,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     for point in points:
         if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
             raise UnsupportedSite(
-                f"expected a site with unsharded rows for every token for an always-on probe, got {probe.at}",
+                f"an always-on probe reads a site that each worker has whole, for each token, and not {probe.at}",
                 "at",
             )
     return Monitor(probe, threshold, points, ())
@@ -130,7 +130,7 @@ class MonitorTap:
             if views.get(point) is not None:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
-                    f"always-on probes do not support {at}, a part of a tensor: use the stream "
+                    f"an always-on probe cannot read {at}, which is a part of a tensor: use the stream "
                     "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
@@ -205,11 +205,11 @@ class SlotScores:
         self._unsent: dict[int, tuple[int, np.ndarray]] = {}  # first position and products, by the id of an output
         self._steps: dict[int, _Step] = {}  # under way, by number
         # by lane, the place of a request: its blocks, their number, the tokens that have scores, and those sent; and a
-        # version that changes with the request, and when it restarts after a preemption
+        # version that changes with the request, and when it begins again after a preemption
         self._tables = np.zeros((64, -(-length // block)), np.int64)
         self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
         self._lanes: dict[str, int] = {}
-        self._ended: list[str] = []  # requests whose last scores were not taken yet
+        self._ended: list[str] = []  # requests whose last scores are not taken yet
         self._free = list(range(64))
         self._known_lanes: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # of the last names looked up
         self._known_order: tuple[list[str], list[str], np.ndarray] = [], [], np.zeros(0, np.int64)
@@ -380,7 +380,7 @@ class _Stretch:
         parts = [self.first[self.bounds[i] : self.bounds[i + 1]]] if begin == 0 else []
         later = self.later[max(begin - 1, 0) :]
         if begin == 0 and later:
-            if len(self._stacked) != len(later):  # shared by all requests, which often end together
+            if len(self._stacked) != len(later):  # once for all requests, which often end together
                 self._stacked = np.stack(later)
             parts.append(self._stacked[:, i])
         elif later:
@@ -432,7 +432,7 @@ class MonitorLog:
         self.runs: weakref.WeakValueDictionary[str, Choices] = weakref.WeakValueDictionary()
         self._columns = columns_of(monitors)
         self._message: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._taken, self._part = 0, 0  # outputs of the message received, and parts received
+        self._taken, self._part = 0, 0  # outputs of the message that have come, and parts in which they came
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
@@ -447,7 +447,7 @@ class MonitorLog:
             return
         firsts, counts, products = self._message
         here = slice(self._taken, self._taken + len(names))
-        if here.stop > len(counts):  # the core aborted or rejected requests outside a step: they have no new scores
+        if here.stop > len(counts):  # the core aborted or refused requests outside a step: they have no new scores
             return
         if len(names) < len(counts):
             begin = int(counts[: here.start].sum())

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
 CONFIG = "--additional-config"
 FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
-GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # plugin groups, under vLLM's names
+GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
          STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank", ADD_NORMED: "add_normed",
          ROTATE: "rotate", SPAN: "between"}  # fmt: skip
@@ -84,7 +84,7 @@ class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[int, msgspec.Meta(ge=1)] = 8
 
 
-OF_OPERATOR = ("show_scores", "probe_log")  # settings that are not limits, and that callers do not see
+OF_OPERATOR = ("show_scores", "probe_log")  # settings that are no limits, and that callers do not see
 
 
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,7 +149,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
         most = getattr(self, limit)
         if most is not None and asked > most:
-            raise TooLarge(f"{what}: {asked}, but this server accepts at most {most} ({_larger(limit)})", path)
+            raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
 
     def check_room(
         self, limit: str, used: int, more: int, what: str, path: str | None = None,
@@ -200,9 +200,9 @@ def checked_rate(given: Any, unchecked: str) -> int:
     if given is None:
         return 0 if unchecked else CHECK_RATE
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ProgramError(f"expected a non-negative integer, got {given!r:.200}", "check_rate")
+        raise ProgramError(f"expected a whole number from 0 on, got {given!r:.200}", "check_rate")
     if given and unchecked:
-        raise EngineError(f"cannot check captures of this model: {unchecked}; use check_rate=0", "check_rate")
+        raise EngineError(f"captures of this model cannot be checked: {unchecked}; use check_rate=0", "check_rate")
     return given
 
 
@@ -225,7 +225,7 @@ def saes_of(given: Any, precision: Any) -> tuple[tuple[SAEOption, ...], str]:
         except PatchclampError as error:
             raise error.under(f"saes[{i}]") from None
         if saes[-1].name in [other.name for other in saes[:-1]]:
-            raise ProgramError(f"duplicate SAE name {saes[-1].name!r}", f"saes[{i}]")
+            raise ProgramError(f"two SAEs have the name {saes[-1].name!r}", f"saes[{i}]")
     return tuple(saes), precision
 
 
@@ -259,7 +259,9 @@ class Metrics:
 
         own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
         counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
-        self._programs = counter("patchclamp:programs", "Programs submitted to the engine, in requests or in batches.")
+        self._programs = counter(
+            "patchclamp:programs", "Programs that were given to the engine, in requests or in batches."
+        )
         self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
         self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) that edits of ended runs acted on.")
         self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
@@ -272,8 +274,8 @@ class Metrics:
             "patchclamp:admission_seconds", "From a program's arrival in the engine core to its admission.", own,
             buckets=SECONDS,
         )  # fmt: skip
-        self._waiting = gauge("patchclamp:programs_waiting", "Programs waiting for room.", multiprocess_mode=latest)
-        self._admitted = gauge("patchclamp:programs_admitted", "Admitted programs.", multiprocess_mode=latest)
+        self._waiting = gauge("patchclamp:programs_waiting", "Programs that wait for room.", multiprocess_mode=latest)
+        self._admitted = gauge("patchclamp:programs_admitted", "Programs that have room.", multiprocess_mode=latest)
         self._model = model
         for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
             each.labels(model)  # export 0 from the start
@@ -341,7 +343,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     os.environ.update(environment())
-    # not vLLM's `main`: it looks up the version of the package "vllm", but the CPU build has a different name
+    # not vLLM's `main`: it looks up the version of the package "vllm", and the CPU build has another name
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -355,7 +357,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         model,
         *with_config(options),
         *_cache_size(options),
-    ]  # vLLM's parser reads it as well
+    ]  # vLLM's parser reads it, too
     args = parser.parse_args(sys.argv[1:])
     assert args is not None
     configure_logging_from_args(args)
@@ -440,14 +442,14 @@ def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
     if own["--patchclamp-check-rate"]:
         text = own["--patchclamp-check-rate"][-1]
         if not text.isdecimal():
-            raise ProgramError(f"expected a non-negative integer, got {text!r}", "--patchclamp-check-rate")
+            raise ProgramError(f"expected a whole number from 0 on, got {text!r}", "--patchclamp-check-rate")
         ours = {**ours, "check_rate": int(text)}
     probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
     of_probes = [name for name in OF_PROBES if own[name]]
     if not of_probes:
         return ours
     if not probes:
-        raise ProgramError("expected --probe NAME=FILE@SITE along with it", of_probes[0])
+        raise ProgramError("expected --probe NAME=FILE@SITE beside it", of_probes[0])
     log = dict(serve.get("probe_log") or {})
     if own["--probe-log"]:
         log["path"] = os.path.abspath(own["--probe-log"][-1])

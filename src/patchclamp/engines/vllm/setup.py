@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision", "check_rate")
 PARTS = (*ASKED, "version", "op", "taps", "table")
 
-problem: SeamMoved | None = None  # raised only by engines with patchclamp, at startup
+problem: SeamMoved | None = None  # only engines with patchclamp raise it, at their start
 
 
 class _Causes(logging.Handler):

@@ -31,7 +31,7 @@ from patchclamp.store.host_memory import MemoryLocation
 
 MAX_INLINE_BYTES = 1 << 20  # bytes sent in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
-_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are no longer used
+_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are given up
 _LOAN = "loan:"  # the prefix of loan names, which are released among the names of runs
 
 
@@ -46,9 +46,9 @@ class CaptureSender:
 
     def __init__(self) -> None:
         self._buffers: dict[str, _Buffer] = {}
-        # unique across senders: a receiver has several, and identifies them by the upper bits
+        # unique across senders: a receiver has several, and identifies each by the upper bits
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        # by loan: the receiver, and the rows kept for it, by file
+        # by loan: the receiver, and the rows that must stay for it, by file
         self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(
@@ -180,7 +180,7 @@ class CaptureReceiver:
                     continue
                 self._unseen = 0 if files else self._unseen
                 described = [(answer["positions"], answer["rows"], answer.get("lent")) for answer in answers]
-                if at == 0 or described != before:  # the first part, or a run has captured more since
+                if at == 0 or described != before:  # the first part, or a run has captured more meanwhile
                     before, memories = described, [self._memory.take(answer["size"]) for answer in answers]
                     if at:
                         at = 0

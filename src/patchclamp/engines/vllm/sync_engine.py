@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 LIMITS = Limits.__struct_fields__[1:]  # the number of programs follows from vLLM's own options
-PARTS = ("probes", "saes", "sae_precision", "check_rate")  # parts of our `additional_config`
+PARTS = ("probes", "saes", "sae_precision", "check_rate")  # of our part of `additional_config`
 OURS = (*LIMITS, "numerics", *PARTS, "multiprocess_mode")
 COALESCE_S = 0.001
-MAX_SLEEP_S = 0.5  # for an idle engine's thread: a release that finds the lock taken does not wake it
+MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
 
 one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
@@ -292,7 +292,7 @@ class VllmEngine(VllmFrontEnd):
 
         if config.parallel_config.data_parallel_size > 1:
             raise EngineError(
-                "a process runs one replica of the model: data_parallel_size above 1 requires a server "
+                "one process has one replica of the model: data_parallel_size above 1 is for servers "
                 "(patchclamp serve --data-parallel-size ...)"
             )
         executor = Executor.get_class(config)
@@ -373,7 +373,7 @@ class VllmEngine(VllmFrontEnd):
 
     def _check_awake(self) -> None:
         if self._asleep:
-            raise EngineError("the engine is asleep: wake it with lm.wake()")
+            raise EngineError("the engine sleeps: wake it with lm.wake()")
 
     def _begin_grading(self, grading: RunningGrading) -> None:
         self._check_awake()
@@ -483,7 +483,7 @@ class VllmEngine(VllmFrontEnd):
         for underway, future, carried in [self._waiting[run] for run in runs if run in self._waiting]:
             request, error = underway.request, None
             verdict = verdict_of(self._ask("verdict", request.run))
-            if verdict is None or carried is None:  # it has ended in the core, and its last output is in transit
+            if verdict is None or carried is None:  # it has ended there, and its last output is under way
                 continue
             try:
                 confirm(request.run, verdict, carried)
@@ -529,7 +529,7 @@ class RunningGrading:
         elif verb == "lease":
             found = core("lease", self.name, *args)
             if found is None and busy:
-                return True  # retried when a request has ended
+                return True  # later, when a request has ended
             if found is None:
                 raise no_room(args)
         elif verb == "end":

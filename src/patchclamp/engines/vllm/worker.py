@@ -84,7 +84,7 @@ class Exchange:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
         except Exception as error:
-            self._moved[request] = MissingSource(f"the rows that it reads could not be transferred: {error!r}")
+            self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
         """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
@@ -142,7 +142,7 @@ class Exchange:
                 else:
                     received[key] = rows
         if lacking:
-            return MissingSource(f"run {lacking[0]} is not available: it was released, or captured nothing")
+            return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
@@ -199,7 +199,7 @@ def too_deep(level: int) -> EngineError | None:
     """Return an error for sleep levels above 1, which discard the weights; else None."""
     if level <= 1:
         return None
-    return EngineError(f"sleep level {level} is not supported, since it discards the weights; use level 1")
+    return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
 
 
 def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
@@ -223,10 +223,10 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
-        self.loads = 0  # weight loads since the model was tapped
+        self.loads = 0  # of weights into the model, since it was tapped
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._embedding = token_embedding(runner.get_model())
-        self._checks = [0, 0]  # label checks, and failed ones
+        self._checks = [0, 0]  # of labels, and how many failed
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
@@ -487,7 +487,7 @@ class Attached:
             self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
             raise EngineError(
-                "vLLM compiled the model outside patchclamp's hooks, so steps without programs would run code "
+                "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
                 'with taps in it; set VLLM_USE_AOT_COMPILE=0, enforce_eager=True, or numerics="uniform"'
             )
 
@@ -531,7 +531,7 @@ class Attached:
         if not runtime.has_tap[embed.point]:
             return
         try:
-            # before anything that may differ between workers: each has a part of the vocabulary, and results are summed
+            # before anything that may differ between workers: each has a part of the vocabulary, and they sum
             with torch.inference_mode():
                 ids = torch.from_numpy(check.ids).to(runtime.device)
                 expected_TD = self._embedding.forward(ids).cpu()
@@ -573,7 +573,7 @@ class Attached:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
         (`top_tokens`); None if another worker returns them. `translator`: as msgpack."""
         if self._config.lora_config is not None:
-            raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
+            raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)
 
         def fetch(some: list[Wanted]) -> list[Captured]:
@@ -581,7 +581,7 @@ class Attached:
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
         rows = [torch.as_tensor(rows) for _, rows in captured]
-        awaits, self._awaits_logits = self._awaits_logits, False  # these logits do not belong to the step
+        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
         try:
             found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
         finally:
@@ -599,7 +599,7 @@ class Attached:
         self.runtime.dictionaries.detach(name)
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor | None:
-        if not self.runtime.has_tap[self._logits]:  # on another pipeline stage
+        if not self.runtime.has_tap[self._logits]:  # of another pipeline stage
             return None
         net = self._runner.get_model()
         norm = LastNorm.of(net, self.runtime.sites, "vllm")
@@ -628,7 +628,7 @@ class Attached:
             return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)
-            # a request in the placement's slot has ended, but no step has reported it yet
+            # a request in the placement's slot has ended, but no step has said so yet
             self._free(self.runtime.requests_at(job.lease.placement.slot))
             return self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
         if verb == "run":

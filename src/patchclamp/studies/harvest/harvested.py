@@ -266,7 +266,7 @@ class Harvested:
     def names(self, sites: Any, index: bool = True) -> list[str]:
         """The names of some sites, of one, or of all for None. At least one is required without the rows' index."""
         if isinstance(sites, (int, np.integer)):
-            raise ProgramError(f"expected sites, got {sites}; to set the number of rows, pass size={sites}", "sites")
+            raise ProgramError(f"expected sites, got {sites}; a number of rows is size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
         if not names and not index:
             raise ProgramError("expected at least one site, got none", "sites")
@@ -274,7 +274,7 @@ class Harvested:
 
     def _shards_or_error(self) -> list[str]:
         if not self.shards:
-            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again to resume it")
+            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again, it goes on where it stopped")
         return self.shards
 
     def __repr__(self) -> str:

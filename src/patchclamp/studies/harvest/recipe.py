@@ -91,14 +91,14 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
         except FileNotFoundError as error:
             raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
         if not isinstance(saved, datasets.Dataset):
-            raise ProgramError(f"{path} has several splits: pass the folder of one: {', '.join(saved)}", "documents")
+            raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
         return _of_columns(saved, column, keep, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
                            "documents")  # fmt: skip
     if not path.exists():
-        raise ProgramError(f"{path} does not exist", "documents")
+        raise ProgramError(f"there is no {path}", "documents")
     if path.suffix == ".parquet":
         return _of_parquet(path, column, keep)
     if path.suffix == ".txt" and (column is not None or keep):
@@ -162,14 +162,14 @@ def needed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise PatchclampError(f"a harvest requires {package}: pip install 'patchclamp[harvest]'") from None
+        raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
 
 
 def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
     read, end = [], optional(as_integer)
     for window in as_items(windows, ""):
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ProgramError(f"expected (start, end) pairs, such as ((4, None),), got {windows!r}")
+            raise ProgramError(f"expected pairs of first and end, such as ((4, None),), got {windows!r}")
         read.append((end(window[0]), end(window[1])))
     return tuple(read)
 
@@ -251,7 +251,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
         if self.norm_times_median is not None:
-            known = norms[~np.isnan(norms)]  # NaN norms pass no cap, and do not affect other rows
+            known = norms[~np.isnan(norms)]  # rows that are not numbers pass no cap, and affect no other row
             passing &= norms <= self.norm_times_median * (np.median(known) if len(known) else 0)
         return passing
 
@@ -259,7 +259,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
     """The special tokens among these ids: they have text, but decode to nothing when special tokens are skipped."""
     if isinstance(tokenizer, NoTokenizer):
-        raise ProgramError("special tokens are not available without a tokenizer: use not_tokens=", "filters")
+        raise ProgramError("an engine without a tokenizer does not know special tokens: give not_tokens=", "filters")
     texts = tokenizer.token_strings(ids.tolist())
     return [token for token, text in zip(ids.tolist(), texts, strict=True) if text and not tokenizer.decode([token])]
 
@@ -323,8 +323,8 @@ class ReadingOrder:
         left = np.diff(self._first)
         if left.sum() >= MOST_ROWS:
             raise ProgramError(
-                f"expected at most {MOST_ROWS:,} rows to interleave, got {left.sum():,}: read part after part with "
-                "Harvested(folder, interleave=False)", "folder"
+                f"rows of several parts are interleaved up to {MOST_ROWS:,} of them, and these are {left.sum():,}: "
+                "Harvested(folder, interleave=False) reads part after part", "folder"
             )  # fmt: skip
         draw, before = np.random.default_rng((_COUNTS, self._seed)), [np.zeros_like(left)]
         while left.any():
@@ -573,15 +573,15 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     """
     longest = lm.model.max_model_len - 1  # one token is generated
     if context is not None and check_whole(context, "context", 1) > longest:
-        raise ProgramError(f"expected a context of 1 to {longest} tokens, got {context!r}", "context")
+        raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
     longest = context or longest
     parts, starts, prompts, total, cut = [], [0], [0], 0, 0
     for number, document in enumerate(documents):
         ids = _ids(lm, document, number)
         if len(ids) > longest and overlong == "refuse":
             raise TokensError(
-                f"document {number} has {len(ids)} tokens, more than the {longest} of a prompt: pass overlong='cut' to "
-                "truncate it, or 'split' to run it as several prompts", "documents"
+                f"document {number} has {len(ids)} tokens, and a prompt at most {longest}: give overlong='cut' to "
+                "leave the rest out, or 'split' to run it as several prompts", "documents"
             )  # fmt: skip
         if overlong == "cut":
             cut += max(len(ids) - longest, 0)
@@ -591,7 +591,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
         total += len(ids)
         starts.append(total)
     if not total:
-        raise ProgramError("expected at least one non-empty document, got none", "documents")
+        raise ProgramError("there are no documents, or all are empty", "documents")
     return TokenizedDocuments(np.concatenate(parts), np.array(starts, np.int64), np.array(prompts, np.int64), cut)
 
 
@@ -602,7 +602,7 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
         ids = np.array(list(document), object)
     if len(ids) and not (ids.min() >= 0 and ids.max() < lm.model.d_vocab):
         outside = next(int(i) for i in ids if not 0 <= i < lm.model.d_vocab)
-        raise TokensError(f"document {number}: expected token ids below {lm.model.d_vocab}, got {outside}",
+        raise TokensError(f"document {number}: token id {outside} is outside the vocabulary of {lm.model.d_vocab}",
                           "documents")  # fmt: skip
     return ids.astype(np.int32)
 
@@ -686,10 +686,10 @@ def make_plan(
 ) -> HarvestPlan:  # fmt: skip
     """Tokenise the documents and apply the filters. `parts`: their number, a function of the number of rows."""
     if sums and overlong == "split":
-        raise ProgramError("sums over a document require one prompt per document: pass overlong='cut'", "overlong")
+        raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)
     kept = filters.kept(tokens.ids, tokens.documents, lm.tokenizer)
     if not kept.any():
-        raise ProgramError(f"none of {len(kept)} rows passes the filters", "filters")
+        raise ProgramError(f"no row of {len(kept)} passes the filters", "filters")
     count = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
     return HarvestPlan(tokens, kept, count, sums, seed)

@@ -69,7 +69,7 @@ def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) ->
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)
         except OSError as error:
-            raise CapacityError(f"cannot reserve {size} bytes for {path}: {error}") from None
+            raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None
         os.pwrite(file.fileno(), header, 0)
         mapped = mmap.mmap(file.fileno(), size)
     if hasattr(mmap, "MADV_RANDOM"):
@@ -115,7 +115,7 @@ class RowsFile(NamedTuple):
             for first in range(0, rows, size):
                 numbers = np.fromfile(file, ARRAYS[self.dtype], min(size, rows - first) * width)
                 if len(numbers) < min(size, rows - first) * width:
-                    raise ProgramError(f"{self.path} is truncated: it ends before its last row")
+                    raise ProgramError(f"{self.path} ends before its rows do")
                 yield numbers.reshape(-1, width)
 
 
@@ -163,7 +163,7 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
         )  # fmt: skip
 
 
-@np.errstate(all="ignore")  # non-finite rows have non-finite statistics
+@np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
 def statistics_of(file: RowsFile) -> SiteStatistics:
     """The statistics of a file's rows.
 
@@ -296,7 +296,7 @@ class PartWriter(OpenPart):
                         if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
         self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
         if not all(path.exists() for path in self._paths.values()):
-            self._journal.clear()  # the rows it lists are gone
+            self._journal.clear()  # the rows that it lists are gone
         finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
         for prompts in self._journal.take(list[int]):
             finished[prompts] = True
@@ -455,8 +455,8 @@ def allow_files(count: int, advice: str) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
     except (ValueError, OSError):
-        raise CapacityError(f"{count} files must be open at a time, above this process's hard limit of {hard}: raise "
-                            f"it (ulimit -Hn), or {advice}") from None  # fmt: skip
+        raise CapacityError(f"{count} files are open at a time, and this process may have {hard} open: raise that "
+                            f"limit (ulimit -Hn), or {advice}") from None  # fmt: skip
 
 
 # -- threads
@@ -476,10 +476,10 @@ class HarvestWriter:
         self._row_bytes, self._checkpoint_bytes = row_bytes, checkpoint_bytes
         self._writers, self._files = _threads("write", WRITERS), _threads("files", SYNCERS)
         self._checkpoints, self._sealers = _threads("checkpoint", 1), _threads("seal", OPEN_PARTS - 1)
-        self._part: OpenPart | None = None  # the part being filled
-        self._left = 0  # its prompts that are not queued yet
+        self._part: OpenPart | None = None  # which is being filled
+        self._left = 0  # its prompts that have not been put
         self._writing: collections.deque[Future[None]] = collections.deque()
-        self._unlisted: Writes = []  # writes to the part since its last checkpoint
+        self._unlisted: Writes = []  # of the part, since its last checkpoint
         self._unlisted_bytes, self._listed_at = 0, 0.0
         self._checkpoint = _done()  # the last one of the part
         self._sealing: collections.deque[Future[None]] = collections.deque()

@@ -116,7 +116,7 @@ class HarvestStream(IterableDataset[Values]):
 
     def __iter__(self) -> Iterator[Values]:
         if get_worker_info() is not None:
-            raise ProgramError("DataLoader workers have no engine: use DataLoader(stream, batch_size=None, "
+            raise ProgramError("a stream runs the model, which a worker lacks: DataLoader(stream, batch_size=None, "
                                "num_workers=0)", "num_workers")  # fmt: skip
         return self._read()
 
@@ -129,7 +129,7 @@ class HarvestStream(IterableDataset[Values]):
 
         def take_room() -> Columns:
             while not room.acquire(timeout=LOOK_EVERY_S):
-                threads.submit(int)  # raises at interpreter exit, which joins this thread
+                threads.submit(int)  # raises at the exit of Python, which joins this thread
             return free.popleft() if free else {}
 
         def parts() -> Iterator[OpenPart]:

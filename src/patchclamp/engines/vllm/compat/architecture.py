@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LIMIT_S = 600
-LARGE = 1 << 12  # elements of a tensor; larger ones are created without data
+LARGE = 1 << 12  # numbers in a tensor; larger ones are created without data
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 USE_TRANSFORMERS = (
-    'model_impl="transformers" makes vLLM run Transformers\' own class, from whose modules a table can be derived'
+    'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
 )
 
 
@@ -92,7 +92,7 @@ def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
 def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
     """Return the site table. Raises `ModelError`, with advice, for a model without one."""
     architectures, config = facts["architectures"], facts["config"]
-    # the decoder may be one part of the model, next to a tower for images or audio
+    # the decoder may be one part of the model, beside a tower for images or sound
     is_nested = vllm_config.model_config.hf_config is not config
     if not vllm_config.model_config.using_transformers_backend():
         try:
@@ -115,8 +115,8 @@ def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
         factor = getattr(config, family.divided_by, None) if family.divided_by else None
         if facts["dtype"] == "float16" and factor not in (None, 1):
             raise ModelError(
-                f"in float16 vLLM divides the stream of {family.name} models by {family.divided_by} ({factor}), so "
-                'no site has the true values; use dtype="bfloat16"'
+                f"in float16 vLLM divides the stream of {family.name} models by {family.divided_by} ({factor}), and "
+                'no site has these values; use dtype="bfloat16"'
             )
         return family
     if has_table(architectures, config):
@@ -135,7 +135,7 @@ def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
 
     kind: Any = classes.get(type(facts["config"]), None)
     if kind is not None and not getattr(kind, "_supports_attention_backend", False):
-        return f'vLLM does not run Transformers\' own {kind.__name__} either; try engine="transformers"'
+        return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
     try:
         with outside(vllm_config):
             transformers_places(facts["config"], facts["trust_remote_code"])
@@ -143,7 +143,7 @@ def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
         return f"With Transformers' own class: {error}"
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        return f"Transformers cannot create a model from this config to derive one from ({why})"
+        return f"Transformers makes no model of this config, from which one could be had ({why})"
     return USE_TRANSFORMERS
 
 
@@ -261,7 +261,7 @@ def _traced_places(vllm_config: VllmConfig) -> Places:
         result = msgspec.json.decode(ran.stdout, type=TraceResult)
     except msgspec.DecodeError:
         last = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ModelError(f"the process that runs vLLM's class exited with code {ran.returncode}: {last}") from None
+        raise ModelError(f"the process that runs vLLM's class ended with {ran.returncode}: {last}") from None
     if result.places is None:
         assert result.error is not None
         raise unpack(result.error)
@@ -298,7 +298,7 @@ def _traced(vllm_config: VllmConfig) -> Places:
         raise refuse(f"vLLM's {type(model).__name__}", str(why)) from None
     except Exception as error:
         name = type(model).__name__ if model is not None else ", ".join(model_config.architectures)
-        raise refuse(f"vLLM's {name}", f"a dry run without weights failed: {type(error).__name__}: {error}") from error
+        raise refuse(f"vLLM's {name}", f"a run of it without data fails, {type(error).__name__}: {error}") from error
 
 
 def _plain(vllm_config: VllmConfig) -> VllmConfig:

@@ -210,7 +210,7 @@ def http_error(message: str, status: int) -> Exception:
     return GracefulHTTPError(message, HTTPStatus(status))
 
 
-# -- a caller's `vllm.LLM`
+# -- a `vllm.LLM` of the caller's
 
 
 def on_add_request(added: Callable[..., str]) -> None:
@@ -403,7 +403,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     while answers and answers[0].done():
         failure = answers.popleft().exception()
         if failure is not None:
-            raise EngineError(f"the engine core rejected a call: {failure}")
+            raise EngineError(f"the engine core refused a call: {failure}")
     number, future = uuid.uuid1().int >> 64, Future()
     client.utility_results[number] = future
     client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, args)))
@@ -441,7 +441,7 @@ def notice_death(engine: LLMEngine) -> None:
 
     def wait() -> None:
         thread.join()
-        error = EngineError("the engine core's process has exited")
+        error = EngineError("the engine core's process has ended")
         arrived.put(error)
         for future in list(results.values()):
             if not future.done():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCORES = "patchclamp_scores"  # in the `kv_transfer_params` of an output
 WEIGHTS = f"{KEY}_weights"  # in a request's `extra_args`: the count of weight updates for which its sites were proved
 NEW_WEIGHTS = "the model's weights were updated in place before this run ended: run it again"
-# worker calls that leave the model's weights unchanged; after any other, sites are proved again
+# calls of the workers that leave the model's weights as they are; after any other, sites are proved again
 KEEPS_WEIGHTS = frozenset({
     "patchclamp_rpc", "update_max_model_len", "compute_weight_checksums", "get_model_inspection", "check_health",
     "profile", "add_lora", "remove_lora", "pin_lora", "list_loras", "reset_mm_cache", "reset_encoder_cache",
@@ -117,7 +117,7 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
 
     REQUEST.wrap(preprocess_add_request)
     RPC.wrap(collective_rpc)
-    REQUEST.found()[0].patchclamp_call = patchclamp_call  # front ends call methods of `Admission` through it
+    REQUEST.found()[0].patchclamp_call = patchclamp_call  # with which front ends call methods of `Admission`
 
 
 def is_pending(core: EngineCore) -> bool:
@@ -145,7 +145,7 @@ def on_prefix_cache() -> None:
     BLOCK_KEYS.wrap(_block_keys)
     from vllm.v1.core import block_pool
 
-    setattr(block_pool, BLOCK_KEYS.name, getattr(*BLOCK_KEYS.found()))  # it is imported there by name
+    setattr(block_pool, BLOCK_KEYS.name, getattr(*BLOCK_KEYS.found()))  # imported there by name
 
 
 def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
@@ -326,7 +326,7 @@ class _Admitting:
         except PatchclampError as error:
             self.admission.refuse(request, program, error)
         except Exception as error:
-            self.admission.refuse(request, None, ProgramError(f"cannot decode the program: {error}"))
+            self.admission.refuse(request, None, ProgramError(f"the program cannot be read: {error}"))
         else:
             by_priority = self._scheduler.policy.value == "priority"
             if self.admission.arrive(request, program, (request.priority, request.arrival_time) if by_priority else ()):
@@ -450,10 +450,10 @@ class _Admitting:
         self._early.clear()
         if self._ended or self.admission.programs:
             self._ask_verdicts(outputs)
-        for request in self._held.values():  # they had no output, so no verdict will arrive
+        for request in self._held.values():  # they had no output, so no verdict will come
             self._free_blocks(request)
         self._held.clear()
-        late: list[tuple[int, Any]] = []  # withheld so far, in order; inserted before this step's outputs
+        late: list[tuple[int, Any]] = []  # withheld until now, in order; inserted before this step's outputs
         while self._withheld and self._withheld[0].verdicts.done():
             withheld = self._withheld.popleft()
             self._attach(withheld.verdicts.result(), withheld.entries, withheld.proofs)
@@ -549,7 +549,7 @@ class _Admitting:
         for request, tokens, held in proofs:
             program = request.patchclamp
             verdict = verdict_on(request.request_id)
-            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else preempted since
+            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
                 program.proved = max(program.proved, tokens)
             # now, because a layer with a sliding window frees its first blocks in the next step
             if program.proved >= tokens and (held or self._scheduler.requests.get(request.request_id) is request):
@@ -627,16 +627,16 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
             type(code), "Apply"
         )
         raise ProgramError(
-            f"{what} is not supported with speculative decoding: it would run on draft tokens that are later rejected"
+            f"{what} does not run with speculative decoding: it would be called on drafted tokens that are discarded"
         )
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("programs on prompts with images are not supported with a draft model: not tested yet")
+        raise ProgramError("a program on a prompt with images does not run beside a model that drafts: not tested yet")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
-            "programs do not support sampling with speculative decoding on a CPU, where vLLM loses the temperatures "
-            "of draft tokens: set temperature to 0, or start the engine without speculative_config"
+            "a program does not run with sampling and speculative decoding on a CPU, where vLLM loses the temperatures "
+            "of drafted tokens: set temperature to 0, or start the engine without speculative_config"
         )
 
 
@@ -647,20 +647,20 @@ def _check_latches(bound: BoundProgram) -> None:
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:
             raise UnsupportedSite(
-                "with speculative decoding pc.between selects only prompt tokens, since a rejected draft token would "
-                "affect the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
+                "with speculative decoding pc.between selects tokens of the prompt alone, since a rejected draft would "
+                "count for the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
             )  # fmt: skip
         if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:
             points[op.action.latch] = op.points[0]
         if op.guard is not None and points.get(op.guard.latch) in op.points:
             raise UnsupportedSite(
-                "with speculative decoding and scope onwards, an edit must follow the probe's own site: edit a later "
+                "with speculative decoding and scope onwards, an edit comes after the probe's own site: edit a later "
                 "layer, or use scope token or prompt", f"{op.path[:200]}.at"
             )  # fmt: skip
 
 
 def _streamed() -> ProgramError:
-    return ProgramError("programs are not supported on requests with streamed input")
+    return ProgramError("programs do not run on requests with streamed input")
 
 
 def joined_verdict(verdicts: list[tuple[str, Any]]) -> Verdict:

@@ -30,7 +30,7 @@ def expand(
     if prompt is not None:
         _check(prompt)
     check_model(engine.vllm_config)
-    # bypass vLLM's cache of processed images, which assumes that the core has received each of them: this prompt
+    # without vLLM's cache of processed images, which assumes that the core has received every image in it: this prompt
     # may never be sent
     inputs: Any
     given: Any = None if prompt is None else dict(prompt)
@@ -42,7 +42,7 @@ def expand(
     except PatchclampError:
         raise
     except Exception as error:
-        raise ProgramError(f"vLLM rejected this prompt: {describe_error(error)}") from error
+        raise ProgramError(f"vLLM does not take this prompt: {describe_error(error)}") from error
     return Expanded(list(inputs["prompt_token_ids"]), images_in(inputs), inputs)
 
 
@@ -51,7 +51,7 @@ def _check(prompt: Mapping[str, Any]) -> None:
         if part not in PARTS:
             raise unknown("part of a prompt with images", str(part), PARTS, str(part))
     if sum(part in prompt for part in TEXT) != 1:
-        raise ProgramError(f"expected either {TEXT[0]!r} or {TEXT[1]!r} in a prompt with images")
+        raise ProgramError(f"a prompt with images has either {TEXT[0]!r} or {TEXT[1]!r} in it")
     if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
         raise ProgramError(
             f'a prompt with images has {{"image": ...}} under {DATA!r}; without any, give the text or the token ids'
@@ -65,7 +65,7 @@ def _render_chat(engine: LLMEngine, messages: list[Any], options: dict[str, Any]
 
     stated = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
     renderer = engine.renderer
-    tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)  # the template adds them
+    tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)  # the template writes them
     params = ChatParams(chat_template_kwargs=stated | options)
     _, [inputs] = renderer.render_chat([messages], params, tokenizing, skip_mm_cache=True)
     return inputs
@@ -83,14 +83,16 @@ def check_modalities(modalities: Iterable[str]) -> None:
     """Raise `ProgramError` if a prompt contains modalities other than images."""
     others = sorted(set(modalities) - {"image"})
     if others:
-        raise ProgramError(f"expected only text and images with a program, got {' and '.join(others)}")
+        raise ProgramError(
+            f"programs act on text and images, and this prompt has {' and '.join(others)} in it: leave out one of them"
+        )
 
 
 def check_model(vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` for a model whose images are not tested."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
-        raise ProgramError(f"images are not tested on {', '.join(names)}: use text prompts")
+        raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
 
 
 def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
@@ -100,8 +102,8 @@ def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> Non
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(
-            f"expected a program bound to the {request.num_prompt_tokens} tokens of the prompt with its images, got "
-            f"{prompt}"
+            f"the program is bound to a prompt of {prompt} tokens, and with its images in their places this one has "
+            f"{request.num_prompt_tokens}: bind it to that"
         )
 
 

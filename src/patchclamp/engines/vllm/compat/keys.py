@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from patchclamp.runtime import Runtime
     from patchclamp.sites import SiteMap
 
-LAYOUTS = ("vec", "vec16")  # key layouts on a CPU: each block transposed
+LAYOUTS = ("vec", "vec16")  # of keys on a CPU: each block transposed
 
 
 class PagedKeys:
@@ -67,7 +67,7 @@ class PagedKeys:
         assert batch is not None
         rows = {slot: n for n, slot in enumerate(batch.slot.tolist())}
         table, of_manager = self._table(group, len(batch.slot) if self._kind == "v1" else 0)
-        index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # does not wait for kernels
+        index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # waits for no kernel
         ratio = of_manager // size  # blocks of the kernel in one of the table
         block_BR = table[index, : -(-count // of_manager)]
         if ratio > 1:
@@ -94,7 +94,7 @@ class PagedKeys:
             layer: Any = find(self._runner.get_model(), self._modules[point])
             name = layer.layer_name
             if why := _unread(layer):
-                raise UnsupportedSite(f"cannot read the keys of {name}: {why}")
+                raise UnsupportedSite(f"keys of {name} cannot be read: {why}")
             name = layer.kv_sharing_target_layer_name or name
             groups = self._runner.kv_cache_config.kv_cache_groups
             group = next(i for i, each in enumerate(groups) if name in each.layer_names)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger: logging.Logger = logging.getLogger("patchclamp")
-MAX_BYTES = 1 << 28  # of kept streams
+MAX_BYTES = 1 << 28  # of streams that are kept
 ROOM_BYTES = 1 << 30  # of device memory that must be free for them and a batch's rows
 Observer = Callable[[int, list[Any]], None]
 
@@ -60,7 +60,7 @@ class Pieces:
         last = [max((place[user] for user in node.users), default=-1) for node in self._nodes]
         computed = [i for i, node in enumerate(self._nodes) if node.op.startswith("call")]
         self._crossing = [[self._nodes[i] for i in computed if i < begin <= last[i]] for begin in self._begins]
-        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later node uses
+        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later one uses
         for i in computed:
             self._unused.setdefault(max(last[i], i), []).append(self._nodes[i])
         self.layers: int = len(self._begins) - 1
@@ -161,10 +161,10 @@ class Streams:
             compute(observe=keep)
             layer = self.begin(pieces.layers // 2 + 1)
             same = torch.equal(whole, compute(layer=layer, crossing=self.crossing(layer, row)))
-            problem = "" if same else "its pieces differ from the full pass"
+            problem = "" if same else "its pieces differ from the whole"
             if _free_bytes(self._device) < ROOM_BYTES:
                 problem = "less than 1 GiB of device memory is free"
-        except Exception as error:  # a graph with a different structure
+        except Exception as error:  # a graph that is put together in another way
             problem = repr(error)  # never empty
         pieces.usable = _agreed(not problem)
         if not pieces.usable:

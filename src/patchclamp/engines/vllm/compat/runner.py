@@ -103,7 +103,7 @@ def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Te
     inner = layer.impl.forward
     parameters = list(inspect.signature(inner).parameters)
     if name not in parameters:
-        raise SeamMoved(f"vLLM {version()} does not pass {name} to {type(layer).__name__} as an argument")
+        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} {name} as an argument")
 
     place = parameters.index(name)
 
@@ -139,7 +139,7 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
     def patchclamp_rpc(self: WorkerWrapperBase, verb: str, *args: Any) -> Any:
         return call(self.worker, verb, *args)
 
-    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it forwards unknown names to its worker
+    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it passes unknown names on to its worker
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
@@ -390,7 +390,7 @@ def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) ->
     """Send arrays with a runner's outputs to the core, as their attribute `patchclamp`. `taken(tokens)` is called after
     the forward pass of each step with tokens; the function that it returns, once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
-    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed but not sampled yet
+    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed and not sampled yet
 
     def carry(result: Any) -> Any:
         if not waits or result is None:
@@ -526,13 +526,13 @@ def preempted(scheduler_output: SchedulerOutput) -> int:
     return len(scheduler_output.preempted_req_ids or ())
 
 
-# -- our own batches, between the engine's steps
+# -- batches of our own, between the engine's steps
 
 
 def refusal_of(config: VllmConfig) -> str:
     """The reason why cells of a model with this configuration run as requests; "" if they run in batches."""
     parallel, model = config.parallel_config, config.model_config
-    # where vLLM disables both, such as for MLA on a CPU, attention may not read the results of earlier steps
+    # where vLLM has turned both off, such as for MLA on a CPU, attention may not read what earlier steps have computed
     in_parts = config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -548,7 +548,7 @@ def refusal_of(config: VllmConfig) -> str:
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
-UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without per-sequence buffers
+UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without buffers by sequence
 CELLS = 2048  # the most sequences of a batch, and rows with logits
 
 
@@ -566,7 +566,7 @@ class BatchModel:
     def __init__(self, runner: Any, kind: str, layers: int) -> None:
         self._runner, self._kind = runner, kind
         self.pieces: Pieces | None = pieces_of(runner.vllm_config, layers)
-        if getattr(runner, "shared_kv_cache_layers", None):  # they read keys of layers before the first
+        if getattr(runner, "shared_kv_cache_layers", None):  # which read keys of layers before the first
             self.pieces = None
         config = runner.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
@@ -642,7 +642,7 @@ class BatchModel:
         slots_GR = to_device(slots.astype(np.int64), device)
         lengths = length.astype(np.int32)
         for builder in self._builders:
-            if hasattr(builder, "use_full_cuda_graph"):  # its buffers belong to the engine's steps
+            if hasattr(builder, "use_full_cuda_graph"):  # whose buffers belong to the engine's steps
                 builder.use_full_cuda_graph = False
         try:
             metadata = self._metadata(begins, rows, count, lengths, tables, slots_GR, position_R)

@@ -75,7 +75,7 @@ class Seam(msgspec.Struct, frozen=True):
                 return ""
             new = [f"it has a new parameter {each}" for each in parameters if each not in expected]
             gone = [f"it has no parameter {each}" for each in expected if each not in parameters]
-            differences.append("; ".join([*new, *gone]) or f"its parameters are in a different order: {found}")
+            differences.append("; ".join([*new, *gone]) or f"its parameters are in another order: {found}")
         return min(differences, key=len)
 
     def wrap(self, wrapper: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ class Seam(msgspec.Struct, frozen=True):
         return SeamMoved(f"vLLM {version()}: {self.place}, needed to {self.why}: {why} (checked on {checked})")
 
 
-SEAMS: list[Seam] = []  # in the order of their declarations; a module's seams are added on import
+SEAMS: list[Seam] = []  # in the order of their declarations; a module's are here once it is imported
 
 
 def seam(place: str, why: str, *forms: str, part: str = "") -> Seam:
@@ -163,5 +163,5 @@ def _check_wrapper(stock: Any, ours: Any) -> None:
         same = False
     if not same:
         raise SeamMoved(
-            f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes {theirs}, but patchclamp's wrapper {own}"
+            f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes {theirs}, patchclamp's wrapper {own}"
         )
