@@ -42,6 +42,7 @@ KEEPS_WEIGHTS = frozenset({
     "profile", "add_lora", "remove_lora", "pin_lora", "list_loras", "reset_mm_cache", "reset_encoder_cache",
     "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_draft_weight_update",
     "save_sharded_state", "synchronize_device", "get_supported_tasks",
+    "sleep", "wake_up",  # the level that discards weights is refused
 })  # fmt: skip
 PROVED_AT_ONCE = 128  # minimum number of generated tokens between two proof requests to the workers
 
