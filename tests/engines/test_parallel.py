@@ -284,8 +284,10 @@ def faults(lm: pc.LM) -> None:
 
         return break_once
 
+    # not through the core, which would take it for new weights
+    executor = lm.engine._engine.engine_core.engine_core.model_executor
     for name in ("_localise", "apply"):
-        lm.engine._call(lambda name=name: lm.engine._engine.collective_rpc(breaks(name))).result()
+        lm.engine._call(lambda name=name: executor.collective_rpc(breaks(name))).result()
         check([pc.Add(VECTOR, pc.resid_post[LAYERS - 2])], f"{name} is broken")
         check([pc.Add([3e38] * D, pc.resid_post[0], scale=1e30)], "not finite")
 
@@ -304,7 +306,8 @@ def a_batch_that_one_worker_cannot_open(lm: pc.LM) -> None:
 
             bulk.open = broken
 
-    lm.engine._call(lambda: lm.engine._engine.collective_rpc(break_once)).result()
+    executor = lm.engine._engine.engine_core.engine_core.model_executor
+    lm.engine._call(lambda: executor.collective_rpc(break_once)).result()
     with pytest.raises(pc.PatchclampError, match="open is broken"):
         lm.grade(SHORT, [pc.Zero(pc.resid_post[0])], score=[9])
     assert lm.grade(SHORT, [pc.Zero(pc.resid_post[0])], score=[9]).route == "bulk"
