@@ -6,7 +6,7 @@ full garbage collections, and the bytes that carry a program to an engine core, 
 `numerics` selects the code for steps without programs, on an engine that compiles:
 
 uniform: the same code as steps with programs, which has taps. Reading leaves a run bit-identical, and so does writing a
-capture back to its origin. The default of `pc.LM`.
+    capture back to its origin. The default of `pc.LM`.
 stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
 The two round differently in the last bits wherever the compiler fuses ops across a tap.
@@ -216,7 +216,7 @@ class Part(msgspec.Struct, frozen=True):
     token_ids: the new tokens
     logprobs: one float per new token, if requested
     scores: scores of the new tokens, by the name of each unpooled probe; the first part also has the prompt's. The last
-    token of a run has no score: it was never an input
+        token of a run has no score: it was never an input
     lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
     features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
     """
@@ -353,11 +353,11 @@ class Answer(msgspec.Struct):
     cached_tokens: prompt tokens read from the prefix cache instead of computed
     top_logprobs: for each generated token, the log-probabilities of the top tokens, by token id
     computed_from: the first layer and prompt position computed, if everything before was reused from a run of the
-    prompt without a program; None if all of it was computed, or read from a prefix cache
+        prompt without a program; None if all of it was computed, or read from a prefix cache
     drafts: None if the engine does not count drafts, or makes none
     monitored: the products of the engine's own probes (`Engine.monitors`) for every token that was an input, [T, K]
     stop_reason: "probe:NAME" if a condition on that probe ended the run; the last token is then the one that met it,
-    and was an input
+        and was an input
     prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
 
@@ -510,7 +510,8 @@ class Engine(Protocol):
     proved_weights: that number when its sites were last proved
     run_prefix: the prefix of its runs' names
     batch_difference: the difference between programs graded in batches and as requests; "" if none, None before the
-    proof keeps_captures_here: True if captures use this machine's memory before they are fetched
+        proof
+    keeps_captures_here: True if captures use this machine's memory before they are fetched
     monitors: its always-on probes, which score every token of every request
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """

@@ -34,7 +34,7 @@ class GradeJob(msgspec.Struct):
     count: N
     suffixes: for each sequence that a program's run computes, the tokens after the prompt
     terms: for each score the tokens whose log-probabilities are summed: the sequence, the token's offset after the
-    prompt, and the token
+        prompt, and the token
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
     cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit

@@ -35,7 +35,7 @@ class Fold(NamedTuple):
 
     subtract: the decoder bias is subtracted from the row before the encoder
     unit_norm: pre-activations are multiplied by the norm of the feature's decoder row, and values divided by it before
-    the decoder
+        the decoder
     scale_in, scale_out: rows are first multiplied by scale_in; outputs are divided by scale_out
     """
 

@@ -206,7 +206,7 @@ class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
     keys: ranges first … end − 1 of the keys to change; (): all
     factor: multiplies their probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed before
-    the softmax
+        the softmax
     rows: the bank key of rows of probabilities, or ""
     """
 

@@ -203,7 +203,7 @@ class Placed(msgspec.Struct):
     """The addresses of cells' keys on one worker, and its shard of each point.
 
     begin, width [W, K]: the bank offset and width of each key's rows, in each of W ways of reading them: whole, or the
-    worker's columns of a point
+        worker's columns of a point
     way [P]: how each point reads them · first, end [P]: the worker's columns of the point
     """
 

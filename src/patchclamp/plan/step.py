@@ -31,7 +31,7 @@ class Batch(msgspec.Struct, frozen=True):
     count [N]: the number of positions
     rows: R, the flat rows of the step
     samples [N]: the number of last rows whose logits are computed; None: 1 each. With speculative decoding these are
-    the newest token's and the draft tokens' rows
+        the newest token's and the draft tokens' rows
     """
 
     slot: np.ndarray
@@ -88,7 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     rows [G]: the number of rows each group keeps
     base, row [A]: each region's offset in the step's capture buffer, and its row size
     result, result_row [A]: for a pooled or encoded region, the offset of its results in the buffer, and the size of a
-    result row
+        result row
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows

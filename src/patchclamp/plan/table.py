@@ -90,7 +90,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
 
     groups: G
     pool [G]: how each op's rows are pooled in a step, as `Keep.pool`; larger values number the feature reading they are
-    encoded for; 0: neither
+        encoded for; 0: neither
     """
 
     range_number: np.ndarray

@@ -80,13 +80,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cells: slots for cells that are graded in batches, in addition to those of programs
     max_records: their records, one for each point and position range
     bank_bytes: vectors on the device
-    sae_bytes: attached SAEs on the device, reserved at start; 0: they use free memory when attached batch_share: time
-    of graded batches while requests run, relative to the time of the engine's steps
+    sae_bytes: attached SAEs on the device, reserved at start; 0: they use free memory when attached
+    batch_share: time of graded batches while requests run, relative to the time of the engine's steps
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
     ring_bytes: captures in transit from the device
     pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the free
-    memory, within 4 to 32 GiB (`default_pinned_bytes`)
+        memory, within 4 to 32 GiB (`default_pinned_bytes`)
     active_sizes: step sizes, in tokens, for which graphs with taps are recorded; None: all that vLLM records. Steps of
         other sizes run without a graph if they have programs
     """

@@ -100,7 +100,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     both: True if each layer has attention and a state space in parallel, both added to the stream
     afterwards: describes what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
     unchecked: why `embed` is more than a multiple of the token embedding, so self-checks cannot compare them; "" if it
-    is not
+        is not
     """
 
     name: str

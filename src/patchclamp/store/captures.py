@@ -445,7 +445,7 @@ def _pooled(
     the row [R, W]. A preempted request restarts its prompt; the first of the passes that got furthest counts.
 
     run, position, count, span, turn: each row's run, its first position, the number of positions pooled, the span from
-    the first to the last, and the turn, [N]
+        the first to the last, and the turn, [N]
     """
     order = np.lexsort((turn, run))
     run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + span))

@@ -39,7 +39,7 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     exact: change measured when the cell was patched; NaN if it was not
     sampled: True if a cell was verified because it was drawn at random, not because its estimate is large
     metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: gradients averaged
-    from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: what ran the exact patches ·
+        from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: what ran the exact patches ·
     noise_floor: difference of two unpatched runs there
     """
 

@@ -127,8 +127,8 @@ class SelfCheck(msgspec.Struct):
     The rows at `embed` of the captured positions are captured with the request's own captures, through the same labels,
     buffers and positions. They must equal the embedding matrix's rows of the tokens at these positions.
 
-    positions, ids: [N], since the last check: a request that may end at a stop text is checked repeatedly is_first:
-    True for the first check
+    positions, ids: [N], since the last check: a request that may end at a stop text is checked repeatedly
+    is_first: True for the first check
     """
 
     request: str
@@ -180,7 +180,7 @@ class RequestProgram:
         """Discard the proof of the edited tokens, because they will be recomputed.
 
         proved: the number of tokens whose keys and values may enter the prefix cache. Tokens from the first edit on may
-        do so once the workers have confirmed that the run has no errors up to there.
+            do so once the workers have confirmed that the run has no errors up to there.
         asked: the number of tokens that the workers were last asked about
         """
         self.proved, self.asked = self.unedited, 0

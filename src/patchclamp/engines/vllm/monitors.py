@@ -420,7 +420,7 @@ class MonitorLog:
     """The scores of one front end's requests.
 
     runs: for requests registered here before their first output, the products that have arrived, by the name that they
-    were submitted under (weak references)
+        were submitted under (weak references)
     watch: called with the core's names of requests whose scores have arrived, the first position and the number of
         tokens of each, and the products of all these tokens
     """

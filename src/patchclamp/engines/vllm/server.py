@@ -100,8 +100,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program_ops: ops of a program, including its variant
     program_captures: captures among them
     program_records: records of a bound program, one per op, point and range of positions, for every step, plus one for
-    each 256 rows of a matrix beyond the first; the total over all prompts and choices (n) of a request, and over the
-    active runs of a batch
+        each 256 rows of a matrix beyond the first; the total over all prompts and choices (n) of a request, and over
+        the active runs of a batch
     inline_bytes: captures returned in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source

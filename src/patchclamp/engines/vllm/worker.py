@@ -64,7 +64,7 @@ class Exchange:
     """Moves rows between the workers of one engine. `group`: vLLM's group of all of them.
 
     _has_tap, _keeps, _shard [workers, P]: whether a worker has the tap of a point, whether it keeps captures there, and
-    its shard
+        its shard
     """
 
     def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
