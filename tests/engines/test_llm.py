@@ -144,6 +144,27 @@ def test_a_program_comes_back_as_a_run(llm, tiny, plain_models, proofs):
     assert len(proofs) <= 1  # proved once at most, or read from the cache
 
 
+@pytest.mark.usefixtures("_loadable")
+def test_an_engine_of_our_own_follows_its_weights_too(tiny, trained, plain_models):
+    """Weights that code past `pc.LM` loads, or may have: later programs are of the new model, and do not fail."""
+    from transformers import AutoModelForCausalLM
+
+    with pc.LM(tiny, engine="vllm", prove=False, **OPTIONS) as lm:
+        for folder in (tiny, trained):
+            core = lm.engine._engine.engine_core.engine_core
+            net = core.model_executor.driver_worker.model_runner.model
+            if folder == trained:
+                new = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                net.load_weights((name, parameter.data) for name, parameter in new.named_parameters())
+                lm.engine._call(lambda: lm.engine._engine.collective_rpc(lambda worker: None)).result()
+            for _ in range(2):  # the second time with a warm cache
+                runs = lm.run(PROMPTS, max_tokens=3, capture=[PROBE], sampling={"ignore_eos": True})
+                for prompt, run in zip(PROMPTS, runs, strict=True):
+                    rows = plain_models[folder].read([*prompt, *run.token_ids[:-1]], "resid_post", 1).numpy()
+                    expected = (rows @ WEIGHT.T)[run.probe_positions("all")]
+                    np.testing.assert_allclose(run.probes["all"], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_plain_requests_have_the_scores_of_the_engines_own_probes(llm, tiny, plain_models):
     for _ in range(2):  # the second time from the cache
         outputs = generate(llm, asked())

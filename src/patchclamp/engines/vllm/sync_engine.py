@@ -37,6 +37,7 @@ from patchclamp.engines.vllm.compat import configuration, images
 from patchclamp.engines.vllm.compat.clients import (
     Submitter,
     ask_core,
+    core_here,
     is_busy,
     mark_own,
     notice_death,
@@ -166,6 +167,12 @@ class VllmEngine(VllmFrontEnd):
     def end(self, requests: list[Request]) -> None:
         if requests and not self._stop:
             self._call(lambda: self._end([request.run for request in requests]))
+
+    @property
+    def weights(self) -> int:
+        """The number of calls that may have changed the model's weights in place, if its core is in this process. Only
+        code that reaches past `pc.LM` makes such calls."""
+        return 0 if core_here(self._engine) is None else ask_core(self._engine, "updates")
 
     def status(self) -> dict[str, Any]:
         """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
