@@ -62,7 +62,7 @@ def _loadable() -> Iterator[None]:
 def llm(_loadable, tiny) -> Iterator[LLM]:
     made = opened(tiny, probes=[pc.Probe(WEIGHT, SITE, name="always")])
     yield made
-    shut_down(made.llm_engine, alone=not sync_engine._alive)
+    shut_down(made.llm_engine, alone=len(sync_engine.alive) < 2)
 
 
 @pytest.fixture

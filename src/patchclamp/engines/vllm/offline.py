@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.compat.clients import SharedSteps, ask_core, core_h
 from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import confirm, drafts_of
 from patchclamp.engines.vllm.monitors import Choices
-from patchclamp.engines.vllm.sync_engine import VllmEngine, as_own_error, one_at_a_time
+from patchclamp.engines.vllm.sync_engine import VllmEngine, alive, as_own_error, one_at_a_time
 from patchclamp.errors import EngineError, PatchclampError
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class OfflineEngine(VllmEngine):
         self._callers: dict[str, CallersRequest] = {}
         self.remote = core_here(engine) is None or config.parallel_config.world_size > 1
         self._steps = SharedSteps(engine, self._of_caller)
+        if core_here(engine) is not None:
+            alive.add(self)  # other engines leave the state that it shares with them when they close
         self._start_on(config)
         self._describe(config.model_config.model, config, engine.get_tokenizer, engine.output_processor)
 

@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -82,7 +83,7 @@ MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock t
 
 one_at_a_time = threading.Lock()  # vLLM keeps the current step in globals, so engines of one process take turns
 
-_alive: set[VllmEngine] = set()
+alive: weakref.WeakSet[VllmEngine] = weakref.WeakSet()  # engines of this process, those of callers' LLMs included
 
 
 def known_options() -> list[str]:
@@ -241,11 +242,11 @@ class VllmEngine(VllmFrontEnd):
         try:
             with one_at_a_time:
                 self._build(name, options)
-                _alive.add(self)
+                alive.add(self)
         except BaseException as error:
             self._stop = True
             if "_engine" in vars(self):
-                shut_down(self._engine, alone=not _alive)
+                shut_down(self._engine, alone=not alive)
             started.set_exception(as_own_error(error, EngineError))
             return
         started.set_result(None)
@@ -263,8 +264,8 @@ class VllmEngine(VllmFrontEnd):
                 with suppress(Exception):  # the engine may have failed
                     self._ask("close")
             with one_at_a_time:
-                _alive.discard(self)
-                shut_down(self._engine, alone=not _alive)
+                alive.discard(self)
+                shut_down(self._engine, alone=not alive)
 
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -305,7 +306,7 @@ class VllmEngine(VllmFrontEnd):
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         if not self.remote:
-            check_alone(config, bool(_alive))
+            check_alone(config, bool(alive))
             configuration.share_groups(config)
         self._engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=separate)
         mark_own(self._engine)
