@@ -1337,7 +1337,7 @@ class Bindings:
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
             self._by_length[key] = program, binding
-            # one token is every token, a row of its own, and the prompt's last one, where logits begin
+            # not of a one-token prompt: one-row values would broadcast to others, and its only position has logits
             if (
                 length > 1
                 and all(op.is_edit and op.kind != APPLY and op.ranges == (whole,) for op in bound.ops)

@@ -33,6 +33,6 @@ def mislabelled(
 
 def _message(wrong: int, count: int, first: int) -> str:
     return (
-        f"self-check: {wrong} of {count} captured rows are not those of their tokens, the first at position {first}; "
+        f"self-check: {wrong} of {count} captured rows do not match their tokens, the first at position {first}; "
         "restart the engine, and report this with the output of `patchclamp doctor`"
     )

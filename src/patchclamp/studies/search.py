@@ -187,8 +187,8 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
 
 
 class KLDivergence(Objective, frozen=True, kw_only=True):
-    """KL(unedited ‖ edited) of the next token after each prompt, in nats: the damage to prompts that the program should
-    leave as they are."""
+    """KL(unedited ‖ edited) of the next token after each prompt, in nats: on prompts that the program should not
+    change."""
 
     goal: Goal = "minimize"
     name: str = "kl"
@@ -435,7 +435,10 @@ class OptunaSampler:
         self._failed, self._asked = optuna.trial.TrialState.FAIL, []
 
     def ask(self, count: int) -> list[dict[str, Any]]:
-        self._asked = [self._study.ask(self._kinds) for _ in range(count)]
+        try:
+            self._asked = [self._study.ask(self._kinds) for _ in range(count)]
+        except ValueError as error:  # such as CMA-ES with several objectives
+            raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
         return [{name: of if isinstance(kind := self._parameters[name], Uniform) else kind[of]
                  for name, of in trial.params.items()} for trial in self._asked]  # fmt: skip
 
@@ -495,7 +498,7 @@ class Search(Study):
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
         if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
-            raise ProgramError("a grid draws nothing, and a sampler of Optuna has a seed of its own: leave it out",
+            raise ProgramError("a grid and an Optuna sampler object ignore the seed: leave it out",
                                "seed")  # fmt: skip
         if taken := parameters.keys() & {"front", *names}:
             raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",

@@ -122,7 +122,7 @@ class HarvestStream(IterableDataset[Values]):
 
     def _read(self) -> Iterator[Values]:
         room, stopped = Semaphore(MOST_PARTS), Future[None]()
-        free = collections.deque[Columns]()  # arrays to fill again: new memory is slow at first
+        free = collections.deque[Columns]()  # part buffers to reuse: first writes to new memory are slow
         filled = collections.deque(Future[FilledPart]() for _ in self._numbers)
         empty = filled.copy()  # not a tuple: a future keeps its rows
         threads = ThreadPoolExecutor(2, thread_name_prefix="patchclamp stream")

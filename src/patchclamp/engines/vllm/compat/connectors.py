@@ -1,5 +1,5 @@
-"""KV connectors: they store keys and values outside of the engine by the tokens of a prompt, and load them for other
-requests and engines.
+"""KV connectors, which store a prompt's keys and values outside the engine and load them for other requests and
+engines.
 
 Stored keys and values do not record edits, and loaded positions are not computed, so not captured. Requests with
 programs therefore bypass the connector: it is not queried for them, and is not notified of their blocks.
