@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines.vllm import sync_engine
 
 from ..conftest import ends_of, group_of, settle, thaw
 from ..models import with_weights
@@ -115,6 +116,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
         if not same_group:
             thaw()
         settle()
+        if not same_group:
+            # an engine of a caller's LLM is left until that is collected, as the test's own arguments are
+            left = [engine.model.name for engine in sync_engine.alive if type(engine) is sync_engine.VllmEngine]
+            assert not left, f"open after the last test of its group: {left}"
         if sys.platform == "linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back
 

@@ -155,7 +155,7 @@ def saes(tmp_path_factory) -> dict[str, pc.SAE]:
     return {name: pc.SAE.load(folder / name) for name in made} | {"folder": folder}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(model, saes, tmp_path_factory, request) -> Iterator[Server]:
     config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
     made = start(
@@ -179,9 +179,9 @@ def nothing_is_left(request) -> Iterator[None]:
         assert server.held() == {}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def local(model) -> Iterator[pc.LM]:
-    """The same engine in this process."""
+    """The same engine in this process, which ends with these files: some engines must be alone in a process."""
     with pc.LM(model, engine="vllm", enforce_eager=True, **OPTIONS) as lm:
         yield lm
 
