@@ -11,6 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import patchclamp as pc
+
 from .conftest import KEYS, Server, becomes
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
@@ -43,6 +45,20 @@ def asked(server: Server, stream: bool) -> bytes:
     })  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def test_a_client_that_is_closed_leaves_nothing_at_once(server):
+    with pc.LM(server.url, api_key=KEYS[0]) as lm, pc.LM(server.url, api_key=KEYS[0]) as other:
+        others = other.run(PROMPT, capture=[pc.resid_post], max_tokens=2)
+        before = server.held()
+        run = lm.run(PROMPT, capture=[pc.resid_post], max_tokens=2)
+        assert server.held()["captured_bytes"] == 2 * before["captured_bytes"] > 0
+        lm.close()
+        assert server.held() == before
+        with pytest.raises(pc.EngineError, match="closed"):
+            run[pc.resid_post]
+        assert len(others[pc.resid_post[0]]) == 6  # of 5 + 2 tokens, the last of which is not read
+    assert server.held() == {}
 
 
 class Leaving:

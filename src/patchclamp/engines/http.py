@@ -262,8 +262,9 @@ class HttpEngine(Engine):
         if hasattr(self, "_client"):
             with contextlib.suppress(Exception):
                 release, abort = self._freed
-                if release or abort:
+                if abort:
                     await self._ask("POST", "free", wire.Free(release, abort))
+                await self._ask("DELETE", f"live/{self._session}")
             await self._client.aclose()
 
     async def _ask(

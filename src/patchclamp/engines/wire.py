@@ -12,6 +12,7 @@
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
                      client is considered dead unless it reconnects at once
+    DELETE live/...  frees the captures of a client that closes
     POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
     POST weight      `Weight`; returns safetensors, or no bytes if the model has no such weight
     POST sampling    sampling parameters; an error if the engine does not accept them

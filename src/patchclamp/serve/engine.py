@@ -225,6 +225,14 @@ async def live(session: Session, request: Request) -> Response:
     return StoppedResponse(lambda: front.leases.lost(name), beats(), "application/octet-stream")
 
 
+@router.delete("/live/{session}")
+async def leave(session: Session, request: Request) -> Response:
+    """Frees the captures of a client's runs: the client was closed and will not reconnect."""
+    front, owner = caller(request)
+    await front.leases.end(f"{owner}-{session}")
+    return Response(status_code=204)
+
+
 @router.post("/tokenizer")
 async def tokenizer(request: Request) -> Response:
     """Calls a method of the tokenizer and returns its result as msgpack."""

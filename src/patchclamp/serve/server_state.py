@@ -106,6 +106,11 @@ class Leases:
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
+    async def end(self, session: str) -> None:
+        """Ends a client's lease now."""
+        self._engine.renew(session, self._lease_s + 1)
+        await self._engine.free_dead(self._lease_s)
+
     async def _free_soon(self) -> None:
         await asyncio.sleep(GRACE_S + 0.1)
         with contextlib.suppress(Exception):
