@@ -43,8 +43,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
             raise ProgramError("expected both low and high, got one", self.label)
         shapes = {np.shape(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(shapes) > 1 or np.ndim(self.x) != 1 or not np.size(self.x):
-            raise ProgramError(f"expected 1-D x, y, low and high of equal, non-zero length, got {sorted(shapes)}",
-                               self.label)  # fmt: skip
+            raise ProgramError(f"expected 1-D x, y, low and high of equal length > 0, got {sorted(shapes)}", self.label)
         if not np.all(np.diff(self.x) > 0):
             raise ProgramError("expected x in ascending order", self.label)
 
