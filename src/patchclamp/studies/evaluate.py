@@ -37,7 +37,7 @@ LEVEL = 95  # percent, of the intervals
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question. answer: the number of the correct choice, or its text; without choices, the only text scored."""
+    """A question. answer: the index of the correct choice, or its text; without choices, the only text scored."""
 
     prompt: str
     answer: int | str
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def right(self) -> int:
-        """The number of the correct text."""
+        """The index of the correct text."""
         return self.answer if isinstance(self.answer, int) else self.texts.index(self.answer)
 
 

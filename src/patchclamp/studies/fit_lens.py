@@ -239,8 +239,8 @@ class _Fit:
         return sums / count, count
 
     def _read(self, part: Sequence[inputs.EncodedPrompt]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], float]]:
-        """The model's log-probabilities [n, V] and the sites' rows [n, D] at some tokens of the prompts at a time, and
-        their share of all."""
+        """Yield the model's log-probabilities [n, V] and the sites' rows [n, D], a few tokens at a time, with the share
+        of all tokens."""
         import torch
 
         sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]

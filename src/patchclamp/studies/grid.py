@@ -334,7 +334,7 @@ class GridPlan:
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """A mask of the grid's cells that exist, [R, P]."""
+        """A mask of the existing cells of the grid, [R, P]."""
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
@@ -723,7 +723,7 @@ class Cells:
         route: Literal["any", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
         """Run jobs, append their records to the journal in order, and pass those that have finished, in any order, to
-        `read`: their numbers through all jobs, and their values."""
+        `read`: their indices over all jobs, and their values."""
         firsts = [0, *itertools.accumulate(job.count for job in jobs)]
         records: list[Any] = [None] * firsts[-1]
         written = 0

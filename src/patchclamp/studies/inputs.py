@@ -492,7 +492,7 @@ R = TypeVar("R")
 
 
 def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> int:
-    """A whole number from `least` to `most`. Raises `ProgramError` for anything else."""
+    """Read an integer from `least` to `most`. Raises `ProgramError` for anything else."""
     if is_token_id(value) and value > most:
         raise ProgramError(f"expected an integer of at most {most}, got {value}", path)
     if not is_token_id(value) or value < least:
@@ -501,7 +501,7 @@ def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> i
 
 
 def as_sites(sites: Any, path: str) -> list[Any]:
-    """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
+    """Read one site or several as a list. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
         raise ProgramError("expected at least one site, got none", path)
     return items
@@ -518,7 +518,7 @@ def as_texts(texts: Any, path: str) -> list[str]:
 
 
 def as_feature_numbers(ids: Any, path: str) -> list[int]:
-    """Distinct features of an SAE, by number."""
+    """Read distinct feature ids of an SAE."""
     numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
     if len(set(numbers)) < len(numbers):
         raise ProgramError(f"expected distinct features, got {numbers}", path)
@@ -571,7 +571,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 
 def as_layers(layers: Any, path: str) -> Any:
-    """Layers as users write them: a whole number, a range, its text, or a list of these."""
+    """Layers as arguments: an integer, a range, its text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
@@ -611,7 +611,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
-    """Layers as a list, from one number or several. Raises `ProgramError` for anything else."""
+    """Read one layer or several as a list. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
     several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:

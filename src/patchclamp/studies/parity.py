@@ -160,7 +160,7 @@ def parity(
     tell: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> Parity:
-    """Run `prompts` as one batch on both `engines` and compare every site that the model's table promises.
+    """Run `prompts` as one batch on both `engines` and compare every site in the model's table.
 
     `tolerance`: of rows (by default `BOUNDS` of the dtype); `max_tokens`: tokens to generate, so that steps of one
     token are compared too, as long as both engines choose the same. `options` go to each engine that has one of that

@@ -229,7 +229,7 @@ def _behind(lm: LM, row: Row, site: Site) -> bool:
 
 
 def _check_mixers(lm: LM) -> None:
-    """Refuse recurrent layers: the frozen sites cover attention and MLPs, so a state would let other paths through."""
+    """Reject recurrent layers: their state is not among the frozen sites, and would let other paths through."""
     recurrent = lm.sites.sizes.recurrent
     if recurrent:
         raise UnsupportedSite(

@@ -1,4 +1,4 @@
-"""Search for a program: which layer, direction, strength or op works best, among hundreds of settings.
+"""Search for the best program: its layer, direction, strength or op, among hundreds of settings.
 
 A `Space` maps settings to a program. A trial is one draw of settings, scored by objectives: a metric of the next
 tokens, the divergence from the unedited model, or a judge of generated texts. All trials of a round share the engine's
@@ -514,7 +514,7 @@ class Search(Study):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
                 """The records of some trials, from the journal if it has them."""
-                # code has no fingerprint, and is not resumed
+                # ops of code have no fingerprint, so they cannot be resumed
                 prints = [program.fingerprint if journal is not None else "" for program in programs]
                 plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []

@@ -73,7 +73,7 @@ RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
-    """Raise `ProgramError` for PCA of prompts that do not form pairs."""
+    """Raise `ProgramError` for PCA of unpaired prompts."""
     if method == "pca" and positive != negative:
         raise ProgramError(f"pca requires pairs of prompts, got {positive} positive and {negative} negative", "method")
 
@@ -104,7 +104,7 @@ def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndar
 def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
     """The first principal component of the pairs' differences about 0, so that their mean counts: it is the signal.
 
-    PCA finds the same when the order within each pair is shuffled, so that the differences have a mean of 0.
+    Shuffling the order within pairs, so that the differences have a mean of 0, gives PCA the same direction.
     Source: Zou et al. 2023 (arXiv:2310.01405), section 3.1.
     """
     return np.linalg.svd(positive_nD - negative_nD, full_matrices=False)[2][0]

@@ -405,7 +405,7 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
             matrices[ref] = None if project is None else project.of(str(ref), width_of(lm, ref))
     unused = [site for site in (project.sites if project else ()) if site not in map(str, matrices)]
     if unused:
-        raise ProgramError(f"matrices for {', '.join(unused)}, which are not in sites=", "project")
+        raise ProgramError(f"unused matrices for {', '.join(unused)}: not in sites=", "project")
     device = _projectable(lm, matrices) if project is not None and project.on_device and not capped else set[SiteRef]()
     reductions = []
     for ref, matrix in matrices.items():
@@ -431,7 +431,7 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
             raise unknown("attached SAE", op.name, lm.sites.dictionaries, f"{path}.name")
         card = lm.sites.dictionaries[op.name].card
         if (most := max(op.ids) + 1 if op.ids else op.top or 0) > card.features:
-            raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {most}", path)
+            raise ProgramError(f"expected at most {card.features} features of {op.name!r}, got {most}", path)
         stored[op.name] = StoredFeatures(op.name, card.content, card.at, card.dtype, card.features, op.top, op.ids)
     return tuple(stored.values())
 

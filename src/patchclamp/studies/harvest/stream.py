@@ -29,7 +29,7 @@ Columns = dict[str, np.ndarray]
 
 
 class FilledPart(NamedTuple):
-    """The token of the row at each place, by its number, and the rows of each of `Recipe.written`, by name."""
+    """The token index of the row at each place, and the rows of each of `Recipe.written` by name."""
 
     tokens: np.ndarray
     rows: Columns
