@@ -49,7 +49,7 @@ class TestHeadScores:
         with pc.LM(induction(tmp_path), "transformers", dtype="float32", prove=False) as lm:
             scores = head_scores(lm, length=10, prefix=[1])
             assert all(3 <= token < 16 for ids in scores.prompts for token in ids[1:]), "special tokens are not drawn"
-            with pytest.raises(pc.ProgramError, match="length: expected at most 13 different tokens, got 14"):
+            with pytest.raises(pc.ProgramError, match=r"length: .*13 .*14"):
                 head_scores(lm, length=14)
         np.testing.assert_allclose(scores.induction, [[0, 0], [1, scores.uniform]], atol=0.02)
         np.testing.assert_allclose(scores.previous_token, [[1, 0], [0, scores.uniform]], atol=0.02)
@@ -122,14 +122,14 @@ class TestAttentionEdges:
 
     def test_what_cannot_be_weighed_says_why(self, narrow, monkeypatch):
         lm = narrow.get("transformers", "float32")
-        with pytest.raises(pc.ProgramError, match="foil: expected an answer"):
+        with pytest.raises(pc.ProgramError, match=r"foil: .*answer"):
             attention_edges(lm, IDS, foil=5)
-        with pytest.raises(pc.ProgramError, match="layer: expected one of the layers"):
+        with pytest.raises(pc.ProgramError, match="layer: "):
             attention_edges(lm, IDS, layers=2).picture(3)
         own = lm.engine.weight
         monkeypatch.setattr(lm.engine, "weight", lambda *of: own(*of) * 1.1 if of[0] == "W_O" else own(*of))
-        with pytest.raises(pc.ModelError, match=r"W_O makes of z\[2\] is not this model's attn_out"):
+        with pytest.raises(pc.ModelError, match=r"W_O .*z\[2\].* attn_out"):
             attention_edges(lm, IDS, layers=2)
         monkeypatch.setattr("patchclamp.studies.attention_flow.MAX_BYTES", 1 << 10)
-        with pytest.raises(pc.CapacityError, match="tokens: expected at most 256 edges"):
+        with pytest.raises(pc.CapacityError, match=r"tokens: .*256"):
             attention_edges(lm, IDS)

@@ -311,7 +311,7 @@ class TestAttributionPatching:
         assert sum(told) == 0
 
     def test_the_likeliest_tokens_have_no_gradient(self, narrow):
-        with pytest.raises(pc.ProgramError, match="no gradient") as caught:
+        with pytest.raises(pc.ProgramError, match="top=0") as caught:
             attribution_patching(
                 narrow.get("transformers", "float32"), **PATCHED, metric=pc.studies.Metric(lambda p: 0.0, top=5)
             )
@@ -444,15 +444,13 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
                                 if own(name, layer) is not None else None)  # fmt: skip
 
         change(W_U=1.1)
-        with pytest.raises(pc.ModelError, match=r"off its own logits .* readout='engine' works for every model"):
+        with pytest.raises(pc.ModelError, match=r"logits .* readout='engine'"):
             logit_lens(lm, IDS, readout="weights")
         lens = logit_lens(lm, IDS)
         assert lens.readout == "engine"
-        assert "off its own logits" in lens.about
+        assert "do not reproduce" in lens.about
         change(W_O=1.02)
-        with pytest.raises(
-            pc.ModelError, match=r"W_O makes of z\[0\] is not this model's attn_out\[0\]: it is 0.02 off"
-        ):
+        with pytest.raises(pc.ModelError, match=r"W_O .*z\[0\].* attn_out\[0\] .*0\.02"):
             direct_attribution(lm, IDS, answer=7)
         assert logit_lens(lm, IDS).readout == "weights"  # these matrices are its own
 

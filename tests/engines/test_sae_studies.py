@@ -104,7 +104,7 @@ def test_what_cannot_be_evaluated_is_refused(lm):
             pc.studies.feature_attribution(lm, sae=SAES["topk"], **asked)
         assert caught.value.path == "estimate"
     wide = pc.SAE(np.zeros((1025, D)), np.ones(1025), np.zeros((1025, D)), np.zeros(D))
-    with pytest.raises(pc.TokensError, match="at most 1024 active features, got 1025"):
+    with pytest.raises(pc.TokensError, match=r"tokens: .*1024.*1025"):
         pc.studies.feature_attribution(lm, sae=wide, estimate=False, **asked)
 
 
@@ -338,7 +338,7 @@ def test_what_no_harvest_of_features_is_made_of(lm, tmp_path):
         with pytest.raises(pc.PatchclampError) as caught:
             pc.studies.top_contexts(lm, **{"sae": "s", "harvest": data, **wrong})
         assert caught.value.path == path
-    with pytest.raises(pc.ProgramError, match="documents and a folder"):
+    with pytest.raises(pc.ProgramError, match="documents: "):
         pc.studies.top_contexts(lm, sae=SAES["topk"], documents=ids)
 
 
@@ -381,5 +381,5 @@ def test_top_contexts(lm, tmp_path, monkeypatch):
     page = found.to_html(tmp_path / "contexts.html").read_text()
     assert f"feature {feature}" in page
     assert pc.studies.load(found.save(tmp_path / "saved")).contexts == found.contexts
-    with pytest.raises(pc.ProgramError, match="features below"):
+    with pytest.raises(pc.ProgramError, match="features: "):
         pc.studies.top_contexts(lm, **asked, features=[F])

@@ -172,15 +172,15 @@ def test_the_other_studies_are_the_same_on_both_engines(engines):
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        (dict(answer="Paris is", foil=""), pc.TokensError, "foil: '' has no tokens"),
-        (dict(foil=None), pc.ProgramError, "give foil="),
-        (dict(foil=" Paris"), pc.ProgramError, "the same token"),
+        (dict(answer="Paris is", foil=""), pc.TokensError, "foil: "),
+        (dict(foil=None), pc.ProgramError, "foil="),
+        (dict(foil=" Paris"), pc.ProgramError, "identical"),
         (dict(metric="kl"), pc.UnknownName, "there are: logit_diff, recovered, logprob, prob"),
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),
-        (dict(layers=[31]), pc.UnsupportedSite, "layers 0 to 29"),
+        (dict(layers=[31]), pc.UnsupportedSite, "(0..29)"),
         (dict(positions=[pc.span("Eiffel")]), pc.TokensError, 'positions[0]: span("Eiffel"): not in the prompt'),
         (dict(positions=[40]), pc.TokensError, "there is no position 40"),
-        (dict(clean="Paris", corrupt="It was in ancient Rome"), pc.TokensError, "share no first or last token"),
+        (dict(clean="Paris", corrupt="It was in ancient Rome"), pc.TokensError, "positions: "),
     ],
 )
 def test_what_cannot_be_swept_is_an_error_first(engines, asked, error, text):

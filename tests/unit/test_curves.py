@@ -47,7 +47,7 @@ def test_a_logarithmic_axis_has_a_place_for_0():
     assert curves(x=STRENGTHS[1:]).gap is None
     assert curves(x_log=False).gap is None
     assert curves(x_log=False).place(0.1) == 0.1
-    with pytest.raises(pc.ProgramError, match=r"x_log: expected no number below 0.*-1\.0"):
+    with pytest.raises(pc.ProgramError, match=r"x_log: .*-1\.0"):
         curves(x=np.array([-1.0, 1.0]))
     assert [curves(x=np.array(x)).place(0.0) for x in ([0.0], [0.0, 1.0])] == [0.0, -0.75]
 
@@ -67,12 +67,12 @@ def test_labels_are_few_and_round():
 def test_what_is_no_line_is_an_error():
     x = np.array([0.0, 1.0])
     for wrong, text in (
-        (dict(y=np.zeros(3)), "of one length"), (dict(y=x, low=x), "low and high"), (dict(x=x[::-1], y=x), "ascending x"),
-        (dict(x=np.zeros(0), y=np.zeros(0)), "above 0"),
+        (dict(y=np.zeros(3)), "equal"), (dict(y=x, low=x), "low and high"), (dict(x=x[::-1], y=x), "ascending"),
+        (dict(x=np.zeros(0), y=np.zeros(0)), "> 0"),
     ):  # fmt: skip
         with pytest.raises(pc.ProgramError, match=text):
             Curve(**{"label": "a", "x": x, **wrong})
-    with pytest.raises(pc.ProgramError, match="at least one chart"):
+    with pytest.raises(pc.ProgramError, match="charts: "):
         curves(charts=())
 
 

@@ -76,7 +76,7 @@ def test_a_zoom_by_a_function_is_not_resumed(lm, tmp_path: Path):
     asked = pair(lm) | {"metric": lambda logprobs: logprobs.answer, "zoom": 2}
     zoomed = pc.studies.patch_sweep(lm, **asked)
     assert (zoomed.values[~np.isnan(zoomed.values)] != 0).any()
-    with pytest.raises(pc.ProgramError, match="resume: a zoom goes where the metric leads"):
+    with pytest.raises(pc.ProgramError, match=r"resume: .*zoom"):
         pc.studies.patch_sweep(lm, **asked, resume=tmp_path / "j")
 
 

@@ -587,7 +587,7 @@ def test_what_is_no_token_id_is_not_scored(lm, score):
 
 @pytest.mark.parametrize("answer", [True, 5.7, None, {}, [[5], []]])
 def test_an_answer_is_a_text_or_a_token_id(lm, answer):
-    with pytest.raises(pc.ProgramError, match=f"^answer: expected a text or token ids, got {type(answer).__name__}"):
+    with pytest.raises(pc.ProgramError, match=f"^answer: .*{type(answer).__name__}"):
         pc.studies.patch_sweep(lm, clean=EIFFEL, corrupt=EIFFEL, answer=answer, foil=" Rome", sites=[pc.resid_pre])
 
 

@@ -134,7 +134,7 @@ def test_what_cannot_be_kept_is_refused(lm, tmp_path):
             )
         assert caught.value.path == path
     mixed = datasets.Dataset.from_dict({"text": TEXTS}).map(lambda row, i: {"n": i}, with_indices=True)
-    with pytest.raises(ProgramError, match="no column 'title'; it has text, n") as caught:
+    with pytest.raises(ProgramError, match="'title'") as caught:
         harvest(lm, mixed, tmp_path / "out", sites=SITES, keep="title")
     assert caught.value.path == "keep"
 
@@ -158,8 +158,8 @@ def test_token_ids_of_a_column(lm, tmp_path):
 
 @pytest.mark.parametrize(("name", "content", "text"), [
     ("a.csv", "x", ".txt"), ("a.jsonl", "{}", "line 1: .*'text'"),
-    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: "), ("b.txt", None, "there is no "),
-    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "saved by datasets"),
+    ("a.jsonl", '{"text": "a"}\n\nno', "line 3: "), ("b.txt", None, "b.txt"),
+    ("a.jsonl", '{"text": [[1]]}', "documents: "), (".", None, "datasets"),
 ])  # fmt: skip
 def test_files_without_documents_are_refused(tmp_path, name, content, text):
     if content is not None:

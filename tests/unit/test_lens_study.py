@@ -70,23 +70,23 @@ class TestLens:
     @pytest.mark.parametrize(
         ("asked", "kind", "told"),
         [
-            ({"site": "z"}, pc.UnsupportedSite, r"site: z: a lens reads a site as wide as the stream, without brackets: "),
-            ({"site": "resid_post[3]"}, pc.UnsupportedSite, r"site: resid_post\[3\]: a lens"),
+            ({"site": "z"}, pc.UnsupportedSite, "site: z: "),
+            ({"site": "resid_post[3]"}, pc.UnsupportedSite, r"site: resid_post\[3\]: "),
             ({"site": "resid_pots"}, pc.UnknownName, "site: .*did you mean 'resid_post'"),
             ({"layers": 3}, pc.UnsupportedSite, r"layers: resid_post\[3\]: this model has 3 layers"),
             ({"positions": [0, 99]}, pc.TokensError, r"positions\[1\]"),
             ({"tokens": [64]}, pc.TokensError, r"tokens\[0\]: .*64"),
-            ({"tokens": ["hello world"]}, pc.TokensError, r"tokens\[0\]: 'hello world' is 2 tokens"),
+            ({"tokens": ["hello world"]}, pc.TokensError, r"tokens\[0\]: .*'hello world'"),
             ({"readout": "engin"}, pc.UnknownName, "readout: no readout 'engin' .*did you mean 'engine'"),
             ({"top": 0}, pc.ProgramError, "top: "),
-            ({"translators": {1: np.eye(3)}}, pc.ShapeError, r"translators\[1\]: expected shape \[16, 16\], got \[3, 3\]"),
+            ({"translators": {1: np.eye(3)}}, pc.ShapeError, r"translators\[1\]: .*\[3, 3\]"),
             ({"translators": {5: np.eye(16)}}, pc.UnsupportedSite, r"translators: resid_post\[5\]: this model has 3 layers"),
             ({"translators": {5: np.eye(16)}, "layers": 2}, pc.ProgramError, r"translators: .* got none for 2"),
             ({"translators": "lens.pt"}, pc.ProgramError, "translators: .*read_lens"),
-            ({"unembedding": np.ones((2, 3))}, pc.ShapeError, r"unembedding: expected shape \[K, 16\]"),
-            ({"labels": ["a"]}, pc.ProgramError, "labels: labels name the rows of unembedding="),
-            ({"unembedding": np.ones((2, 16)), "labels": ["a"]}, pc.ProgramError, "labels: 1 labels for 2 rows"),
-            ({"unembedding": np.ones((2, 16)), "tokens": ["x"]}, pc.ProgramError, r"tokens\[0\]: no row .* label 'x'"),
+            ({"unembedding": np.ones((2, 3))}, pc.ShapeError, r"unembedding: .*\[K, 16\]"),
+            ({"labels": ["a"]}, pc.ProgramError, "labels: .*unembedding="),
+            ({"unembedding": np.ones((2, 16)), "labels": ["a"]}, pc.ProgramError, "labels: .* 2 .* 1"),
+            ({"unembedding": np.ones((2, 16)), "tokens": ["x"]}, pc.ProgramError, r"tokens\[0\]: .* label 'x'"),
         ],
     )  # fmt: skip
     def test_what_cannot_be_read_is_refused(self, lm, asked, kind, told):
@@ -110,33 +110,33 @@ class TestPatchscope:
             assert drawn.to_html(tmp_path / "a.html").exists()
 
     def test_as_many_rows_as_positions(self, lm):
-        with pytest.raises(pc.TokensError, match=r"target_position: .* 2 positions .* 1"):
+        with pytest.raises(pc.TokensError, match=r"target_position: .* 2 .* 1"):
             patchscope(lm, source=PROMPT, source_position=[1, 2], target=PROMPT)
 
-    @pytest.mark.parametrize(("asked", "text"), [
-        (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
-        (dict(top=0), "top: expected a whole number from 1 on, got 0"),
+    @pytest.mark.parametrize(("asked", "path"), [
+        (dict(batch=0), "batch"),
+        (dict(top=0), "top"),
     ])  # fmt: skip
-    def test_numbers_are_checked_before_anything_runs(self, lm, asked, text, monkeypatch):
+    def test_numbers_are_checked_before_anything_runs(self, lm, asked, path, monkeypatch):
         monkeypatch.setattr(lm, "run", None)
         with pytest.raises(pc.ProgramError) as raised:
             patchscope(lm, source=PROMPT, **asked)
-        assert str(raised.value) == text
+        assert raised.value.path == path
 
 
 @pytest.mark.parametrize("study", [attribution_patching, edge_attribution])
-@pytest.mark.parametrize(("asked", "text"), [
-    (dict(batch=0), "batch: expected a whole number from 1 on, got 0"),
-    (dict(batch=2.0), "batch: expected a whole number from 1 on, got 2.0"),
-    (dict(seed=-1), "seed: expected a whole number from 0 on, got -1"),
-    (dict(seed="x"), "seed: expected a whole number from 0 on, got 'x'"),
-    (dict(steps=-1), "steps: expected a whole number from 0 on, got -1"),
-    (dict(verify=None), "verify: expected a whole number from 0 on, got None"),
+@pytest.mark.parametrize(("asked", "path"), [
+    (dict(batch=0), "batch"),
+    (dict(batch=2.0), "batch"),
+    (dict(seed=-1), "seed"),
+    (dict(seed="x"), "seed"),
+    (dict(steps=-1), "steps"),
+    (dict(verify=None), "verify"),
 ])  # fmt: skip
-def test_proposals_check_their_numbers_first(lm, study, asked, text):
+def test_proposals_check_their_numbers_first(lm, study, asked, path):
     with pytest.raises(pc.ProgramError) as raised:
         study(lm, clean=PROMPT, corrupt=PROMPT, answer=" Paris", **asked)
-    assert str(raised.value) == text
+    assert raised.value.path == path
 
 
 class TestFrozen:

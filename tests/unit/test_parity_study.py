@@ -93,7 +93,8 @@ class TestStudy:
         assert (found.leaves(site), site.worst_at) == ("mlp_out[1]", "mlp_out[2]")
         assert site.worst == pytest.approx(0.01, rel=1e-3)
         assert found.first == "mlp_out[1]"
-        assert found.problems == ("mlp_out[1] is out of tolerance, and with it mlp_out[2]: 0.01 (at most 0.0001)",)
+        (problem,) = found.problems
+        assert all(part in problem for part in ("mlp_out[1]", "mlp_out[2]", "0.01", "0.0001"))
         seen = []
         disturbed(monkeypatch, lambda found: seen.append(1) or with_rows(found, "mlp_out[1]", 1.001))
         assert pc.studies.parity("fake", engines=FAKE, tolerance=0.02).holds
@@ -101,7 +102,8 @@ class TestStudy:
     def test_an_edit_that_acts_otherwise_is_named(self, monkeypatch):
         disturbed(monkeypatch, lambda found: found._replace(moved={**found.moved, "q": found.moved["q"] + 0.002}))
         found = pc.studies.parity("fake", engines=FAKE)
-        assert found.problems == ("an edit at q[1] moves the logits otherwise, by 0.002 (at most 0.001)",)
+        (problem,) = found.problems
+        assert all(part in problem for part in ("q[1]", "differently", "0.002", "0.001"))
         assert found.first is None
 
     def test_an_edit_that_does_nothing_proves_nothing(self, monkeypatch):
@@ -113,7 +115,8 @@ class TestStudy:
 
         monkeypatch.setattr(study, "_moves", moves)
         found = pc.studies.parity("fake", engines=FAKE)
-        assert found.problems == ("an edit at v[1] does not move the logits of fake 0.1.1 and fake 0.1.1",)
+        (problem,) = found.problems
+        assert all(part in problem for part in ("v[1]", "does not move", "fake 0.1.1 and fake 0.1.1"))
 
     @pytest.mark.parametrize("noise", [0.0, 1.0])
     @pytest.mark.parametrize("dtype", study.BOUNDS)
@@ -138,9 +141,9 @@ class TestStudy:
 
         disturbed(monkeypatch, change)
         found = pc.studies.parity("fake", engines=FAKE)
-        assert found.problems == (
-            "embed is a site on one engine only", "log-probabilities are 0.01 apart (at most 0.001)",
-        )  # fmt: skip
+        alone, apart = found.problems
+        assert "embed" in alone
+        assert all(part in apart for part in ("log-probabilities", "0.01", "0.001"))
 
     def test_where_tokens_part_rows_are_compared_no_further(self, monkeypatch):
         def change(found):
@@ -166,19 +169,19 @@ class TestStudy:
         assert {site.name for site in found.sites} <= set(pc.language.SITES)
 
     @pytest.mark.parametrize(
-        ("wrong", "text"),
+        ("wrong", "path"),
         [
-            ({"dtype": "int8"}, "dtype: no tolerances for 'int8'; there are: float32, float16, bfloat16"),
-            ({"tolerance": 0.0}, "tolerance: expected a number above 0, got 0.0"),
-            ({"prompts": [3, 4]}, "prompts[0]: expected one prompt, text or token ids, got int 3"),
-            ({"prompts": []}, "prompts: expected a list of prompts, each text or token ids"),
+            ({"dtype": "int8"}, "dtype"),
+            ({"tolerance": 0.0}, "tolerance"),
+            ({"prompts": [3, 4]}, "prompts[0]"),
+            ({"prompts": []}, "prompts"),
         ],
     )
-    def test_what_is_wrong_is_told_before_a_model_is_loaded(self, wrong, text, monkeypatch):
+    def test_what_is_wrong_is_told_before_a_model_is_loaded(self, wrong, path, monkeypatch):
         monkeypatch.setattr(study, "_observe", None)
         with pytest.raises(pc.ProgramError) as raised:
             pc.studies.parity("fake", **{"engines": FAKE, **wrong})
-        assert str(raised.value) == text
+        assert raised.value.path == path
 
     def test_the_first_engine_gets_what_says_how_a_model_is_read_and_nothing_else(self, monkeypatch):
         asked = []

@@ -58,7 +58,7 @@ def test_saving_makes_the_folder_or_says_why_not(tmp_path: Path):
     assert result.save(tmp_path / "some" / "where" / "result").exists()
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "result"):
-        with pytest.raises(pc.ProgramError, match="cannot be written") as raised:
+        with pytest.raises(pc.ProgramError, match="cannot write") as raised:
             result.save(path)
         assert raised.value.path == "path"
 

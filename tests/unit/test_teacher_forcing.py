@@ -69,5 +69,5 @@ def test_what_captured_rows_is_closed(lm):
     before = lm.engine.status()["runs"]
     forced_logprobs(lm, [Forced((5, 6), (7, 8, 9))])
     assert lm.engine.status()["runs"] == before
-    with pytest.raises(pc.ProgramError, match="by its name"):
+    with pytest.raises(pc.ProgramError, match="named programs"):
         forced_logprobs(lm, [Forced((5, 6), (7, 8, 9), (pc.Use("mood"),))])

@@ -410,7 +410,7 @@ def test_positions_may_be_arrays():
     (lambda: pc.studies.patch_sweep(LM, claen=IDS, corrupt=OTHER, answer=5), "claen", "did you mean 'clean'"),
     (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_new_tokens=1), "max_new_tokens", "write max_tokens="),
     (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], temperature=1), "temperature", "sampling="),
-    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], prompts=[IDS]), "prompts", "by position and by name"),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], prompts=[IDS]), "prompts", "by name"),
     (lambda: pc.studies.patch_sweep(LM, IDS, OTHER), None, r"patch_sweep\(\) takes lm by position"),
     (lambda: LM.run(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
     (lambda: asyncio.run(LM.arun(IDS, max_new_tokens=1)), "max_new_tokens", "write max_tokens="),

@@ -155,7 +155,7 @@ for (const view of document.querySelectorAll(".pc-attention:not([data-ready])"))
     const best = [...seen.keys()].filter(i => seen[i]).sort((a, b) => Math.abs(seen[b]) - Math.abs(seen[a]));
     const said = best.slice(0, 5).map(i => `${tokens[i].textContent} ${(seen[i] * high).toFixed(3)}`).join(" \\u00b7 ");
     const arrow = backwards.checked ? "\\u2190" : "\\u2192";
-    note.textContent = `${at}: ${tokens[at].textContent} ${arrow} ${said || "nothing was read"}`;
+    note.textContent = `${at}: ${tokens[at].textContent} ${arrow} ${said || "all zero"}`;
   };
   tokens.forEach((token, i) => {
     token.onmouseenter = () => show(i);

@@ -40,12 +40,12 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise ProgramError("expected low and high, got one of them", self.label)
+            raise ProgramError("expected both low and high, got one", self.label)
         shapes = {np.shape(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(shapes) > 1 or np.ndim(self.x) != 1 or not np.size(self.x):
-            raise ProgramError(f"expected x, y, low and high of one length above 0, got {sorted(shapes)}", self.label)
+            raise ProgramError(f"expected 1-D x, y, low and high of equal length > 0, got {sorted(shapes)}", self.label)
         if not np.all(np.diff(self.x) > 0):
-            raise ProgramError("expected ascending x", self.label)
+            raise ProgramError("expected x in ascending order", self.label)
 
     def text(self, n: int) -> str:
         """`0.52 (0.41 to 0.60)`."""
@@ -113,9 +113,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if not self.charts or not all(chart.lines for chart in self.charts):
-            raise ProgramError("expected at least one chart, with at least one line each", "charts")
+            raise ProgramError("expected at least one chart, each with at least one line", "charts")
         if self.x_log and self.numbers and self.numbers[0] < 0:
-            raise ProgramError(f"expected no number below 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
+            raise ProgramError(f"expected x of at least 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
 
     @property
     def numbers(self) -> list[float]:

@@ -124,7 +124,7 @@ def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise PatchclampError(f"pictures need {module.partition('.')[0]}: pip install {package}") from None
+        raise PatchclampError(f"{module.partition('.')[0]} is not installed: pip install {package}") from None
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
@@ -159,7 +159,7 @@ def check_target(path: Path, option: str | None = None) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProgramError(f"cannot create the folder of {path}: {error.strerror}", option or str(path)) from None
+        raise ProgramError(f"cannot create the folder for {path}: {error.strerror}", option or str(path)) from None
     return path
 
 
@@ -171,7 +171,7 @@ def _writing(path: str | Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ProgramError(f"cannot be written: {error.strerror or error}", str(path)) from None
+        raise ProgramError(f"cannot write the file: {error.strerror or error}", str(path)) from None
 
 
 class Picture(Protocol):

@@ -48,7 +48,7 @@ class AblationSweep(PromptGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
-            raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+            raise ProgramError("recovered requires a corrupt prompt: use logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         cases = [
             GridCase(words, NO_WORDS, graded, NO_ALIGNMENT, self._columns(lm, words, i, len(prompts)))
@@ -56,7 +56,7 @@ class AblationSweep(PromptGrid):
         ]
         rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
-            raise UnsupportedSite("without logits there is no answer to grade", "sites")
+            raise UnsupportedSite("logits cannot be ablated: the answer is graded from them", "sites")
         return GridPlan(lm, self, AblationSweepResult, cases, rows, direction="noising", source=as_source(self.source),
                         seed=self.seed, verb="ablating")  # fmt: skip
 

@@ -128,7 +128,7 @@ class AdapterFeatures(Study):
 
     command = "adapter-features"
     positional = 3
-    not_served = "it reads an adapter's folder, and servers run no adapters for clients"
+    not_served = "it requires a LoRA adapter, which clients of a server cannot use"
 
     sae: inputs.SAEField
     """An SAE, or the name of an attached one; on the command line also its folder or file."""
@@ -160,9 +160,9 @@ class AdapterFeatures(Study):
         ):
             card, ids = where.card, tuple(self.features) or None
             if ids and max(ids) >= card.features:
-                raise ProgramError(f"expected features below {card.features}, got {max(ids)}", "features")
+                raise ProgramError(f"feature {max(ids)} is out of range (0..{card.features - 1})", "features")
             if ids and self.kept != inputs.MAX_TOP:
-                raise ProgramError("it is for all features: leave it out with features=", "kept")
+                raise ProgramError("not supported with features=: omit it", "kept")
             top = None if ids else min(self.kept, card.features)
             read = Features(card.name, self.tokens, top, ids)
 
@@ -188,7 +188,7 @@ class AdapterFeatures(Study):
         for number, one in enumerate(records):
             totals[:, number % 2, one.ids.array()] += one.sums.array(), one.counts.array()
         if not (rows := sum(one.rows for one in records) // 2):
-            raise TokensError(f"{self.tokens}: no token of the prompts is selected", "tokens")
+            raise TokensError(f"{self.tokens} selects no token in any prompt", "tokens")
         chosen = np.arange(card.features) if ids is None else np.array(ids)
         means, rates = totals[:, :, chosen] / rows
         full = [sum(one.full for one in records[side::2]) / rows for side in (0, 1)]

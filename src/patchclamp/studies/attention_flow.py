@@ -217,7 +217,7 @@ class AttentionEdges(Study):
         import torch
 
         if self.answer is None and self.foil is not None:
-            raise ProgramError("expected an answer to compare with", "foil")
+            raise ProgramError("a foil requires an answer", "foil")
         words, layers = inputs.words_of(lm, self.prompt, "prompt"), inputs.layers_of(lm, "pattern", self.layers)
         chosen = prompt if self.answer is None else prompt[-1]
         queries = inputs.chosen_positions(lm, words, chosen if self.tokens is None else self.tokens, "tokens")
@@ -225,8 +225,8 @@ class AttentionEdges(Study):
                     if token is not None]  # fmt: skip
         heads, ids, rows = lm.sites.sizes.heads, list(words.ids), list(queries)
         if (count := len(layers) * heads * len(rows) * len(ids)) > MAX_BYTES // 4:
-            raise CapacityError(f"expected at most {MAX_BYTES // 4:,} edges, got {count:,}: select layers or tokens",
-                                "tokens")  # fmt: skip
+            raise CapacityError(f"expected at most {MAX_BYTES // 4:,} edges, got {count:,}: select fewer layers or "
+                                "tokens", "tokens")  # fmt: skip
         lengths, shares = list[np.ndarray](), list[np.ndarray]()
         with progress("weighing edges", len(layers), show_progress, "layers") as advance:
             towards_QD = _towards(lm, ids, compared, rows) if compared else None
@@ -236,7 +236,7 @@ class AttentionEdges(Study):
                 pattern_QHT = torch.from_numpy(run.attention[f"pattern[{layer}]"].values)
                 gap = relative_gap(torch.einsum("qht,the->qhe", pattern_QHT, v_THE), z_THE[rows])
                 if not gap <= tolerance(lm.model.dtype):
-                    raise ModelError(f"z[{layer}] is not the sum of the values by the pattern: it is {gap:.2g} off")
+                    raise ModelError(f"z[{layer}] does not equal pattern × values (relative error {gap:.2g})")
                 writer = proved_projection(lm, "z", layer, z_THE.flatten(1), out_TD)
                 pattern_HQT = pattern_QHT.transpose(0, 1)
                 matrix_HED = writer.matrix_WD.reshape(heads, -1, writer.matrix_WD.shape[1]) * writer.factor

@@ -188,12 +188,12 @@ def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[AttributedRow]:
         except PatchclampError as error:
             raise error.under(f"sites[{i}]") from None
         if site.name in ("logits", "router"):
-            raise UnsupportedSite(f"there are no gradients at {site.name}", f"sites[{i}]")
+            raise UnsupportedSite(f"gradients are not available at {site.name}", f"sites[{i}]")
         kept = None if site.layers is not None or refs[0].layer is None else set(layers_of(lm, site.name, layers))
         parts = lm.sites.parts(site.name)
         heads = range(parts[0]) if parts and site.name in HEADED and site.index is None else [site.index]
         if site.index is not None and not isinstance(site.index, int):
-            raise UnsupportedSite(f"{site}: name one head, or none for each", f"sites[{i}]")
+            raise UnsupportedSite(f"{site}: expected one head index, or none for all heads", f"sites[{i}]")
         for ref in refs:
             if kept is None or ref.layer in kept:
                 rows |= dict.fromkeys(AttributedRow(site.name, ref.layer, head) for head in heads)  # pyright: ignore

@@ -167,7 +167,7 @@ class GradedAnswer:
         metric = metric or ("logprob" if self.foil is None else "logit_diff")
         [self.graded] = graded_of(lm, self.answer, self.foil, metric, 1)
         if self.graded.top:
-            raise ProgramError("the likeliest tokens have no gradient: expected top=0; name the metric's tokens",
+            raise ProgramError(f"expected top=0 for gradients, got {self.graded.top}: list the metric's tokens instead",
                                "metric.top")  # fmt: skip
         self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
 
@@ -286,7 +286,7 @@ class Candidates(GradedAnswer):
 class GradientStudy(Study):
     """The base of studies that estimate effects from gradients, and patch the largest ones exactly."""
 
-    not_served = "it needs gradients, which only the Transformers engine has"
+    not_served = "it requires gradients, which only the Transformers engine computes"
     candidates: ClassVar[type[Candidates]]
 
     clean: inputs.Prompt
@@ -319,16 +319,15 @@ class GradientStudy(Study):
         ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
         if ours != theirs:
             raise ProgramError(
-                f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would "
-                f"run on one with {theirs}", "on"
+                f"expected a model with (layers, width, vocabulary) {ours}, as for the estimates, got {theirs}", "on"
             )  # fmt: skip
         cells = self.candidates(lm, self)
         _, factor = cells.scale
         estimates = factor * cells.estimates(self.steps)
         if cells.graded.custom is not None and cells.ids[0] != cells.ids[1] and not np.nan_to_num(estimates).any():
             raise ProgramError(
-                f"every estimate is 0: {cells.graded.metric} does not change with the log-probabilities of these runs; "
-                "expected a smooth metric, such as a difference of log-probabilities", "metric"
+                f"every estimate is 0: {cells.graded.metric} is constant near these runs; "
+                "use a smooth metric, such as a difference of log-probabilities", "metric"
             )  # fmt: skip
         by_size = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
         rest = by_size[self.verify :]

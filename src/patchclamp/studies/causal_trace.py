@@ -70,7 +70,7 @@ class CausalTrace(PromptGrid):
             cases.append(GridCase(words, words, graded, inputs.align(words.ids, words.ids), tuple(columns)))
         rows = inputs.rows_of(lm, self.sites, self.layers, self.group, self.window)
         if any(row.site == "logits" for row in rows):
-            raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
+            raise ProgramError("logits cannot be traced: the answer is graded from them", "sites")
         seeds = (tuple(range(inputs.check_whole(self.seeds, "seeds", 1, MAX_SEEDS))) if is_token_id(self.seeds)
                  else inputs.as_seeds(self.seeds, "seeds"))  # fmt: skip
         settings = {"subjects": subjects, "std": self.std, "seeds": seeds}

@@ -246,8 +246,8 @@ def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"embedding, attention and MLPs of this model do not add up to its last stream (off by {gap:.2g}): it has "
-            "other parts, so its logit cannot be attributed"
+            f"embedding, attention and MLPs do not add up to the last stream (relative error {gap:.2g}): this model "
+            "has other parts, so its logits cannot be attributed"
         )
     return parts
 

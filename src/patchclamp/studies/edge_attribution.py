@@ -157,8 +157,8 @@ def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     family = lm.sites.family
     if family.afterwards:
         raise UnsupportedSite(
-            f"edges lead from what is added to the stream to what reads it, and each layer of {family.name} models "
-            f"ends with {family.afterwards}: what later layers read is not what was added"
+            f"edges are not defined for {family.name} models: each layer ends with {family.afterwards}, so later "
+            "layers do not read the sum of earlier outputs"
         )
     mid = not family.parallel  # otherwise attention and MLP read the same stream
     senders, receivers = [EdgeEnd(Site("resid_pre", 0), 0)], []

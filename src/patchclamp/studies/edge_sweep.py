@@ -58,11 +58,11 @@ class EdgeSweep(PromptGrid):
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
-            raise ProgramError("a knockout has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+            raise ProgramError("recovered requires a corrupt prompt: use logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
         columns = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
         if any(each.keys() != columns[0].keys() for each in columns):
-            raise TokensError("expected each query to see the same columns of keys in every prompt", "queries")
+            raise TokensError("expected the same key columns for each query in every prompt", "queries")
         cases = [GridCase(words, Words((), (), ""), graded, Alignment((), (), ()), tuple(of_prompt.values()))
                  for (words, graded), of_prompt in zip(prompts, columns, strict=True)]  # fmt: skip
         rows = inputs.rows_of(lm, "pattern", self.layers, self.group, self.window, parse_site)
@@ -83,7 +83,7 @@ class EdgeSweep(PromptGrid):
                     columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
         unseen = {*range(len(keys))} - {j for _, j in columns}
         if not columns or (unseen and self.positions is not None):
-            raise TokensError("expected keys that a query sees, got some that none sees", "positions")
+            raise TokensError("expected keys visible to at least one query, got keys after all of them", "positions")
         return columns
 
 

@@ -37,7 +37,7 @@ LEVEL = 95  # percent, of the intervals
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question. answer: the number of the correct choice, or its text; without choices, the only text scored."""
+    """A question. answer: the index of the correct choice, or its text; without choices, the only text scored."""
 
     prompt: str
     answer: int | str
@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def right(self) -> int:
-        """The number of the correct text."""
+        """The index of the correct text."""
         return self.answer if isinstance(self.answer, int) else self.texts.index(self.answer)
 
 
@@ -60,7 +60,7 @@ def samples_in(file: str) -> list[Any]:
         try:
             found += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise ProgramError(f"line {number} of {file} is not JSON: {error}") from None
+            raise ProgramError(f"invalid JSON in line {number} of {file}: {error}") from None
     return found
 
 
@@ -76,12 +76,10 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
         except msgspec.ValidationError as error:
             raise ProgramError(str(error), f"{path}[{i}]") from None
         if isinstance(sample.answer, str) and sample.answer not in sample.texts:
-            raise ProgramError(f"expected an answer among the choices, got {sample.answer!r}", f"{path}[{i}].answer")
+            raise ProgramError(f"expected one of the choices, got {sample.answer!r}", f"{path}[{i}].answer")
         if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
-            raise ProgramError(
-                f"expected the number of one of {len(sample.choices)} choices, got {sample.answer}",
-                f"{path}[{i}].answer",
-            )
+            raise ProgramError(f"answer {sample.answer} is out of range for {len(sample.choices)} choices",
+                               f"{path}[{i}].answer")  # fmt: skip
         found.append(sample)
     if not found:
         raise ProgramError("expected at least one sample, got none", path)
@@ -149,7 +147,7 @@ class Evaluate(Study):
 
     command = "evaluate"
     positional = 2
-    not_served = "its programs are the caller's; run it with pc.LM of the server's URL"
+    not_served = "its programs come from the client; run it in the client with pc.LM(url)"
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
     """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's number or
@@ -197,7 +195,7 @@ def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int,
     count = len(lm.tokenizer.encode(before))
     ids = lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
-        raise TokensError(f"expected tokens before and in {text!r}, got {count} and {len(ids) - count}")
+        raise TokensError(f"expected at least one token before {text!r} and in it, got {count} and {len(ids) - count}")
     return tuple(ids[:count]), tuple(ids[count:])
 
 

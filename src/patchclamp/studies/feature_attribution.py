@@ -148,13 +148,13 @@ class FeatureAttribution(Study):
     ) -> FeatureAttributionResult:
         if self.estimate and not lm.engine.has_gradients:
             raise UnsupportedStudy(
-                f"the {lm.model.engine} engine computes no gradients: set estimate=False, which ablates all features, "
-                "or pass this LM as on= beside an LM of engine='transformers'", "estimate"
+                f"gradients are not available on {lm.model.engine}: set estimate=False to ablate all features, or run "
+                "on an LM with engine='transformers' and pass this one as on=", "estimate"
             )  # fmt: skip
         serving = on or lm
         metric = GradedAnswer(lm, self.answer, self.foil, self.metric)
         if metric.graded.metric == "recovered":
-            raise ProgramError("expected logit_diff, logprob or prob: there is no other prompt to recover", "metric")
+            raise ProgramError("recovered requires a corrupt prompt: use logit_diff, logprob or prob", "metric")
         words = inputs.words_of(lm, self.prompt, "prompt")
         ids, chosen = list(words.ids), inputs.chosen_positions(lm, words, self.tokens, "tokens")
         with inputs.attached(serving, self.sae, self.at) as (sae, where):
@@ -169,7 +169,7 @@ class FeatureAttribution(Study):
             most = max(np.count_nonzero(features_TF, 1)) if self.by_token else len(np.unique(numbers))
             if most > MAX_FEATURES:  # one edit ablates all, for the start of the curve
                 raise TokensError(
-                    f"expected at most {MAX_FEATURES} active features, got {most}: give fewer tokens, or by_token=True",
+                    f"expected at most {MAX_FEATURES} active features, got {most}: use fewer tokens, or by_token=True",
                     "tokens",
                 )
             cells: list[Cell] = [(int(f), (chosen[t],)) for t, f in zip(which, numbers, strict=True)]

@@ -120,7 +120,7 @@ class FitLens(Study):
     """
 
     command = "fit-lens"
-    not_served = "it fits many rows on the host; run it with pc.LM of the server's URL"
+    not_served = "it fits many rows on the host; run it in the client with pc.LM(url)"
 
     dataset: inputs.PromptFile
     """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
@@ -151,10 +151,10 @@ class FitLens(Study):
         encoded, tokens = inputs.ask(lm, self.dataset, self.chat, "dataset"), read_tokens(self.tokens, "tokens")
         for i, one in enumerate(encoded):
             if not len(prompt_of(lm.tokenizer, one.ids, one.text, None).select(tokens, len(one.ids), one.ids)):
-                raise TokensError(f"{tokens} selects no token of this prompt", f"dataset[{i}]")
+                raise TokensError(f"{tokens} selects no token in this prompt", f"dataset[{i}]")
         asked = list({one.ids: one for one in encoded}.values())
         if len(asked) < 2:
-            raise ProgramError(f"expected at least two different prompts, got {len(asked)}", "dataset")
+            raise ProgramError(f"expected at least two distinct prompts, got {len(asked)}", "dataset")
         draws = np.random.default_rng(self.seed)
         order = [asked[i] for i in draws.permutation(len(asked))]
         test = min(max(round(self.held_out * len(asked)), 1), len(asked) - 1)
@@ -239,8 +239,8 @@ class _Fit:
         return sums / count, count
 
     def _read(self, part: Sequence[inputs.EncodedPrompt]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], float]]:
-        """The model's log-probabilities [n, V] and the sites' rows [n, D] at some tokens of the prompts at a time, and
-        their share of all."""
+        """Yield the model's log-probabilities [n, V] and the sites' rows [n, D], a few tokens at a time, with the share
+        of all tokens."""
         import torch
 
         sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]
@@ -317,7 +317,7 @@ def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_p
             written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
         moved = (written == "resid_post") - (site == "resid_post")
         if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
-            raise ProgramError(f"it has no layers of {site}")
+            raise ProgramError(f"no layers of {site}")
         return LensFile(site, tuple(Translator.of(layer, parts) for layer, parts in kept.items()))
     except Exception as error:  # a damaged file may raise anything
-        raise ProgramError(f"{file.name!r} is not a file of tuned-lens or jacobian-lens: {error}", "path") from None
+        raise ProgramError(f"{file.name!r} is not a valid tuned-lens or jacobian-lens file: {error}", "path") from None

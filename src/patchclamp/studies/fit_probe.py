@@ -110,7 +110,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         below 1/n gives their largest score."""
         rate = inputs.as_float(false_positive_rate, "false_positive_rate")
         if not 0 <= rate < 1:
-            raise ProgramError(f"expected a rate from 0 to below 1, got {rate:g}", "false_positive_rate")
+            raise ProgramError(f"expected a rate in [0, 1), got {rate:g}", "false_positive_rate")
         negative = np.sort(self.log_odds[self._at(layer), ~self.positive])[::-1]
         return float(sigmoid(negative[int(rate * len(negative) + 1e-9)]))
 
@@ -145,7 +145,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         """
         at, pool = self._at(layer), self.pool if isinstance(pool, str) and pool == "fitted" else pool
         if tokens is None and not self.tokens and pool is not None:
-            raise ProgramError("the harvest's filters are not a selection of tokens: give tokens=", "tokens")
+            raise ProgramError("the harvest's filters cannot be expressed as a selection: pass tokens=", "tokens")
         chosen = read_tokens((self.tokens or prompt) if tokens is None else tokens, "tokens")
         place = Site(self.site, self.layers[at])
         return Probe(self.weight[at : at + 1], place, chosen, [float(self.bias[at])], "sigmoid", pool, name)
@@ -241,7 +241,7 @@ def _pool(pool: Any, path: str) -> str | None:
     pool = pool if isinstance(pool, str) else repr(pool)[:100]
     if pool == "max":
         raise ProgramError(
-            "a probe's max is of scores, not of rows: fit with pool=None, and use result.probe(pool='max')", path
+            "max pools a probe's scores, not rows: fit with pool=None and use result.probe(pool='max')", path
         )
     if pool not in ("mean", "last", "none"):
         raise unknown("pool", pool, ("mean", "last", "none"), path)
@@ -258,7 +258,7 @@ class FitProbe(Study):
     """
 
     command = "fit-probe"
-    not_served = "it fits many rows on the host; run it with pc.LM of the server's URL"
+    not_served = "it fits many rows on the host; run it in the client with pc.LM(url)"
 
     labels: Annotated[Any, Arg(_labels, _labels_in)]
     """Label of each prompt or document, of two classes: a list, on the command line a file with one per line, or the
@@ -298,10 +298,10 @@ class FitProbe(Study):
             raise ProgramError("expected either prompts or a harvest", "prompts")
         inputs.check_whole(self.folds, "folds", 2)
         if self.harvest is None and isinstance(self.labels, str):
-            raise ProgramError(f"expected a label for each prompt, got text {self.labels!r:.100}", "labels")
+            raise ProgramError(f"expected one label per prompt, got text {self.labels!r:.100}", "labels")
         for name in ("tokens", "chat") if self.harvest is not None else ():
             if getattr(self, name):
-                raise ProgramError("it is for prompts; a harvest has chosen its rows", name)
+                raise ProgramError("not supported with a harvest, whose rows are fixed", name)
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -314,7 +314,7 @@ class FitProbe(Study):
         elif resume is None:
             examples = self._read_harvest(lm, site)
         else:
-            raise ProgramError("it is for prompts; a harvest is on disk already", "resume")
+            raise ProgramError("not supported with a harvest, which is already on disk", "resume")
         layers, (negative, positive) = examples.layers, self._classes(examples.labels)
         positive_N = np.array([one == positive for one in examples.labels])
         fold_N = split_folds(examples.document, positive_N, self.folds, self.seed)
@@ -380,7 +380,7 @@ class FitProbe(Study):
                         recorded_runs(lm, journal, asked, call, record, StoredArray, advance, batch)]  # fmt: skip
         counts = [rows.shape[1] for rows in read_LTD]
         if 0 in counts:
-            raise TokensError(f"{tokens} selects nothing of the prompt", f"prompts[{counts.index(0)}]")
+            raise TokensError(f"{tokens} selects no token in this prompt", f"prompts[{counts.index(0)}]")
         first = dict[tuple[int, ...], int]()
         documents = [first.setdefault(one.ids, i) for i, one in enumerate(asked)]
         labels = [label for label, count in zip(self.labels, counts, strict=True) for _ in range(count)]
@@ -393,9 +393,7 @@ class FitProbe(Study):
         if lm is not None and (recipe.model, recipe.weights) != model_identity(lm):
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {recipe.model}", "harvest")
         if data.missing:
-            raise ProgramError(
-                f"expected all shards, {len(data.missing)} are missing: run the harvest again", "harvest"
-            )
+            raise ProgramError(f"{len(data.missing)} shards are missing: run the harvest again", "harvest")
         if recipe.sums or any(one.projection for one in recipe.sites):
             raise ProgramError("expected whole rows, got sums or projections", "harvest")
         parsed = [(parse_site(name), name) for name in data.sites]
@@ -405,7 +403,7 @@ class FitProbe(Study):
             raise UnsupportedSite(f"expected one of {', '.join(data.sites)}, got {site}", "site")
         layers = sorted(stored if self.layers is None else inputs.which_layers(self.layers, max(stored) + 1))
         if missing := [layer for layer in layers if layer not in stored]:
-            raise UnsupportedSite(f"expected layers of the harvest, {sorted(stored)}, got {missing}", "layers")
+            raise UnsupportedSite(f"layers {missing} are not in the harvest; available: {sorted(stored)}", "layers")
         index = data.index()
         document_N = index["document"].to_numpy()
         labels = self._labels_of_rows(index, document_N)
@@ -437,13 +435,13 @@ class FitProbe(Study):
             return _labels(index[self.labels].to_pylist(), "labels")
         documents, rows, given = self.harvest.manifest.documents, len(document_N), len(self.labels)
         if given == documents == rows and self.pool is None:
-            raise ProgramError(f"{rows} labels could be of {rows} documents or of {rows} rows: use a kept column, or "
-                               "pool='last' for documents", "labels")  # fmt: skip
+            raise ProgramError(f"ambiguous labels: the harvest has {rows} documents and {rows} rows; use a kept "
+                               "column, or pool='last' for one label per document", "labels")  # fmt: skip
         if given == documents:
             return [self.labels[i] for i in document_N]
         if given != rows or self.pool is not None:
-            per_row = f" or {rows} rows" if self.pool is None else ""
-            raise ProgramError(f"expected one label for each of {documents} documents{per_row}, got {given}", "labels")
+            per_row = f", or {rows}, one per row" if self.pool is None else ""
+            raise ProgramError(f"expected {documents} labels, one per document{per_row}, got {given}", "labels")
         return self.labels
 
 

@@ -99,10 +99,10 @@ class Fuzz(msgspec.Struct, frozen=True):
     def of(cls, mode: str, at: Any, relative: bool) -> Fuzz:
         if at is None:
             if not relative:
-                raise ProgramError("noise at the embedding is relative; for another, give at=['embed']", "relative")
+                raise ProgramError("expected True without at=; for absolute noise, set at=['embed']", "relative")
             return cls(mode, None, True)
         if mode != "noise":
-            raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
+            raise ProgramError(f"{mode!r} is not supported with at=: use 'noise'", "mode")
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(inputs.as_sites(at, "at"))), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
@@ -137,10 +137,10 @@ def _place(site: Any, number: int) -> At:
 def _sampling(sampling: Any, path: str) -> dict[str, Any]:
     """Sampling parameters by vLLM's names, without those set per cell."""
     if not isinstance(sampling, Mapping):
-        raise ProgramError(f"expected names and values, got {type(sampling).__name__}", path)
+        raise ProgramError(f"expected a mapping of sampling parameters, got {type(sampling).__name__}", path)
     for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
         if name in sampling:
-            raise ProgramError(f"a fuzz sweep sets it for each cell: give {instead}", f"{path}.{name}")
+            raise ProgramError(f"the fuzz sweep sets this for each cell: use {instead}", f"{path}.{name}")
     return {name: getattr(value, "tolist", lambda v=value: v)() for name, value in sampling.items()}
 
 
@@ -148,7 +148,7 @@ def _pattern(pattern: Any, path: str) -> str:
     try:
         return re.compile(inputs.as_text(pattern, path)).pattern
     except re.error as error:
-        raise ProgramError(f"{pattern!r} is not a regular expression: {error}", path) from None
+        raise ProgramError(f"invalid regular expression {pattern!r}: {error}", path) from None
 
 
 def _divergence(divergence: Any, path: str) -> str | int:
@@ -323,7 +323,7 @@ class FuzzSweep(Study):
         """Raise errors that can be detected without a model."""
         Fuzz.of(self.mode, self.at, self.relative)
         if self.strengths is not None and self.strengths[0] < 0:
-            raise ProgramError(f"expected numbers from 0 on, got {self.strengths}", "strengths")
+            raise ProgramError(f"expected strengths of at least 0, got {self.strengths}", "strengths")
 
     def _run(
         self,
@@ -335,12 +335,12 @@ class FuzzSweep(Study):
     ) -> FuzzSweepResult:
         self.check()
         if self.quick and self.prompts is not None and self.strengths is not None:
-            raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
+            raise ProgramError("no effect if both prompts and strengths are given: omit it", "quick")
         plan = _FuzzPlan(lm, self, batch)
         if self.mode == "scale" and len(self.seeds) > 1 and not plan.drawn:
             raise ProgramError(
                 f"expected one seed, got {len(self.seeds)}: scaling with greedy decoding is deterministic, so all "
-                "answers would be the same. To use several, give a temperature in sampling=", "seeds"
+                "answers would be identical; to use several, set a temperature in sampling=", "seeds"
             )  # fmt: skip
         pattern, (P, L, S) = None if self.refusal is None else re.compile(self.refusal), plan.shape
         with keeping(lm, plan.question, resume) as journal:

@@ -70,7 +70,7 @@ class Grid(Study):
         if check is not None:
             check(plan)
         if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
-            raise ProgramError("a zoom goes where the metric leads, and a file does not know a function", "resume")
+            raise ProgramError("not supported for a zoom with a custom metric, which a file cannot identify", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,
@@ -105,7 +105,8 @@ class PairGrid(Grid):
         """Read every pair of prompts. Errors of one pair carry its number if there are several."""
         cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
         if (count := len(cleans)) != len(corrupts):
-            raise ProgramError(f"{count} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
+            raise ProgramError(f"expected one corrupt prompt per clean prompt, got {count} clean and "
+                               f"{len(corrupts)} corrupt", "corrupt")  # fmt: skip
         graded = graded_of(lm, self.answer, self.foil, self.metric, count)
         cases = []
         for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
@@ -134,7 +135,7 @@ def _pair_columns(
         if alone:
             raise TokensError(
                 f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
-                f"prompt; aligned are {sorted(partner)}. Say which tokens belong together with "
+                f"prompt; aligned positions: {sorted(partner)}. Pair other tokens with "
                 "pc.studies.Match(clean=…, corrupt=…)", path
             )  # fmt: skip
         partners = tuple(partner[p] for p in chosen)
@@ -333,7 +334,7 @@ class GridPlan:
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """A mask of the grid's cells that exist, [R, P]."""
+        """A mask of the existing cells of the grid, [R, P]."""
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
@@ -341,7 +342,7 @@ class GridPlan:
         """The blocks that are patched first: single cells without a zoom. Raises `ProgramError` if there are none."""
         blocks = Zoom(self.possible, self.rows, len(self.columns), self.zoom)
         if not blocks.first:
-            raise ProgramError("no cell to patch: no site has a value at any of the positions")
+            raise ProgramError("no cells to patch: none of the sites has a value at these positions")
         return blocks
 
     def _possible(self, row: Row, p: int) -> bool:
@@ -349,7 +350,7 @@ class GridPlan:
         if row.site != "logits":
             return True
         if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
-            raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
+            raise UnsupportedSite("logits require an answer and a foil of one token each", "sites")
         ends = [((case.clean.last,), (case.corrupt.last,)) for case in self.cases]
         return all((case.columns[p].clean, case.columns[p].corrupt) == end
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
@@ -722,7 +723,7 @@ class Cells:
         route: Literal["any", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
         """Run jobs, append their records to the journal in order, and pass those that have finished, in any order, to
-        `read`: their numbers through all jobs, and their values."""
+        `read`: their indices over all jobs, and their values."""
         firsts = [0, *itertools.accumulate(job.count for job in jobs)]
         records: list[Any] = [None] * firsts[-1]
         written = 0

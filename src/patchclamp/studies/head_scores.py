@@ -150,7 +150,7 @@ class HeadScores(Study):
         ids = draw.permutation(lm.model.d_vocab)[: 2 * self.length].tolist()
         chosen = [token for token in ids if lm.tokenizer.decode([token])] or ids  # without a tokenizer, none has text
         if len(chosen) < self.length:
-            raise ProgramError(f"expected at most {len(chosen)} different tokens, got {self.length}", "length")
+            raise ProgramError(f"expected at most {len(chosen)} distinct tokens, got {self.length}", "length")
         return chosen[: self.length]
 
 

@@ -49,7 +49,7 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
     except PatchclampError as error:
         raise error.under(path) from None
     if not (numbers := sorted({ref.layer for ref in refs if ref.layer is not None})):
-        raise UnsupportedSite(f"expected layers of {name}, got none", path)
+        raise UnsupportedSite(f"expected at least one layer of {name}, got none", path)
     return numbers
 
 
@@ -60,7 +60,7 @@ def layered_site(site: Any, path: str = "site") -> Site:
     except PatchclampError as error:
         raise error.under(path) from None
     if named.layers is not None or named.index is not None:
-        raise ProgramError(f"expected a site without layers, such as {named.name!r}; layers= chooses them", path)
+        raise ProgramError(f"expected a site without layers, such as {named.name!r}; select layers with layers=", path)
     return named
 
 
@@ -78,7 +78,7 @@ def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]
         except PatchclampError as error:
             raise error.under(f"{path}[{i}]" if several else path) from None
     if not chosen:
-        raise TokensError("no position of the prompt is selected", path)
+        raise TokensError("expected at least one position of the prompt, got none", path)
     return list(dict.fromkeys(chosen))
 
 
@@ -116,7 +116,7 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
     except (ProgramError, TokensError) as error:
         raise type(error)(error.message, path) from None
     if not read.ids:
-        raise TokensError("an empty prompt has no position to run", path)
+        raise TokensError("expected a non-empty prompt", path)
     return Words(read.ids, tuple(lm.tokenizer.token_strings(read.ids)), read.shown)
 
 
@@ -142,7 +142,7 @@ def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int,
     except PatchclampError as error:
         raise error.under(path) from None
     if not selected:
-        raise TokensError(f"{tokens}: nothing selected of a prompt of {len(words.ids)} tokens", path)
+        raise TokensError(f"{tokens} selects nothing in a prompt of {len(words.ids)} tokens", path)
     return tuple(selected)
 
 
@@ -176,7 +176,7 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
             try:
                 value = msgspec.convert(value, cls)
             except msgspec.ValidationError as error:
-                raise ProgramError(f"expected a match of clean and corrupt: {error}", path) from None
+                raise ProgramError(f"expected a Match with clean and corrupt: {error}", path) from None
         return value if isinstance(value, cls) else None
 
     def pairs(self, lm: LM, clean: Words, corrupt: Words, path: str) -> tuple[tuple[int, int], ...]:
@@ -185,8 +185,8 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
         other = sorted(chosen_positions(lm, corrupt, self.corrupt, f"{path}.corrupt"))
         if self.align == "each" and len(one) != len(other):
             raise TokensError(
-                f'align="each" pairs equal numbers of tokens, got {len(one)} clean ones and {len(other)} corrupt ones; '
-                'align="last" or "first" pairs as many as there are', path
+                f'align="each" requires equal numbers of tokens, got {len(one)} clean and {len(other)} corrupt; '
+                'use align="last" or "first"', path
             )  # fmt: skip
         count = min(len(one), len(other))
         return tuple(zip(*((of[:count] if self.align == "first" else of[-count:]) for of in (one, other)), strict=True))
@@ -217,11 +217,11 @@ def columns_of(
             chosen = chosen_positions(lm, words, selection, path)
             column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
         elif matched is None:
-            raise ProgramError("expected a selection, got a match, which needs a clean and a corrupt prompt", path)
+            raise ProgramError("expected a selection, got a Match, which requires a clean and a corrupt prompt", path)
         else:
             column = matched(label, match, path)
         if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
-            raise TokensError(f"{selection} selects the tokens of another column", path)
+            raise TokensError(f"duplicate column: {selection} selects the tokens of an earlier one", path)
         columns.append(column)
     return columns
 
@@ -231,7 +231,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
     positions = as_plain(positions, "positions")
     if isinstance(positions, Mapping):
         if {"clean", "corrupt"} <= positions.keys() <= {*Match.__struct_fields__}:
-            raise ProgramError('a mapping labels columns; a match stands in a list, [{"clean": …}]', "positions")
+            raise ProgramError('expected column labels, got a Match: pass it in a list, [{"clean": …}]', "positions")
         chosen = []
         for label, selection in positions.items():
             path = f"positions[{label!r}]"
@@ -239,8 +239,8 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
             if isinstance(selection, (list, tuple)):
                 if len(selection) != count:
                     raise ProgramError(
-                        f"expected one selection for each of {count} prompts, got {len(selection)}; several positions "
-                        "of one column are one selection, such as pc.prompt[-2, -1]",
+                        f"expected one selection for each of {count} prompts, got {len(selection)}; for several "
+                        "positions in a column use one selection, such as pc.prompt[-2, -1]",
                         path,
                     )
                 selection = selection[number]
@@ -259,8 +259,8 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
     for i, other in enumerate(columns):
         if len(other) != len(first):
             raise TokensError(
-                f"pair {i} has {len(other)} positions that can be patched, and pair 0 has {len(first)}: prompts of one "
-                "length have all their positions as columns; of others say which, positions=['prompt[-1]', …]",
+                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(first)}: for prompts of different "
+                "lengths, choose columns with positions=['prompt[-1]', …]",
                 "positions",
             )
     return tuple(
@@ -334,10 +334,10 @@ def which_layers(layers: Any, count: int) -> set[int]:
         numbers = list(part.indices(count)) if isinstance(part, Range) else [part]
         ends = [end for end in part.ends if end is not None] if isinstance(part, Range) else []
         if any(not -count <= n < count for n in numbers) or any(not -count <= end <= count for end in ends):
-            raise UnsupportedSite(f"expected layers 0 to {count - 1} of this model, got {layers}", "layers")
+            raise UnsupportedSite(f"layers={layers} is out of range for {count} layers (0..{count - 1})", "layers")
         chosen |= {n % count for n in numbers}
     if not chosen:
-        raise UnsupportedSite(f"expected at least one of the layers 0 to {count - 1}, got {layers}", "layers")
+        raise UnsupportedSite(f"expected at least one layer (0..{count - 1}), got {layers}", "layers")
     return chosen
 
 
@@ -410,9 +410,9 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
     pairs += [(len(clean) - s, len(corrupt) - s) for s in range(suffix, 0, -1)]
     if not pairs and not matched:
         raise TokensError(
-            f"the clean and the corrupt prompt ({len(clean)} and {len(corrupt)} tokens) share no first or last token, "
-            "so no position of one is a position of the other; give prompts that differ in the middle, or say which "
-            "tokens belong together with pc.studies.Match(clean=…, corrupt=…)", "positions"
+            f"cannot align the clean and corrupt prompts ({len(clean)} and {len(corrupt)} tokens): they share no first "
+            "or last token; pass prompts that differ in the middle, or pair tokens with "
+            "pc.studies.Match(clean=…, corrupt=…)", "positions"
         )  # fmt: skip
     return Alignment(
         tuple(pairs), tuple(range(prefix, len(clean) - suffix)), tuple(range(prefix, len(corrupt) - suffix))
@@ -471,14 +471,14 @@ def _plain(lm: LM, prompt: Any) -> EncodedPrompt:
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)
     if outside := [token for token in ids if not 0 <= token < lm.model.d_vocab]:
-        raise TokensError(f"{outside[0]} is not a token id below {lm.model.d_vocab}")
+        raise TokensError(f"token id {outside[0]} is out of range for a vocabulary of {lm.model.d_vocab}")
     return EncodedPrompt(ids, None, lm.tokenizer.decode(list(ids)))
 
 
 def _chat(lm: LM, prompt: Any) -> EncodedPrompt:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages) or not messages:
-        raise ProgramError("with chat=True a prompt is text or a list of messages, each with role and content")
+        raise ProgramError("expected text or a list of messages with role and content, with chat=True")
     return EncodedPrompt(tuple(lm.tokens(messages=messages)), None, str(messages[-1].get("content", "")))
 
 
@@ -492,16 +492,16 @@ R = TypeVar("R")
 
 
 def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> int:
-    """A whole number from `least` to `most`. Raises `ProgramError` for anything else."""
+    """Read an integer from `least` to `most`. Raises `ProgramError` for anything else."""
     if is_token_id(value) and value > most:
-        raise ProgramError(f"expected a whole number of at most {most}, got {value}", path)
+        raise ProgramError(f"expected an integer of at most {most}, got {value}", path)
     if not is_token_id(value) or value < least:
-        raise ProgramError(f"expected a whole number from {least} on, got {value!r}", path)
+        raise ProgramError(f"expected an integer of at least {least}, got {value!r}", path)
     return int(value)
 
 
 def as_sites(sites: Any, path: str) -> list[Any]:
-    """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
+    """Read one site or several as a list. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
         raise ProgramError("expected at least one site, got none", path)
     return items
@@ -518,10 +518,10 @@ def as_texts(texts: Any, path: str) -> list[str]:
 
 
 def as_feature_numbers(ids: Any, path: str) -> list[int]:
-    """Distinct features of an SAE, by number."""
+    """Read distinct feature ids of an SAE."""
     numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
     if len(set(numbers)) < len(numbers):
-        raise ProgramError(f"expected different features, got {numbers}", path)
+        raise ProgramError(f"expected distinct features, got {numbers}", path)
     return numbers
 
 
@@ -545,7 +545,7 @@ def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
     """Distinct seeds, at least one."""
     numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
     if not 0 < len(set(numbers)) == len(numbers):
-        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", path)
+        raise ProgramError(f"expected at least one seed and no duplicates, got {list(numbers)}", path)
     return numbers
 
 
@@ -571,7 +571,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 
 def as_layers(layers: Any, path: str) -> Any:
-    """Layers as users write them: a whole number, a range, its text, or a list of these."""
+    """Layers as arguments: an integer, a range, its text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
@@ -611,12 +611,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
-    """Layers as a list, from one number or several. Raises `ProgramError` for anything else."""
+    """Read one layer or several as a list. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
     several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not is_token_id(layer):
-            raise ProgramError(f"expected a layer as a whole number, got {layer!r}", path)
+            raise ProgramError(f"expected an integer layer, got {layer!r}", path)
     return [int(layer) for layer in several]
 
 
@@ -692,8 +692,8 @@ def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dict
     """Like `placed_sae`, and yield the SAE too. Raises `ProgramError` for an SAE that only the server has."""
     with placed_sae(lm, sae, at) as where:
         if (own := where.sae if isinstance(sae, str) else sae) is None:
-            raise ProgramError(f"a client does not have the numbers of {sae!r}: give the SAE itself, pc.SAE.load(path),"
-                               " or run the study on the server", "sae")  # fmt: skip
+            raise ProgramError(f"only the server has the weights of {sae!r}: pass the SAE itself, pc.SAE.load(path), "
+                               "or run the study on the server", "sae")  # fmt: skip
         yield own, where
 
 
@@ -702,7 +702,7 @@ def lines_of(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ProgramError(f"{file} cannot be read: {error}") from None
+        raise ProgramError(f"cannot read {file}: {error}") from None
 
 
 def _receiver(text: str) -> str | list[str]:

@@ -336,12 +336,12 @@ def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[s
     """Names of the rows of a matrix that replaces the unembedding."""
     if own_VD is None:
         if labels is not None:
-            raise ProgramError("labels name the rows of unembedding=, which is not given", "labels")
+            raise ProgramError("labels require unembedding=, whose rows they name", "labels")
         return None
     if labels is None:
         return [f"row {i}" for i in range(len(own_VD))]
     if len(labels) != len(own_VD):
-        raise ProgramError(f"{len(labels)} labels for {len(own_VD)} rows", "labels")
+        raise ProgramError(f"expected {len(own_VD)} labels, one per row, got {len(labels)}", "labels")
     return list(labels)
 
 
@@ -350,7 +350,7 @@ def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> i
     path = f"tokens[{number}]"
     if names is not None:
         if token not in names:
-            raise ProgramError(f"no row of the matrix has the label {token!r}; there are {', '.join(names[:8])}", path)
+            raise ProgramError(f"unknown label {token!r}; available: {', '.join(names[:8])}", path)
         return names.index(token)  # pyright: ignore[reportArgumentType]
     return single_token(lm, token, path)
 
@@ -363,8 +363,8 @@ def checked_site(lm: LM, site: Site | str) -> Site:
         raise error.under("site") from None
     if at.layers is not None or at.index is not None or not SPECS[at.name].layered or SPECS[at.name].width != "D":
         wide = [name for name in lm.sites.names if SPECS[name].layered and SPECS[name].width == "D"]
-        raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, without brackets: {', '.join(wide)}; "
-                              "layers= says which layers", "site")  # fmt: skip
+        raise UnsupportedSite(f"{at}: expected a site as wide as the stream ({', '.join(wide)}), without brackets; "
+                              "select layers with layers=", "site")  # fmt: skip
     return at
 
 

@@ -194,7 +194,7 @@ class Graded(msgspec.Struct, frozen=True):
         if self.metric != "recovered":
             return 0.0, 1.0
         if clean == corrupt:
-            raise ProgramError("clean and corrupt prompt give the same logit difference: there is nothing to recover")
+            raise ProgramError("recovered is undefined: clean and corrupt prompt have the same logit difference")
         return corrupt, 1.0 / (clean - corrupt)
 
 
@@ -207,9 +207,9 @@ def grade(
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS, "metric")
     if metric not in ALONE and foil is None:
-        raise ProgramError(f"{metric} compares the answer with a foil; give foil=, or use metric='logprob'", "foil")
+        raise ProgramError(f"{metric} requires a foil: pass foil=, or use metric='logprob'", "foil")
     if foil is not None and tuple(answer) == tuple(foil):
-        raise ProgramError("answer and foil are the same tokens", "foil")
+        raise ProgramError("answer and foil are identical", "foil")
     return Graded(metric, tuple(answer), None if foil is None else tuple(foil))
 
 
@@ -223,17 +223,17 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     if several and all(is_token_id(token) for token in several):
         for token in several:
             if not 0 <= token < lm.model.d_vocab:
-                raise TokensError(f"token id {token} is outside the vocabulary of {lm.model.d_vocab}", path)
+                raise TokensError(f"token id {token} is out of range for a vocabulary of {lm.model.d_vocab}", path)
         return tuple(int(token) for token in several)
     if not isinstance(answer, str):
-        raise ProgramError(f"expected a text or token ids, got {type(answer).__name__} {answer!r}", path)
+        raise ProgramError(f"expected text or token ids, got {type(answer).__name__} {answer!r}", path)
     ids = bare_ids(lm, answer, path)
     if not ids:
         raise TokensError(f"{answer!r} has no tokens", path)
     if len(ids) > 1 and not answer.startswith(" ") and len(lm.tokenizer.bare(" " + answer)) == 1:
         raise TokensError(
-            f"{answer!r} is {len(ids)} tokens ({lm.tokenizer.token_strings(ids)}), and {' ' + answer!r} is one; did "
-            "you mean that? If not, give the token ids",
+            f"{answer!r} is {len(ids)} tokens ({lm.tokenizer.token_strings(ids)}); did you mean {' ' + answer!r}, a "
+            "single token? If not, pass token ids",
             path,
         )
     return tuple(ids)
@@ -244,7 +244,7 @@ def bare_ids(lm: LM, text: str, path: str) -> list[int]:
     try:
         return lm.tokenizer.bare(text)
     except (TypeError, ValueError) as error:
-        raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
+        raise ProgramError(f"cannot tokenise this text: {error}", path) from None
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:
@@ -252,7 +252,7 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
-        raise TokensError(f"{answer!r} is {len(ids)} tokens ({tokens}); an answer or foil is one token here", path)
+        raise TokensError(f"expected a single token, got {len(ids)} tokens in {answer!r} ({tokens})", path)
     return ids[0]
 
 

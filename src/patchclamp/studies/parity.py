@@ -88,8 +88,8 @@ class Parity(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> tuple[str, ...]:
         """Everything that is out of tolerance, one line each."""
-        problems = [f"{name} is a site on one engine only" for name in self.only]
-        problems += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
+        problems = [f"{name} is a site on only one engine" for name in self.only]
+        problems += [f"{at} is out of tolerance; worst at {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
         for site in self.sites:
             still = [
@@ -99,11 +99,11 @@ class Parity(msgspec.Struct, frozen=True):
                 problems.append(f"an edit at {site.edit_at} does not move the logits of {' and '.join(still)}")
             elif not self.moves(site):
                 problems.append(
-                    f"an edit at {site.edit_at} moves the logits otherwise, by {site.edit:.2g} (at most "
+                    f"an edit at {site.edit_at} moves the logits differently, by {site.edit:.2g} (at most "
                     f"{self.bounds.edit:g})"
                 )
         if not self.logprobs <= self.bounds.logprobs:
-            problems.append(f"log-probabilities are {self.logprobs:.2g} apart (at most {self.bounds.logprobs:g})")
+            problems.append(f"log-probabilities differ by {self.logprobs:.2g} (at most {self.bounds.logprobs:g})")
         return tuple(problems)
 
     @property
@@ -160,7 +160,7 @@ def parity(
     tell: Callable[[str], None] = lambda what: None,
     **options: Any,
 ) -> Parity:
-    """Run `prompts` as one batch on both `engines` and compare every site that the model's table promises.
+    """Run `prompts` as one batch on both `engines` and compare every site in the model's table.
 
     `tolerance`: of rows (by default `BOUNDS` of the dtype); `max_tokens`: tokens to generate, so that steps of one
     token are compared too, as long as both engines choose the same. `options` go to each engine that has one of that
@@ -171,7 +171,7 @@ def parity(
     bounds = _bounds(dtype, tolerance)
     prompts = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_items(prompts, "prompts"))]
     if not prompts:
-        raise pc.ProgramError("expected a list of prompts, each text or token ids", "prompts")
+        raise pc.ProgramError("expected at least one prompt, got none", "prompts")
     shared, options = given(options, engines)
     tell(f"running {model} on {engines[0]} …")
     theirs = _observe(model, engines[0], {"dtype": dtype, **shared}, prompts, max_tokens, None)
@@ -292,7 +292,7 @@ def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarra
 
 def _bounds(dtype: str, tolerance: float | None) -> Bounds:
     if dtype not in BOUNDS:
-        raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
+        raise pc.ProgramError(f"no tolerances for {dtype!r}; available: {', '.join(BOUNDS)}", "dtype")
     bounds = BOUNDS[dtype]
     return bounds if tolerance is None else Bounds(tolerance, bounds.edit, bounds.logprobs)
 

@@ -170,7 +170,7 @@ class Patchscope(Study):
         into = inputs.positions_of(into_run, self.target_position, "target_position")
         if len(out) != len(into):
             raise TokensError(
-                f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",
+                f"expected {len(out)} positions, as many as source_position selects, got {len(into)}",
                 "target_position",
             )
         cells = [(layer, to) for layer in taken for to in (placed or [layer])]

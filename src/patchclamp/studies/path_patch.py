@@ -229,12 +229,12 @@ def _behind(lm: LM, row: Row, site: Site) -> bool:
 
 
 def _check_mixers(lm: LM) -> None:
-    """Refuse recurrent layers: the frozen sites cover attention and MLPs, so a state would let other paths through."""
+    """Reject recurrent layers: their state is not among the frozen sites, and would let other paths through."""
     recurrent = lm.sites.sizes.recurrent
     if recurrent:
         raise UnsupportedSite(
-            f"layers {', '.join(map(str, recurrent))} of {lm.model.name} have a state space or linear attention, which "
-            "path patching cannot hold: other ways than the one that is patched would count; patch_sweep works there"
+            f"path patching is not supported with the state space or linear attention of {lm.model.name}, layers "
+            f"{', '.join(map(str, recurrent))}: a state cannot be frozen; use patch_sweep"
         )
 
 
@@ -261,22 +261,22 @@ def _receivers(lm: LM, receivers: Any) -> list[PathReceiver]:
             sites = [parse_edited_site(site) for site in together]
             ends = [site for site in sites if site.name in ENDS]
             if ends and len(sites) > 1:
-                raise ProgramError(f"{ends[0]} is the end of the model, and cannot be combined with other sites")
+                raise ProgramError(f"{ends[0]} is the end of the model and cannot be combined with other sites")
             inner = tuple(_one_layer(lm, site) for site in sites if site.name not in ENDS)
         except PatchclampError as error:
             raise error.under(f"receivers[{i}]") from None
         found.append(PathReceiver(" + ".join(map(str, sites)), inner))
     if not found or len({of.label for of in found}) < len(found):
-        raise ProgramError("expected at least one receiver, each named once", "receivers")
+        raise ProgramError("expected at least one receiver and no duplicates", "receivers")
     return found
 
 
 def _one_layer(lm: LM, site: Site) -> Site:
     refs = lm.sites.resolve(site)
     if site.name in FREEZABLE:
-        raise UnsupportedSite(f"{site} is held between sender and receiver; a receiver is an input: q, k, v, mlp_in, …")
+        raise UnsupportedSite(f"{site} is frozen between sender and receiver: use an input, such as q, k, v or mlp_in")
     if len(refs) != 1 or refs[0].layer is None:
-        raise UnsupportedSite(f"{site}: a receiver is of one layer, as in q[9, 6], or it is logits")
+        raise UnsupportedSite(f"{site}: expected a receiver in one layer, such as q[9, 6], or logits")
     return Site(site.name, refs[0].layer, site.index)
 
 
@@ -298,5 +298,5 @@ def _at(positions: Any, clean: Any) -> dict[str, Any]:
             "positions"
         )  # fmt: skip
     if isinstance(positions, Mapping) and not {"clean", "corrupt"} <= positions.keys():
-        raise ProgramError(f"senders are patched at one selection, got a mapping {positions!r:.100}", "positions")
+        raise ProgramError(f"expected one selection for all senders, got a mapping {positions!r:.100}", "positions")
     return {SENT: Positions("prompt") if positions is None else positions}

@@ -117,8 +117,8 @@ def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tenso
     norm, gap = best_of(norms, lambda norm: relative_gap(norm(before_ND), after_ND))
     if norm is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"the norm before layer {layer}'s {' or '.join(names)} is not one that we know: what its weights make of "
-            f"this model's stream is {gap:.2g} off"
+            f"unsupported norm ({' or '.join(names)}) in layer {layer}: its weights do not reproduce the live model's "
+            f"rows (relative error {gap:.2g})"
         )
     return norm
 
@@ -178,9 +178,8 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what this model's last norm and unembedding make of its last stream is {gap:.2g} off its own logits (at "
-            f"most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is not a norm and a matrix "
-            "that we know; readout='engine' works for every model"
+            f"the last norm and unembedding do not reproduce this model's logits (relative error {gap:.2g}, at most "
+            f"{tolerance(lm.model.dtype):g}): its last step is unsupported; readout='engine' works for every model"
         )
     _UNEMBEDDINGS[lm.engine] = best
     return best
@@ -216,7 +215,7 @@ class FromEngine:
 
     def __init__(self, lm: LM, token: int, why: str) -> None:
         self._lm, self._token = lm, token
-        self.about: str = f"each row was put in the place of the last stream, and the engine made its logits{why}"
+        self.about: str = f"each row replaced the last stream, and the engine computed its logits{why}"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
         return self._read(rows_ND, LOGITS, max(MAX_FLOATS // self._lm.model.d_vocab, 1))
@@ -256,7 +255,7 @@ def readout_of(lm: LM, way: Way | None, ids: list[int]) -> Readout:
     except PatchclampError as error:
         if way == "weights":
             raise
-        return FromEngine(lm, ids[-1], f", for {error}")
+        return FromEngine(lm, ids[-1], f", because {error}")
 
 
 Word = Literal["z", "neurons"]
@@ -321,6 +320,6 @@ def proved_projection(
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(rows_NW), written_ND))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what W_{name} makes of {word}[{layer}] is not this model's {WRITES[word]}[{layer}]: it is {gap:.2g} off"
+            f"W_{name} of {word}[{layer}] does not reproduce {WRITES[word]}[{layer}] (relative error {gap:.2g})"
         )
     return best

@@ -1,4 +1,4 @@
-"""Search for a program: which layer, direction, strength or op works best, among hundreds of settings.
+"""Search for the best program: its layer, direction, strength or op, among hundreds of settings.
 
 A `Space` maps settings to a program. A trial is one draw of settings, scored by objectives: a metric of the next
 tokens, the divergence from the unedited model, or a judge of generated texts. All trials of a round share the engine's
@@ -95,7 +95,7 @@ class Space(PublicStruct, frozen=True):
         if not callable(self.program):
             raise ProgramError(f"expected a function, got {type(self.program).__name__}", "program")
         if not isinstance(self.parameters, Mapping) or not self.parameters:
-            raise ProgramError("expected a mapping of at least one name to its choices", "parameters")
+            raise ProgramError("expected a non-empty mapping of names to choices", "parameters")
         read = {}
         for name, of in self.parameters.items():
             read[str(name)] = of if isinstance(of, (Uniform, range)) else tuple(as_items(of, f"parameters[{name!r}]"))
@@ -109,9 +109,9 @@ class Space(PublicStruct, frozen=True):
             program = read_program(self.program(**settings), "program")
         except Exception as error:
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
-            raise ProgramError(f"with {dict(settings)} the function raised {what}", "space.program") from error
+            raise ProgramError(f"the function raised {what} with {dict(settings)}", "space.program") from error
         if program.capture:
-            raise ProgramError("expected edits alone, got a program that captures", "space.program")
+            raise ProgramError("expected a program with edits only, got captures", "space.program")
         return program
 
 
@@ -175,7 +175,7 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
     def measure(self, measured: Measured) -> np.ndarray:
         lm, programs, metric = measured.lm, measured.programs, Metric.of(self.metric, "metric")
         if metric == "recovered":
-            raise ProgramError("expected logit_diff, logprob, prob or a function: no other prompt to recover", "metric")
+            raise ProgramError("requires a corrupt prompt: use logit_diff, logprob, prob or a function", "metric")
         asked = inputs.ask(lm, self.prompts, self.chat)
         graded = graded_of(lm, self.answer, self.foil, metric, len(asked))
         values_PN = np.full((len(asked), len(programs)), np.nan)
@@ -250,7 +250,7 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.judge is not None:
-            raise ProgramError("expected patterns to judge by, got a judge: use TextScore", "judge")
+            raise ProgramError("not supported with patterns: use TextScore", "judge")
         for i, pattern in enumerate(as_items(self.patterns, "patterns")):
             try:
                 re.compile(pattern)
@@ -295,7 +295,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
         Raises: `ProgramError` if every trial failed.
         """
         if not (front := self.front):
-            raise ProgramError(f"every trial failed; the first: {next(iter(self.failed.values()), 'not a number')}")
+            raise ProgramError(f"every trial failed; first error: {next(iter(self.failed.values()), 'not a number')}")
         return front[0]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -346,7 +346,7 @@ def _space(value: Any, path: str) -> Space:
 
 def _sampler(value: Any, path: str) -> Any:
     if not isinstance(value, str) and not hasattr(value, "sample_relative"):
-        raise ProgramError(f"expected a name or a sampler of Optuna, got {type(value).__name__}", path)
+        raise ProgramError(f"expected the name of a sampler or an Optuna sampler, got {type(value).__name__}", path)
     return value
 
 
@@ -358,7 +358,7 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
     if not objectives:
         raise ProgramError("expected at least one objective, got none", path)
     if len({one.name for one in objectives}) < len(objectives):
-        raise ProgramError(f"expected different names, got {[one.name for one in objectives]}", path)
+        raise ProgramError(f"expected distinct names, got {[one.name for one in objectives]}", path)
     return objectives
 
 
@@ -468,7 +468,7 @@ class Search(Study):
     """
 
     command = ""
-    not_served = "its programs come from a Python function; run it with pc.LM of the server's URL"
+    not_served = "its programs come from a Python function; run it in the client with pc.LM(url)"
     positional = 2
 
     space: Annotated[Any, Arg(_space, None, served=False)]
@@ -498,10 +498,9 @@ class Search(Study):
         else:
             sampler = OptunaSampler(self.sampler, parameters, goals, self.seed)
         if self.seed and (self.sampler == "grid" or not isinstance(self.sampler, str)):
-            raise ProgramError("a grid and an Optuna sampler object ignore the seed: leave it out",
-                               "seed")  # fmt: skip
+            raise ProgramError("not supported with a grid or an Optuna sampler object: omit it", "seed")
         if taken := parameters.keys() & {"front", *names}:
-            raise ProgramError(f"{min(taken)!r} is a column of the result: give the setting another name",
+            raise ProgramError(f"{min(taken)!r} is a reserved column of the result: rename the setting",
                                "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
@@ -515,7 +514,7 @@ class Search(Study):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
                 """The records of some trials, from the journal if it has them."""
-                # code has no fingerprint, and is not resumed
+                # ops of code have no fingerprint, so they cannot be resumed
                 prints = [program.fingerprint if journal is not None else "" for program in programs]
                 plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []
@@ -529,7 +528,7 @@ class Search(Study):
                     if journal is not None:
                         journal.append(records)
                 if [(of.settings, of.program) for of in records] != plain:
-                    raise ProgramError(f"{resume} has other trials: the space's function has changed", "resume")
+                    raise ProgramError(f"{resume} has different trials: the space's function has changed", "resume")
                 return records
 
             [unedited] = measure([{}], [Program.of(())])

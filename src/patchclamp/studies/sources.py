@@ -74,9 +74,7 @@ def as_source(source: Any) -> Source:
         if isinstance(source, MeanOf):
             by_position = as_flag(source.by_position, "source.by_position")
             if by_position and source.tokens is not None:
-                raise ProgramError(
-                    "a mean by position is of every position: give tokens or by_position", "source.tokens"
-                )
+                raise ProgramError("not supported with by_position: pass one of the two", "source.tokens")
             try:
                 None if source.tokens is None else selection(source.tokens)
             except PatchclampError as error:
@@ -92,7 +90,7 @@ def as_source(source: Any) -> Source:
     if isinstance(source, str) and source.startswith("bank:"):
         return Banked(check_name(source.removeprefix("bank:")))
     raise ProgramError(
-        f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}",
+        f"expected 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), got {source!r}",
         "source",
     )
 
@@ -100,13 +98,13 @@ def as_source(source: Any) -> Source:
 def _of_json(source: dict[str, Any]) -> Source:
     kinds: dict[Any, type[MeanOf | Resampled]] = {"mean": MeanOf, "resampled": Resampled}
     if not isinstance(source.get("type"), str) or source["type"] not in kinds:
-        raise ProgramError(f"expected the type {' or '.join(kinds)}, got {source.get('type')!r:.60}", "source.type")
+        raise ProgramError(f"expected {' or '.join(kinds)}, got {source.get('type')!r:.60}", "source.type")
     kind = kinds[source["type"]]
     fields = {name: value for name, value in source.items() if name != "type"}
     if unknown_ := fields.keys() - {*kind.__struct_fields__}:
-        raise ProgramError(f"expected {', '.join(kind.__struct_fields__)}", f"source.{min(unknown_)}")
+        raise ProgramError(f"unknown field; available: {', '.join(kind.__struct_fields__)}", f"source.{min(unknown_)}")
     if "prompts" not in fields:
-        raise ProgramError("expected prompts", "source.prompts")
+        raise ProgramError("missing field", "source.prompts")
     return kind(**fields)
 
 
@@ -340,7 +338,7 @@ def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mix
             continue
         for at in sites:
             if vector.shape[-1] != (width := width_of(lm, lm.sites.resolve(at)[0])):
-                raise ShapeError(f"{at} is {width} wide; the {what} is {list(vector.shape)}", path)
+                raise ShapeError(f"{at}: expected a {what} of width {width}, got shape {list(vector.shape)}", path)
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
@@ -348,27 +346,25 @@ def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) 
     refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
     widths = sorted({width_of(lm, ref) for ref in refs})
     if len(widths) != 1:
-        raise ProgramError(f"one mask is for all sites, and their rows have {', '.join(map(str, widths))} columns")
+        raise ProgramError(f"expected sites of equal width for one mask, got {', '.join(map(str, widths))}")
     mask = np.zeros(widths[0], np.float32)
     for index in columns:
         chosen = index if isinstance(index, int) else slice(None) if index is None else slice(*index.ends)
         if isinstance(chosen, int) and not -len(mask) <= chosen < len(mask):
-            raise ProgramError(f"there is no column {chosen}: a row has {len(mask)}")
+            raise ProgramError(f"column {chosen} is out of range for rows of {len(mask)} columns")
         mask[chosen] = 1
     if not mask.any():
-        raise ProgramError(f"no column is selected of {len(mask)}")
+        raise ProgramError(f"expected at least one of {len(mask)} columns, got none")
     return mask
 
 
 def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
-    wrong = [i for i, of in enumerate(lengths) if of != length]
-    if length is None or wrong:
-        one = f"prompt {wrong[0]} has {lengths[wrong[0]]} tokens" if wrong else "the patched prompts differ in length"
-        raise TokensError(
-            f"rows are taken at the same positions, so these prompts must be as long as the patched one "
-            f"({length} tokens): {one}",
-            "source.prompts",
-        )
+    if length is None:
+        raise TokensError("rows are read at the same positions: expected patched prompts of equal length",
+                          "source.prompts")  # fmt: skip
+    if wrong := [i for i, of in enumerate(lengths) if of != length]:
+        raise TokensError(f"rows are read at the same positions: expected {length} tokens, as in the patched prompt, "
+                          f"got {lengths[wrong[0]]} in prompt {wrong[0]}", "source.prompts")  # fmt: skip
 
 
 def _means(

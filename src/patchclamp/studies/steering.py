@@ -73,9 +73,9 @@ RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
-    """Raise `ProgramError` for PCA of prompts that do not form pairs."""
+    """Raise `ProgramError` for PCA of unpaired prompts."""
     if method == "pca" and positive != negative:
-        raise ProgramError(f"PCA is of pairs: {positive} positive and {negative} negative prompts are none", "method")
+        raise ProgramError(f"pca requires pairs of prompts, got {positive} positive and {negative} negative", "method")
 
 
 def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> 
     unit_D = raw_D / (np.linalg.norm(raw_D) or 1.0)
     apart = float((positive_nD.mean(0) - negative_mD.mean(0)) @ unit_D)
     if apart == 0:
-        raise ProgramError("positive and negative prompts give the same activations: no direction leads between them")
+        raise ProgramError("positive and negative prompts give the same activations: no direction separates them")
     return unit_D * apart
 
 
@@ -104,7 +104,7 @@ def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndar
 def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
     """The first principal component of the pairs' differences about 0, so that their mean counts: it is the signal.
 
-    PCA finds the same when the order within each pair is shuffled, so that the differences have a mean of 0.
+    Shuffling the order within pairs, so that the differences have a mean of 0, gives PCA the same direction.
     Source: Zou et al. 2023 (arXiv:2310.01405), section 3.1.
     """
     return np.linalg.svd(positive_nD - negative_nD, full_matrices=False)[2][0]
@@ -163,9 +163,7 @@ def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: st
     Raises: `ProgramError` for layer 0, `PatchclampError` without the gguf package.
     """
     if 0 in directions:
-        raise ProgramError(
-            "llama.cpp has no direction after layer 0: leave that layer out, as in layers=[1, 2]", "layers"
-        )
+        raise ProgramError("llama.cpp does not support directions at layer 0: omit it, as in layers=[1, 2]", "layers")
     writer = _package().GGUFWriter(str(as_file(path, "path")), ARCHITECTURE)
     try:
         writer.add_string(HINT, model_hint)
@@ -176,7 +174,7 @@ def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: st
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     except OSError as error:
-        raise ProgramError(f"{path} cannot be written: {error.strerror}", "path") from None
+        raise ProgramError(f"cannot write {path}: {error.strerror}", "path") from None
     finally:
         writer.close()
     return Path(path)
@@ -193,19 +191,18 @@ def read(path: str | Path) -> tuple[dict[int, np.ndarray], str]:
         architecture, hint = _text(reader, "general.architecture"), _text(reader, HINT)
         tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
-        raise ProgramError(f"{path} cannot be read as GGUF: {error}", "path") from None
+        raise ProgramError(f"cannot read {path} as GGUF: {error}", "path") from None
     if architecture != ARCHITECTURE:
-        raise ProgramError(f"{path} is GGUF of {architecture or 'no architecture'}, not a {ARCHITECTURE}", "path")
+        raise ProgramError(f"expected GGUF of a {ARCHITECTURE}, got {architecture or 'no type'}: {path}", "path")
     directions = {}
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"direction\.(\d{1,6})", name)
         if layer is None or tensor.ndim != 1 or tensor.dtype not in (np.float32, np.float16):
-            raise ProgramError(
-                f"{path}: {name} {list(tensor.shape)} {tensor.dtype} is no direction [D] of a layer", "path"
-            )
+            raise ProgramError(f"expected directions [D], got {name} {list(tensor.shape)} {tensor.dtype}: {path}",
+                               "path")  # fmt: skip
         directions[int(layer[1])] = tensor.astype(np.float32)
     if len({len(direction) for direction in directions.values()}) != 1:
-        raise ProgramError(f"{path} has no directions of one width", "path")
+        raise ProgramError(f"expected directions of equal width: {path}", "path")
     return dict(sorted(directions.items())), hint
 
 
@@ -218,7 +215,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
-        raise PatchclampError("GGUF files need the gguf package: pip install gguf") from None
+        raise PatchclampError("GGUF files require the gguf package: pip install gguf") from None
 
 
 NAMES = {"mean": "difference of means", "pca": "first component of the pairs' differences", "probe": "linear probe"}
@@ -270,7 +267,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """A copy of the vector [W] of a layer, by default of the best one."""
         layer = self.best if layer is None else layer
         if layer is None:
-            raise ProgramError(f"no layer is known to be the best: name one of {list(self.layers)}", "layer")
+            raise ProgramError(f"the best layer is unknown: choose one of {list(self.layers)}", "layer")
         if len(chosen := self.chosen_layers(layer, "layer")) != 1:
             raise ProgramError(f"expected one layer, got {layer!r:.100}", "layer")
         return self.vectors[self.layers.index(chosen[0])].copy()
@@ -296,7 +293,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         chosen = inputs.numbers_of(layers, path)
         missing = [layer for layer in chosen if layer not in self.layers]
         if missing or not chosen:
-            raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", path)
+            raise ProgramError(f"no vectors for layers {missing or chosen}; available: {list(self.layers)}", path)
         return chosen
 
     def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
@@ -305,7 +302,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
         """
         if self.site != "resid_post":
-            raise UnsupportedSite(f"control vectors act after a layer, at resid_post; these are of {self.site}", "site")
+            raise UnsupportedSite(f"control vectors require the site resid_post, got {self.site}", "site")
         chosen = self.layers if layers is None else self.chosen_layers(layers)
         return {layer: self.vectors[self.layers.index(layer)].copy() for layer in chosen}
 
@@ -331,15 +328,15 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         Raises: `ShapeError` if their widths differ, a layer is negative, or a vector is all zeros.
         """
         if not isinstance(directions, Mapping):
-            raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
+            raise ShapeError(f"expected a mapping of layers to vectors, got {type(directions).__name__}", "directions")
         model_hint = inputs.as_text(model_hint, "model_hint")
         layers = tuple(sorted(inputs.numbers_of(list(directions), "directions")))
         rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
         zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]
         if zero:
-            raise ShapeError("expected a direction, got all zeros", f"directions[{zero[0]}]")
+            raise ShapeError("expected a non-zero vector, got all zeros", f"directions[{zero[0]}]")
         if not rows or layers[0] < 0 or {row.shape for row in rows} != {(rows[0].size,)}:
-            raise ShapeError("directions are vectors [D] of one width, by layer, counted from 0", "directions")
+            raise ShapeError("expected vectors [D] of equal width, by layer from 0", "directions")
         unknown, none = np.full(len(layers), np.nan), PromptSet(0, 0, "")
         return cls(
             provenance=Provenance(model_hint, "", "float32", __version__), method=IMPORTED, site="resid_post",
@@ -360,7 +357,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     def picture(self) -> Curves:
         """Plot data: the held-out check by layer."""
         if self.best is None:
-            raise ProgramError("no prompts were held out, so there is no check of the layers to draw", "held_out")
+            raise ProgramError("nothing to plot: no prompts were held out to check the layers", "held_out")
         layers = np.array(self.layers, np.float64)
         held = self.positive.held_out + self.negative.held_out
         separation = np.where(np.isfinite(self.separation), self.separation, np.nan)
@@ -436,7 +433,7 @@ def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[in
         [_ids(lm, one, f"{path}[{i}]") for i, one in enumerate(given)] if listed else [_ids(lm, given, path)] * prompts
     )
     if len(ids) != prompts:
-        raise ProgramError(f"{len(ids)} texts for {prompts} prompts", path)
+        raise ProgramError(f"expected {prompts} texts, one per prompt, got {len(ids)}", path)
     return ids
 
 
@@ -446,7 +443,7 @@ def _ids(lm: LM, given: Any, path: str) -> tuple[int, ...]:
     else:
         ids = (given,) if is_token_id(given) else tuple(given) if isinstance(given, (list, tuple)) else ()
     if not ids or not all(is_token_id(token) and 0 <= token < lm.model.d_vocab for token in ids):
-        raise ProgramError(f"a continuation is a text or token ids, at least one token: not {given!r}", path)
+        raise ProgramError(f"expected text or token ids with at least one token, got {given!r}", path)
     return tuple(int(token) for token in ids)
 
 
@@ -494,9 +491,9 @@ class Steering(Study):
         check_method(self.method, len(self.positive), len(self.negative))
         if self.answer is None and (self.foil is not None or curve):
             path = "answer" if self.foil is None else "foil"
-            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", path)
+            raise ProgramError("scoring a behaviour requires answer=, a continuation that shows it", path)
         if self.answer is not None and not self.held_out and not curve:
-            raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
+            raise ProgramError("requires held-out prompts: set held_out above 0", "answer")
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None,
@@ -614,9 +611,9 @@ def _site(lm: LM, site: str | Site) -> Site:
     named = inputs.layered_site(site)
     refs = lm.sites.resolve(named)
     if any(ref.layer is None for ref in refs):
-        raise UnsupportedSite(f"{named} has no layers, and vectors are made for each layer", "site")
+        raise UnsupportedSite(f"expected a site with layers, got {named}", "site")
     if any(lm.sites.points[ref.point].width != lm.model.d_model for ref in refs):
-        raise UnsupportedSite(f"the rows of {named} are not as wide as the stream ({lm.model.d_model})", "site")
+        raise UnsupportedSite(f"expected a site as wide as the stream ({lm.model.d_model}), got {named}", "site")
     return named
 
 
@@ -624,12 +621,12 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
     """Numbers of the held-out prompts of each class, the same for pairs. Unless the share is 0, each class has at least
     one held-out prompt and one that is not."""
     if not 0 <= (share := inputs.as_float(share, "held_out")) < 1:
-        raise ProgramError(f"expected a share from 0 to below 1, got {share!r}", "held_out")
+        raise ProgramError(f"expected a share in [0, 1), got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
     if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
         raise ProgramError(
-            f"{share:g} of {positive} positive and {negative} negative prompts leaves a class nothing to be made of or "
-            "checked on: give more prompts, or held_out=0 for no check", "held_out"
+            f"{share:g} of {positive} positive and {negative} negative prompts leaves a class without training or "
+            "held-out prompts: pass more prompts, or held_out=0 for no check", "held_out"
         )  # fmt: skip
     draws = np.random.default_rng(seed)
     first = draws.permutation(positive)
@@ -660,7 +657,7 @@ def _read(
     def mean_rows(number: int, tensors: dict[str, Any]) -> _Read:
         rows_LTD = [np.asarray(tensors[site], np.float64) for site in sites]
         if not len(rows_LTD[0]):
-            raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
+            raise TokensError(f"{captures[0].tokens} selects no token in prompt {number}", "tokens")
         rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # flattens heads
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(StoredArray.of(np.stack([rows.mean(0) for rows in rows_LTD])), StoredArray.of(np.array(lengths)))
@@ -745,7 +742,7 @@ class StrengthCurve(Study):
     """
 
     command = ""
-    not_served = "its vectors are a Python object; run it with pc.LM of the server's URL"
+    not_served = "its vectors are a Python object; run it in the client with pc.LM(url)"
     positional = 4
 
     vectors: inputs.PythonOnly

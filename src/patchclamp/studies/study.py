@@ -225,7 +225,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
 
         def store(value: Any) -> dict[str, str]:
             if not isinstance(value, np.ndarray):
-                raise NotImplementedError(f"{type(value).__name__} is no array, and JSON has no such thing")
+                raise NotImplementedError(f"cannot store {type(value).__name__} as JSON")
             name = str(len(tensors))
             tensors[name] = np.ascontiguousarray(value)
             return {"tensor": name}
@@ -243,7 +243,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(self.to_bytes())
         except OSError as error:
-            raise ProgramError(f"{path} cannot be written: {error}", "path") from None
+            raise ProgramError(f"cannot write {path}: {error}", "path") from None
         return target
 
     @classmethod
@@ -256,7 +256,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         of = "its bytes" if isinstance(path, bytes) else path
         names = (cls.__name__, cls.__name__.removesuffix("Result"))  # files of 0.1 use the short name
         if metadata.get("study") not in names or metadata.get("format") != FORMAT:
-            saved = metadata.get("study") or "no study of ours"
+            saved = metadata.get("study") or "an unknown study"
             raise ProgramError(f"expected {cls.__name__} in format {FORMAT}, got {saved} in format "
                                f"{metadata.get('format')}: {of}", "path")  # fmt: skip
 
@@ -266,7 +266,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         try:
             return msgspec.convert(msgspec.json.decode(metadata["result"]), cls, dec_hook=restore, str_keys=True)
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ProgramError(f"{of} is no {cls.__name__} that this version can read: {error}", "path") from None
+            raise ProgramError(f"this version cannot read {of} as {cls.__name__}: {error}", "path") from None
 
 
 def load(path: str | Path | bytes) -> StudyResult:
@@ -297,7 +297,7 @@ def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], d
         return parse_header(data).metadata, load(data)
     except (OSError, SafetensorError, ValueError) as error:
         of = "the bytes" if isinstance(path, bytes) else path
-        raise ProgramError(f"{of} cannot be read as a saved {what}: {error}", "path") from None
+        raise ProgramError(f"cannot read {of} as a saved {what}: {error}", "path") from None
 
 
 class Arg(NamedTuple):
@@ -355,7 +355,7 @@ REQUIRED = object()
 
 def as_lm(lm: Any, path: str) -> LM:
     if not isinstance(lm, LM):
-        raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", path)
+        raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; create one with pc.LM(...)", path)
     return lm
 
 
@@ -385,11 +385,11 @@ class Study:
         check_options((n for n in given if n not in fields), f"{type(self).__name__}()", fields, hints_for(fields))
         for name, field in fields.items():
             if name not in given and field.default is REQUIRED:
-                raise ProgramError(f"{type(self).__name__}() needs the argument {name}=", name)
+                raise ProgramError(f"{type(self).__name__}() requires the argument {name}=", name)
             object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is frozen: make another with {name}=")
+        raise AttributeError(f"{type(self).__name__} is frozen: create another with {name}=")
 
     def __delattr__(self, name: str) -> NoReturn:
         self.__setattr__(name, None)
@@ -483,13 +483,13 @@ def bind_call(
     unknown = () if others else (one for one in named if one not in known)
     check_options(unknown, f"{name}()", known, hints_for(known))
     if len(args) > len(ordered):
-        raise ProgramError(f"{name}() takes {', '.join(ordered)} by position, got {len(args)} values: name the others")
+        raise ProgramError(f"{name}() takes {', '.join(ordered)} by position, got {len(args)} values: name the rest")
     by_position = dict(zip(ordered, args, strict=False))
     if twice := [one for one in by_position if one in named]:
-        raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
+        raise ProgramError(f"{name}() got this argument both by position and by name", twice[0])
     for one in required:
         if one not in by_position and one not in named:
-            raise ProgramError(f"{name} needs the argument {one}=", one)
+            raise ProgramError(f"{name}() requires the argument {one}=", one)
     return {**named, **by_position}
 
 

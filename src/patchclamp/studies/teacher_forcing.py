@@ -183,7 +183,7 @@ def fixed(lm: LM, item: Forced) -> Iterator[Op]:
     prompt = prompt_of(lm.tokenizer, item.prompt, item.text, None)
     for path, op in Program.of(list(item.edits)).ops:
         if not isinstance(op, SiteOp):
-            raise ProgramError("a program by its name has no place here: give its edits", path)
+            raise ProgramError("named programs are not supported here: pass their edits", path)
         positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
         if positions:
             yield msgspec.structs.replace(op, tokens=_numbered(positions, len(ids)))

@@ -104,7 +104,7 @@ class TopContexts(Study):
     """
 
     command = "contexts"
-    not_served = "it writes files; run it with pc.LM of the server's URL"
+    not_served = "it writes files; run it in the client with pc.LM(url)"
 
     sae: inputs.SAEField
     """An SAE, or the name of an attached one; on the command line also its folder or file."""
@@ -167,7 +167,7 @@ class TopContexts(Study):
         """The features of the SAE in the given harvest."""
         for name in ("documents", "folder", "at", "kept", "column", "context"):
             if getattr(self, name) is not self.fields()[name].default:
-                raise ProgramError("a harvest has chosen it: leave it out", name)
+                raise ProgramError("not supported with a harvest: omit it", name)
         data: Harvested = self.harvest
         if (model := data.manifest.recipe.model) != model_identity(lm)[0]:
             raise ProgramError(f"expected a harvest of {lm.model.name}, got one of {model}", "harvest")

@@ -103,9 +103,9 @@ class Project:
         """
         matrix = self._by_site.get(site, self._by_site.get(None))
         if matrix is None:
-            raise ProgramError(f"no matrix for {site}; there are some for {', '.join(self.sites)}", "project")
+            raise ProgramError(f"no matrix for {site}; available: {', '.join(self.sites)}", "project")
         if matrix.shape[1] != width:
-            raise ShapeError(f"{site} is {width} wide; its matrix is {list(matrix.shape)}", "project")
+            raise ShapeError(f"{site}: expected a matrix [K, {width}], got {list(matrix.shape)}", "project")
         return matrix
 
     @property
@@ -209,7 +209,7 @@ def _shard(shard: Any, path: str) -> tuple[int, int]:
 def _kept_columns(keep: Any, path: str) -> list[str]:
     names = as_texts([keep] if isinstance(keep, str) else keep, path)
     if reserved := [name for name in names if name in INDEX_COLUMNS]:
-        raise ProgramError(f"the index has a column {reserved[0]} of its own", path)
+        raise ProgramError(f"{reserved[0]!r} is a reserved column of the index: rename the field", path)
     return list(dict.fromkeys(names))
 
 
@@ -228,7 +228,7 @@ class Harvest(Study):
     """
 
     positional = 2
-    not_served = "it writes files; run it with pc.LM of the server's URL"
+    not_served = "it writes files; run it in the client with pc.LM(url)"
 
     documents: PythonOnly
     """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
@@ -277,7 +277,7 @@ class Harvest(Study):
         checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
         """
         if self.folder is None:
-            raise ProgramError("expected a folder to write to; without a disk, use Harvest(...).stream(lm)", "folder")
+            raise ProgramError("expected a folder to write to; to write nothing, use Harvest(...).stream(lm)", "folder")
         needed("pyarrow.parquet")
         machine, machines = shard
         plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
@@ -322,7 +322,7 @@ class Harvest(Study):
         as_flag(index, "index")
         machine, machines = _shard(shard, "shard")
         if any(isinstance(site, Features) for site in self.sites):
-            raise ProgramError("a stream has rows of sites; features need a folder", "sites")
+            raise ProgramError("streaming is not supported for features: harvest to a folder", "sites")
         if batch_tokens is not None:
             check_whole(batch_tokens, "batch_tokens", 1)
         plan, manifest, columns, job = self._prepare(lm, machines, batch_tokens)
@@ -341,12 +341,12 @@ class Harvest(Study):
         filters = self.filters or Filters()
         reductions = _reductions(lm, self.sites, self.project, self.sums, filters.caps_norms)
         if self.parts is not None and self.parts < machines:
-            raise ProgramError(f"expected at least one part for each of {machines} machines, got {self.parts}", "parts")
+            raise ProgramError(f"expected at least {machines} parts, one per machine, got {self.parts}", "parts")
         features = _features(lm, self.sites)
         if features and self.sums:
-            raise ProgramError("features are of tokens, and have no sum over a document", "sums")
+            raise ProgramError("not supported with features, which are stored per token", "sums")
         if not reductions and (filters.caps_norms or self.project is not None):
-            raise ProgramError("caps on norms and projections are of rows: add a site", "sites")
+            raise ProgramError("norm caps and projections require at least one site", "sites")
         row_bytes = sum(one.site.width for one in reductions) * ARRAYS[self.dtype].itemsize
         row_bytes += sum(4 * one.filling.width for one in features)
         kept: list[tuple[Any, ...]] = []
@@ -400,12 +400,12 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
             raise error.under(f"sites[{number}]") from None
         for ref in refs:
             if lm.sites.points[ref.point].rows == "sampled":
-                raise UnsupportedSite(f"{ref} has rows of generated tokens alone, and a harvest keeps none: take "
+                raise UnsupportedSite(f"{ref} has rows only for generated tokens, which a harvest does not store: use "
                                       "final_norm", f"sites[{number}]")  # fmt: skip
             matrices[ref] = None if project is None else project.of(str(ref), width_of(lm, ref))
     unused = [site for site in (project.sites if project else ()) if site not in map(str, matrices)]
     if unused:
-        raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
+        raise ProgramError(f"unused matrices for {', '.join(unused)}: not in sites=", "project")
     device = _projectable(lm, matrices) if project is not None and project.on_device and not capped else set[SiteRef]()
     reductions = []
     for ref, matrix in matrices.items():
@@ -424,14 +424,14 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
         if not isinstance(op, Features):
             continue
         if op.tokens != every:
-            raise ProgramError("filters choose the tokens of a harvest", f"{path}.tokens")
+            raise ProgramError("not supported in a harvest: select tokens with filters=", f"{path}.tokens")
         if op.name in stored:
-            raise ProgramError(f"the features of {op.name!r} are there twice", f"{path}.name")
+            raise ProgramError(f"duplicate features of {op.name!r}", f"{path}.name")
         if op.name not in lm.sites.dictionaries:
             raise unknown("attached SAE", op.name, lm.sites.dictionaries, f"{path}.name")
         card = lm.sites.dictionaries[op.name].card
         if (most := max(op.ids) + 1 if op.ids else op.top or 0) > card.features:
-            raise ProgramError(f"{op.name!r} has {card.features} features, got {most}", path)
+            raise ProgramError(f"expected at most {card.features} features of {op.name!r}, got {most}", path)
         stored[op.name] = StoredFeatures(op.name, card.content, card.at, card.dtype, card.features, op.top, op.ids)
     return tuple(stored.values())
 
@@ -462,7 +462,7 @@ def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan, columns: di
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProgramError(f"{place} cannot be written: {error.strerror}", "folder") from None
+        raise ProgramError(f"cannot write {place}: {error.strerror}", "folder") from None
     if not (place / DOCUMENTS).exists():
         arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
         write_whole(place / DOCUMENTS, safetensors.numpy.save(arrays))
@@ -479,7 +479,7 @@ def _stored(columns: dict[str, list[Any]]) -> bytes:
     try:
         needed("pyarrow.parquet").write_table(arrow.table(columns), file)
     except arrow.ArrowException as error:
-        raise ProgramError(f"a column cannot be stored: {error}", "keep") from None
+        raise ProgramError(f"cannot store the columns as Parquet: {error}", "keep") from None
     return file.getvalue()
 
 
@@ -502,7 +502,7 @@ def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
     free = shutil.disk_usage(place).free
     if needs > free:
         raise CapacityError(
-            f"{needs / 1e9:.1f} GB are to be written to {place}, where {free / 1e9:.1f} GB are free: choose "
+            f"{place} requires {needs / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: choose "
             "fewer sites, a narrower dtype, a projection, or another disk"
         )
     shards = max((len(manifest.shards_of(number)) for number in unsealed), default=0)
@@ -583,8 +583,8 @@ class _HarvestJob:
             for by_site, which, i in zip(captured, kept, prompts, strict=True):
                 blocks.append(block := self._reduced(one, by_site.pop(one.site.name), which))
                 if overflowed(block) is not None:
-                    raise NotFinite(f"{one.site.name} has numbers above 65,504, the largest of float16: store bfloat16 "
-                                    "or float32", "dtype").under(self._document(part, i))  # fmt: skip
+                    raise NotFinite(f"{one.site.name} has values above 65,504, the float16 maximum: store bfloat16 or "
+                                    "float32", "dtype").under(self._document(part, i))  # fmt: skip
             yield blocks
         for one in self._recipe.features:
             found = [run.features[one.name] for run in runs]

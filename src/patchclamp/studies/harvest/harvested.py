@@ -50,7 +50,7 @@ def _only_harvest(folder: Path) -> Path:
         return folder
     inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
     if len(inside) > 1:
-        raise ProgramError(f"{folder} has {len(inside)} harvests: open one of {', '.join(inside)}", "folder")
+        raise ProgramError(f"{folder} contains {len(inside)} harvests: open one of {', '.join(inside)}", "folder")
     return folder / inside[0] if inside else folder
 
 
@@ -75,12 +75,12 @@ class Harvested:
             content = (self.folder / MANIFEST).read_bytes()
             version = msgspec.json.decode(content)["recipe"]["format"]
             if version not in READABLE:
-                raise ProgramError(f"expected a harvest in format {READABLE[0]} to {READABLE[-1]}, got {version!r}: "
+                raise ProgramError(f"expected harvest format {READABLE[0]} to {READABLE[-1]}, got {version!r}: "
                                    f"{folder}", "folder")  # fmt: skip
             self.manifest: Manifest = msgspec.json.decode(content, type=Manifest)
         except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
             why = "no manifest" if isinstance(error, FileNotFoundError) else error
-            raise ProgramError(f"{folder} has no harvest: {why}", "folder") from None
+            raise ProgramError(f"{folder} is not a harvest: {why}", "folder") from None
         there = {path.name for path in self.folder.iterdir()}
         self.shards: list[str] = [name for name in self.manifest.shards if name in there]
         self.missing: list[str] = [name for name in self.manifest.shards if name not in there]
@@ -266,7 +266,7 @@ class Harvested:
     def names(self, sites: Any, index: bool = True) -> list[str]:
         """The names of some sites, of one, or of all for None. At least one is required without the rows' index."""
         if isinstance(sites, (int, np.integer)):
-            raise ProgramError(f"expected sites, got {sites}; a number of rows is size={sites}", "sites")
+            raise ProgramError(f"expected sites, got {sites}; for a number of rows use size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
         if not names and not index:
             raise ProgramError("expected at least one site, got none", "sites")
@@ -274,7 +274,7 @@ class Harvested:
 
     def _shards_or_error(self) -> list[str]:
         if not self.shards:
-            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again, it goes on where it stopped")
+            raise MissingSource(f"{self.folder} has no shards yet: run the harvest again to resume it")
         return self.shards
 
     def __repr__(self) -> str:

@@ -63,11 +63,11 @@ def documents_of(
     if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
         return _documents(_of_columns(data, column, keep, "the data set", data.column_names), kept)
     if column is not None or keep:
-        raise ProgramError("only files and data sets have columns", "keep" if column is None else "column")
+        raise ProgramError("columns require a file or a data set", "keep" if column is None else "column")
     if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
         as_items(data, "documents")  # raises
     if not isinstance(data, Iterable):
-        raise ProgramError(f"expected a list, a file or a data set of documents, got {type(data).__name__}",
+        raise ProgramError(f"expected a list, file or data set of documents, got {type(data).__name__}",
                            "documents")  # fmt: skip
     return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
@@ -91,14 +91,14 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
         except FileNotFoundError as error:
             raise ProgramError(f"expected a folder saved by datasets, got {path}: {error}", "documents") from None
         if not isinstance(saved, datasets.Dataset):
-            raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
+            raise ProgramError(f"{path} has several splits: pass the folder of one: {', '.join(saved)}", "documents")
         return _of_columns(saved, column, keep, str(path), saved.column_names)
     if path.suffix not in SUFFIXES:
         kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise ProgramError(f"expected a folder saved by datasets, or a file with the suffix {kinds}, got {path}",
                            "documents")  # fmt: skip
     if not path.exists():
-        raise ProgramError(f"there is no {path}", "documents")
+        raise ProgramError(f"{path} does not exist", "documents")
     if path.suffix == ".parquet":
         return _of_parquet(path, column, keep)
     if path.suffix == ".txt" and (column is not None or keep):
@@ -141,7 +141,7 @@ def _columns(column: str | None, keep: Sequence[str], names: list[str], where: s
     for path, wanted in asked.items():
         for name in wanted:
             if name not in names:
-                raise ProgramError(f"{where} has no column {name!r}; it has {', '.join(names)}", path)
+                raise ProgramError(f"{where} has no column {name!r}; available: {', '.join(names)}", path)
     return [*asked["column"], *asked["keep"]]
 
 
@@ -162,14 +162,14 @@ def needed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
+        raise PatchclampError(f"a harvest requires {package}: pip install 'patchclamp[harvest]'") from None
 
 
 def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
     read, end = [], optional(as_integer)
     for window in as_items(windows, ""):
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ProgramError(f"expected pairs of first and end, such as ((4, None),), got {windows!r}")
+            raise ProgramError(f"expected (start, stop) pairs, such as ((4, None),), got {windows!r}")
         read.append((end(window[0]), end(window[1])))
     return tuple(read)
 
@@ -259,7 +259,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
     """The special tokens among these ids: they have text, but decode to nothing when special tokens are skipped."""
     if isinstance(tokenizer, NoTokenizer):
-        raise ProgramError("an engine without a tokenizer does not know special tokens: give not_tokens=", "filters")
+        raise ProgramError("special tokens are unknown without a tokenizer: use not_tokens=", "filters")
     texts = tokenizer.token_strings(ids.tolist())
     return [token for token, text in zip(ids.tolist(), texts, strict=True) if text and not tokenizer.decode([token])]
 
@@ -323,8 +323,8 @@ class ReadingOrder:
         left = np.diff(self._first)
         if left.sum() >= MOST_ROWS:
             raise ProgramError(
-                f"rows of several parts are interleaved up to {MOST_ROWS:,} of them, and these are {left.sum():,}: "
-                "Harvested(folder, interleave=False) reads part after part", "folder"
+                f"expected fewer than {MOST_ROWS:,} rows to interleave, got {left.sum():,}: "
+                "use Harvested(folder, interleave=False)", "folder"
             )  # fmt: skip
         draw, before = np.random.default_rng((_COUNTS, self._seed)), [np.zeros_like(left)]
         while left.any():
@@ -573,15 +573,15 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     """
     longest = lm.model.max_model_len - 1  # one token is generated
     if context is not None and check_whole(context, "context", 1) > longest:
-        raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
+        raise ProgramError(f"expected 1 to {longest} tokens for this model, got {context!r}", "context")
     longest = context or longest
     parts, starts, prompts, total, cut = [], [0], [0], 0, 0
     for number, document in enumerate(documents):
         ids = _ids(lm, document, number)
         if len(ids) > longest and overlong == "refuse":
             raise TokensError(
-                f"document {number} has {len(ids)} tokens, and a prompt at most {longest}: give overlong='cut' to "
-                "leave the rest out, or 'split' to run it as several prompts", "documents"
+                f"expected at most {longest} tokens, got {len(ids)} in document {number}: set overlong='cut' to "
+                "truncate it, or 'split' to run it as several prompts", "documents"
             )  # fmt: skip
         if overlong == "cut":
             cut += max(len(ids) - longest, 0)
@@ -591,7 +591,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
         total += len(ids)
         starts.append(total)
     if not total:
-        raise ProgramError("there are no documents, or all are empty", "documents")
+        raise ProgramError("expected at least one non-empty document", "documents")
     return TokenizedDocuments(np.concatenate(parts), np.array(starts, np.int64), np.array(prompts, np.int64), cut)
 
 
@@ -602,8 +602,8 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
         ids = np.array(list(document), object)
     if len(ids) and not (ids.min() >= 0 and ids.max() < lm.model.d_vocab):
         outside = next(int(i) for i in ids if not 0 <= i < lm.model.d_vocab)
-        raise TokensError(f"document {number}: token id {outside} is outside the vocabulary of {lm.model.d_vocab}",
-                          "documents")  # fmt: skip
+        raise TokensError(f"document {number}: token id {outside} is out of range for a vocabulary of "
+                          f"{lm.model.d_vocab}", "documents")  # fmt: skip
     return ids.astype(np.int32)
 
 
@@ -686,10 +686,10 @@ def make_plan(
 ) -> HarvestPlan:  # fmt: skip
     """Tokenise the documents and apply the filters. `parts`: their number, a function of the number of rows."""
     if sums and overlong == "split":
-        raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
+        raise ProgramError("'split' is not supported with sums: use overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)
     kept = filters.kept(tokens.ids, tokens.documents, lm.tokenizer)
     if not kept.any():
-        raise ProgramError(f"no row of {len(kept)} passes the filters", "filters")
+        raise ProgramError(f"none of the {len(kept)} rows passes the filters", "filters")
     count = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
     return HarvestPlan(tokens, kept, count, sums, seed)

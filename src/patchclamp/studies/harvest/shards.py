@@ -69,7 +69,7 @@ def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) ->
                 os.posix_fallocate(file.fileno(), 0, size)
             os.ftruncate(file.fileno(), size)
         except OSError as error:
-            raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None
+            raise CapacityError(f"no space for the {size} bytes of {path}: {error}") from None
         os.pwrite(file.fileno(), header, 0)
         mapped = mmap.mmap(file.fileno(), size)
     if hasattr(mmap, "MADV_RANDOM"):
@@ -115,14 +115,14 @@ class RowsFile(NamedTuple):
             for first in range(0, rows, size):
                 numbers = np.fromfile(file, ARRAYS[self.dtype], min(size, rows - first) * width)
                 if len(numbers) < min(size, rows - first) * width:
-                    raise ProgramError(f"{self.path} ends before its rows do")
+                    raise ProgramError(f"{self.path} is truncated")
                 yield numbers.reshape(-1, width)
 
 
 def _unreadable(path: Path, error: Exception) -> PatchclampError:
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return CapacityError(f"{path} cannot be mapped: too many files are open; raise ulimit -n")
-    return ProgramError(f"expected a shard of a harvest, got {path}: {type(error).__name__}: {error}")
+        return CapacityError(f"cannot map {path}: too many open files; raise ulimit -n")
+    return ProgramError(f"{path} is not a harvest shard: {type(error).__name__}: {error}")
 
 
 # -- statistics
@@ -267,7 +267,7 @@ class OpenPart(ABC):
         for site, blocks in zip(self._recipe.written, batch.rows, strict=True):
             for prompt, block, of_prompt in zip(batch.prompts, blocks, pieces, strict=True):
                 if block.shape != (shape := (self.rows_of([prompt]), site.width)):
-                    raise RunError(f"{site.name}: expected rows {list(shape)} of a prompt, got {list(block.shape)}")
+                    raise RunError(f"{site.name}: expected rows {list(shape)} for a prompt, got {list(block.shape)}")
                 for shard, rows, places in of_prompt:
                     if (site.name, shard) in self._rows:  # otherwise it is sealed
                         self._rows[site.name, shard][places] = block[rows]
@@ -436,7 +436,7 @@ def _parquet(table: Any) -> bytes:
 
 
 SPARE_FILES = 256
-WRITING = "take fewer sites, fewer and larger shards (shard_rows), or another number of parts"
+WRITING = "use fewer sites, fewer and larger shards (shard_rows), or another number of parts"
 READING = "read fewer sites at a time, or part after part (interleave=False)"
 
 
@@ -455,8 +455,8 @@ def allow_files(count: int, advice: str) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
     except (ValueError, OSError):
-        raise CapacityError(f"{count} files are open at a time, and this process may have {hard} open: raise that "
-                            f"limit (ulimit -Hn), or {advice}") from None  # fmt: skip
+        raise CapacityError(f"{count} files must be open at once, but this process may open {hard}: raise the limit "
+                            f"(ulimit -Hn), or {advice}") from None  # fmt: skip
 
 
 # -- threads

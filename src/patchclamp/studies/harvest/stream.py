@@ -29,7 +29,7 @@ Columns = dict[str, np.ndarray]
 
 
 class FilledPart(NamedTuple):
-    """The token of the row at each place, by its number, and the rows of each of `Recipe.written`, by name."""
+    """The token index of the row at each place, and the rows of each of `Recipe.written` by name."""
 
     tokens: np.ndarray
     rows: Columns
@@ -116,7 +116,7 @@ class HarvestStream(IterableDataset[Values]):
 
     def __iter__(self) -> Iterator[Values]:
         if get_worker_info() is not None:
-            raise ProgramError("a stream runs the model, which a worker lacks: DataLoader(stream, batch_size=None, "
+            raise ProgramError("DataLoader workers cannot run the model: use DataLoader(stream, batch_size=None, "
                                "num_workers=0)", "num_workers")  # fmt: skip
         return self._read()
 
