@@ -69,6 +69,7 @@ def test_an_exported_model_equals_its_program(family, program, tied, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_an_exported_model_runs_on_stock_vllm(tmp_path, on_stock):
     """A tied Llama, which is untied and gets biases by its config's flags, and a GPT-2."""
     wanted, engines = [], []

@@ -192,6 +192,7 @@ def test_each_token_of_a_session_is_sent_once(lm):
     assert engine_core(lm).patchclamp._scores._lanes == {}
 
 
+@pytest.mark.slow
 def test_a_core_in_another_process(tiny, lm):
     """Where outputs wait for verdicts on programs while their blocks get other tokens; and a lens reads rows there."""
     with pc.LM(tiny, engine="vllm", probes=PROBES, multiprocess_mode=True, **OPTIONS, **FEW_BLOCKS) as apart:

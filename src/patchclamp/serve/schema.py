@@ -262,11 +262,7 @@ TYPES: dict[Any, Any] = {  # the JSON types of op fields
     tuple[Op, ...]: list[dict[str, Any]],
     tuple[Translator, ...]: list[TranslatorValue],
 }
-
-
-def _written(kind: Any) -> Any:
-    """The JSON type of an op's field."""
-    return next((of | None for inner, of in TYPES.items() if kind == inner | None), TYPES.get(kind, kind))
+TYPES |= {kind | None: of | None for kind, of in TYPES.items()}
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
@@ -275,7 +271,7 @@ def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
         is_json = default in (..., None) or isinstance(default, (int, float, str))
-        fields[field.name] = _written(field.type), default if is_json else str(default)
+        fields[field.name] = TYPES.get(field.type, field.type), default if is_json else str(default)
     return create_model(f"{op.__name__}Op", __base__=Closed, __doc__=inspect.getdoc(op), **fields)
 
 

@@ -66,7 +66,7 @@ def of_error(error: PatchclampError) -> dict[str, Any]:
     return {"error": type(error).__name__, "status": error.status, "op": op[0] if op else None}
 
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 2.0
 GRACE_S = 3.0  # for a client to reconnect after its connection closed
 
 
@@ -78,7 +78,6 @@ class Leases:
     def __init__(self, engine: AsyncEngine, lease_s: float, hear: Callable[[], Awaitable[None]]) -> None:
         self._engine, self._lease_s, self._hear = engine, lease_s, hear
         self._looking = asyncio.ensure_future(self._look())
-        self._freeing: set[asyncio.Task[None]] = set()
         self._connections: Counter[str] = Counter()  # open heartbeat connections by session
 
     def renew(self, session: str) -> None:
@@ -102,19 +101,11 @@ class Leases:
             return
         del self._connections[session]
         self._engine.renew(session, self._lease_s - GRACE_S)
-        task = asyncio.ensure_future(self._free_soon())
-        self._freeing.add(task)
-        task.add_done_callback(self._freeing.discard)
 
     async def end(self, session: str) -> None:
         """Ends a client's lease now."""
         self._engine.renew(session, self._lease_s + 1)
         await self._engine.free_dead(self._lease_s)
-
-    async def _free_soon(self) -> None:
-        await asyncio.sleep(GRACE_S + 0.1)
-        with contextlib.suppress(Exception):
-            await self._engine.free_dead(self._lease_s)
 
     async def _look(self) -> None:
         while True:
