@@ -489,9 +489,9 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
     [
         (dict(sites=["z"], group=0), pc.ProgramError, "group: expected a whole number"),
         (dict(group=1), pc.ProgramError, "sites[0].group: resid_pre has no heads"),
-        (dict(sites=["z[0, 5]"]), pc.UnsupportedSite, "sites[0]: z[:, 5]: this model has 2 heads"),
+        (dict(sites=["z[0, 5]"]), pc.UnsupportedSite, "sites[0]: z[:, 5]: head is out of range"),
         (dict(window=0), pc.ProgramError, "window: expected a whole number"),
-        (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
+        (dict(direction="forward"), pc.UnknownName, "direction: unknown direction 'forward'; available: denoising"),
         (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
         (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
@@ -517,7 +517,7 @@ def test_a_vector_of_another_width_is_told_before_anything_runs(monkeypatch):
     with pc.LM("fake") as lm:
         lm.bank["short"] = np.ones(5)
         monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
-        with pytest.raises(pc.ShapeError, match=r"source: resid_pre\[0\] is 16 wide; the vector is \[5\]"):
+        with pytest.raises(pc.ShapeError, match=r"source: .*resid_pre\[0\].*\[5\]"):
             patch_sweep(lm, **ASKED, source="bank:short")
 
 
@@ -568,7 +568,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver is downstream"),
-        (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
+        (path_patch, dict(freeze=["resid_pre"]), "freeze: unknown site to freeze 'resid_pre'"),
         (path_patch, dict(corrupt="The Colosseum is in"), "has no partner in the clean prompt"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]), "pair 1.positions"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),

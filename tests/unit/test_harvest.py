@@ -492,7 +492,7 @@ def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "kind", "text"), [
     ({"sites": []}, ProgramError, "sites: "),
-    ({"sites": ["resid_pots"]}, UnknownName, "sites[0]: no site 'resid_pots'"),
+    ({"sites": ["resid_pots"]}, UnknownName, "sites[0]: unknown site 'resid_pots'"),
     ({"sites": "logits"}, pc.UnsupportedSite, "sites[0]: logits has rows of generated tokens alone"),
     ({"dtype": "int8"}, UnknownName, "int8"),
     ({"seed": -1}, ProgramError, "seed: "),
@@ -506,7 +506,7 @@ def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
     ({"checkpoint_bytes": -5}, ProgramError, "checkpoint_bytes: expected a whole number from 0 on, got -5"),
     ({"checkpoint_bytes": "1"}, ProgramError, "checkpoint_bytes: expected a whole number from 0 on, got '1'"),
     ({"context": 999}, ProgramError, "context: a prompt may have 1 to 127 tokens here, not 999"),
-    ({"overlong": "drop"}, ProgramError, "overlong: no overlong 'drop'; there are: refuse, cut, split"),
+    ({"overlong": "drop"}, ProgramError, "overlong: unknown overlong 'drop'; available: refuse, cut, split"),
     ({"sums": True, "overlong": "split"}, ProgramError, "overlong: the sum over a document"),
     ({"project": np.ones((3, 4))}, pc.ShapeError, "project: resid_post[1] is 16 wide; its matrix is [3, 4]"),
     ({"project": {"resid_post[0]": np.ones((3, 16))}}, ProgramError, "project: no matrix for resid_post[1]"),

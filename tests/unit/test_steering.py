@@ -330,14 +330,14 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (dict(method="men"), "method: no method 'men' (did you mean 'mean'?)"),
+        (dict(method="men"), "method: unknown method 'men' (did you mean 'mean'?)"),
         (dict(positive=[]), "positive: expected at least one"),
         (dict(negative=["a", None]), "negative[1]: expected a prompt"),
         (dict(negative=NEGATIVE[:3], method="pca"), "method: PCA is of pairs"),
         (dict(site="resid_post[2]"), "site: expected a site without layers"),
         (dict(site="neurons"), "site: the rows of neurons are not as wide"),
         (dict(site="embed"), "site: embed has no layers"),
-        (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
+        (dict(layers=[3]), "layers: resid_post[3]: layer is out of range"),
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: expected a share from 0 to below 1"),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),
