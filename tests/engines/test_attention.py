@@ -166,13 +166,13 @@ def test_reading_changes_nothing_and_other_captures_stay(narrow, engine):
 def test_what_cannot_be_read_says_why(narrow, engine, monkeypatch):
     lm = narrow.get(engine, "float32")
     monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 1 << 16)
-    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: with pattern of 31 tokens in 8 layers, .* bytes"):
+    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: .*31 tokens"):
         lm.run(PROMPTS[1] + " and to", capture=pc.pattern)
     monkeypatch.undo()
     with pytest.raises(pc.UnsupportedSite, match=r"edits\[0\].value: pattern\[0\]"):
         lm.run(PROMPTS[0], edits=pc.Replace(pc.SameRun("pattern[0]"), at=pc.z[1]), max_tokens=1)
     monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 20_000)
-    with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: with pattern of 1 tokens in 8 layers"):
+    with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: .*pattern of 1 token"):
         lm.run(PROMPTS[0], capture=[pc.Capture(pc.pattern, pc.prompt[-1]), pc.Capture(pc.pattern, pc.prompt[-1])])
     monkeypatch.undo()
     [run] = lm.run([PROMPTS[0]], capture=pc.Capture(pc.pattern[0], keys="generated[5]"), **NEW)

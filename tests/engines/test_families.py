@@ -39,7 +39,7 @@ IDS = {"dtype": "float32", "skip_tokenizer_init": True}
 PROMPTS = [list(range(5, 25)), list(range(100, 112))]
 SAMPLED = {"max_tokens": 3, "sampling": {"ignore_eos": True}}
 # what a family lacks, and why
-MIXER, FUSED = {"mixer_out": "has attention"}, {"neurons": "fused kernel", "mixer_out": "has attention"}
+MIXER, FUSED = {"mixer_out": "have attention"}, {"neurons": "fused kernel", "mixer_out": "have attention"}
 ROUTER, EXPERTS = MIXER | {"router": "no experts"}, {"router": "no experts"}
 LATENT = MIXER | dict.fromkeys("qkv", "latent")
 ITSELF = ROUTER | dict.fromkeys(("attn_in", "mlp_in"), "directly")

@@ -122,7 +122,7 @@ def test_a_program_that_could_never_run_is_not_kept(http):
             422,
             "edits[0].at: attn_out[99]: layer is out of range",
         ),
-        ([{"type": "scale", "factor": 0, "at": "attn_oot[1]"}], 400, "edits[0].at: no site"),
+        ([{"type": "scale", "factor": 0, "at": "attn_oot[1]"}], 400, "edits[0].at: unknown site"),
         ([{"type": "capture", "at": "embed"}], 400, "captures nothing"),
         ([], 400, "captures nothing"),
         ([{"type": "apply", "fn": "print", "at": "embed"}], 400, "edits[0].type: unknown op 'apply'"),
