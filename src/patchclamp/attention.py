@@ -146,7 +146,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return save_page(self.picture(*names), path)
 
     def _repr_html_(self) -> str | None:
-        """The text, where pointing at a token shows what it attends to; None, for the plain text, without patterns."""
+        """The text, where hovering over a token shows what it attends to; None without patterns, for plain text."""
         try:
             return self.picture().text()
         except ProgramError:
@@ -158,7 +158,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return [self._read(at, ref, path) for ref in self._refs(at)]
 
     def layers(self, at: Site, path: str = "") -> list[int]:
-        """The layers of these results."""
+        """The layers of `of_layers`."""
         return [ref.layer for ref in self._refs(at) if ref.layer is not None and self._kept(at, ref, path)]
 
     def _refs(self, at: Site) -> list[SiteRef]:
@@ -169,7 +169,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return [each for each in self._ops.get((at.name, ref.layer), []) if path in ("", each[2].path)]
 
     def _heads(self, ref: SiteRef) -> tuple[int, int]:
-        """The first head of a site, and the one after its last."""
+        """The heads of a site, half-open."""
         sizes = self._run.site_map.sizes
         return (
             (0, sizes.heads)
@@ -178,7 +178,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         )
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
-        """The last capture of all heads of a site, with the number of its rows; None if there is none."""
+        """The last capture that has all heads of a site, with the number of its rows; None without one."""
         first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
         return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
@@ -186,7 +186,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
     def _read(self, at: Site, ref: SiteRef, path: str) -> AttentionResult:
         run, (first, end), found = self._run, self._heads(ref), self._found(at, ref, path)
         if found is None:
-            raise MissingSource(f"{ref} was not captured; this run has: {', '.join(self) or 'no attention'}")
+            raise MissingSource(f"{ref} was not captured; available: {', '.join(self) or 'none'}")
         number, reader, bound = found
         positions, rows = run.private_rows(ref.point, number, str(ref))
         values_THK = np.asarray(rows).reshape(len(rows), reader.heads, rows.shape[1] // reader.heads)
@@ -202,7 +202,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         else:
             keys = run.select(op.keys or every)
             if not len(keys):
-                raise TokensError(f"{op.keys}: the selection has no token, so that there are no keys", "keys")
+                raise TokensError(f"{op.keys}: the selection is empty, so there are no keys", "keys")
             values_THK = values_THK[..., _range_of(keys)]
         if isinstance(at.index, int):
             values_THK = values_THK[:, 0]
@@ -214,7 +214,7 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
     """`run[site]` of an attention site: [T, H, K], or [L, T, H, K] for several layers."""
     several = read.of_layers(at, path)
     if any(each.keys is not None and each.keys.ndim > 1 for each in several):
-        raise ProgramError(f"{at} was captured with top=: read run.attention[{str(several[0].site)!r}], with its keys")
+        raise ProgramError(f"{at} was captured with top=: use run.attention[{str(several[0].site)!r}], with its keys")
     if any(each.positions != several[0].positions for each in several):
         raise ProgramError(f"{at}: its layers have different positions: read one layer at a time")
     try:
@@ -228,5 +228,5 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
 
 
 def _range_of(index: np.ndarray) -> np.ndarray | slice:
-    """The slice of consecutive numbers, which needs no copy; other numbers unchanged."""
+    """Consecutive numbers as a slice, which avoids a copy; other numbers unchanged."""
     return slice(int(index[0]), int(index[-1]) + 1) if len(index) and (np.diff(index) == 1).all() else index

@@ -48,27 +48,27 @@ def count_of(sampling: dict[str, Any]) -> int:
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
-        raise ProgramError(f"expected a whole number from 1 to {MAX_RUNS}, got {count!r}", "sampling.n")
+        raise ProgramError(f"expected an integer from 1 to {MAX_RUNS}, got {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
-        raise ProgramError(f"{count} greedy runs would all be the same; give a temperature", "sampling.n")
+        raise ProgramError(f"{count} greedy runs would be identical; set a temperature", "sampling.n")
     return int(count)
 
 
 def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[str, Any]]:
-    """The sampling parameters of each prompt. `given`: those that are arguments of the call, None if they are not."""
+    """The sampling parameters of each prompt. `given`: those passed as arguments of the call, or None."""
     given = {name: value for name, value in given.items() if value is not None}
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
     )
     named = (isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in samplings)
     if len(samplings) != prompts or not all(named):
-        raise ProgramError(f"expected names and values, or a list of {prompts} of them, one per prompt", "sampling")
+        raise ProgramError(f"expected a mapping of options, or one per prompt ({prompts})", "sampling")
     for name in ("max_tokens", "logprobs", "prompt_logprobs"):
         if any(name in one for one in samplings):
-            raise ProgramError(f"{name} is an argument of the call: {name}=…", f"sampling.{name}")
+            raise ProgramError(f"pass {name}= as an argument of the call", f"sampling.{name}")
     for name in given:
         if any(name in one for one in samplings):
-            raise ProgramError(f"{name} is given twice: as an argument and in sampling", f"sampling.{name}")
+            raise ProgramError(f"duplicate {name}: given as an argument and in sampling", f"sampling.{name}")
     return [{**one, **given} for one in samplings] if given else samplings
 
 
@@ -89,17 +89,17 @@ def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
     if seed in (None, -1):
         return sampling
     if not is_token_id(seed) or not -(2**63) <= seed + number < 2**63:
-        raise ProgramError(f"expected a whole number of 64 bits, got {seed!r}", "sampling.seed")
+        raise ProgramError(f"expected a 64-bit integer, got {seed!r}", "sampling.seed")
     if seed + number == -1:
         raise ProgramError(
-            f"seeds count up from {seed}, and -1 means no seed; start from another number", "sampling.seed"
+            f"seeds count up from {seed} and include -1, which means no seed; use a different seed", "sampling.seed"
         )
     return {**sampling, "seed": seed + number}
 
 
 def fuzz_of(extra: Any) -> tuple[Op, ...]:
     if extra is not None and not isinstance(extra, Mapping):
-        raise ProgramError(f"expected names and values, got {type(extra).__name__}", "sampling.extra_args")
+        raise ProgramError(f"expected a mapping, got {type(extra).__name__}", "sampling.extra_args")
     try:
         return fuzz(dict(extra or {}))
     except PatchclampError as error:
@@ -120,7 +120,7 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
         if not all(isinstance(item, (list, tuple)) for item in items):
             raise ProgramError("expected one list for all prompts, or a list of lists, one per prompt", name)
         if len(items) != prompts:
-            raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
+            raise ProgramError(f"expected one list per prompt ({prompts}), got {len(items)}", name)
         return items
     return [items] * prompts
 
@@ -129,7 +129,7 @@ def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
     """The condition that ends the run of each prompt, if any."""
     each = list(stop_when) if isinstance(stop_when, (list, tuple)) else [stop_when] * prompts
     if len(each) != prompts:
-        raise ProgramError(f"{len(each)} conditions for {prompts} prompts", "stop_when")
+        raise ProgramError(f"expected one condition per prompt ({prompts}), got {len(each)}", "stop_when")
     return each
 
 
@@ -138,7 +138,7 @@ def top_logprobs_of(logprobs: Any, scores: Sequence[Any], name: str = "logprobs"
     token; None: no log-probabilities. `name`: of the argument."""
     each = logprobs if isinstance(logprobs, (list, tuple)) else [logprobs] * len(scores)
     if len(each) != len(scores):
-        raise ProgramError(f"{len(each)} values for {len(scores)} prompts", name)
+        raise ProgramError(f"expected one value per prompt ({len(scores)}), got {len(each)}", name)
     return [_top_logprobs_of(one, len(tokens) > 0, name) for one, tokens in zip(each, scores, strict=True)]
 
 
@@ -148,7 +148,7 @@ def _top_logprobs_of(logprobs: Any, scored: bool, name: str) -> int | None:
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:
         raise ProgramError(f"expected True, or a number from 1 to {MAX_SCORES}, got {logprobs!r}", name)
     if scored:
-        raise ProgramError("top log-probabilities are not available with score=; write logprobs=True", "logprobs")
+        raise ProgramError("top log-probabilities are not supported with score=; use logprobs=True", "logprobs")
     return int(logprobs)
 
 

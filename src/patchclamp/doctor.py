@@ -57,7 +57,7 @@ def _vllm(engine: str | None) -> list[Finding]:
 
         return [*machine(), *seams()]
     except (ImportError, OSError, RuntimeError) as error:  # a broken installation
-        return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "reinstall it")]
+        return [Finding("versions", "vllm", "problem", f"import failed: {error}", "reinstall it")]
 
 
 def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
@@ -65,7 +65,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
     try:
         lm = LM(model, engine, **options)
     except PatchclampError as error:
-        return [Finding("configuration", "start", "problem", str(error), "fix what it names, and try again")]
+        return [Finding("configuration", "start", "problem", str(error), "fix the reported problem and retry")]
     with lm:
         m = lm.model
         described = f"{m.family}, {m.layers} layers, width {m.d_model}, {m.dtype}, on {m.engine}"
@@ -74,7 +74,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
             of_engine = list(lm.engine.report())
             proofs = prove(lm)
         except PatchclampError as error:
-            return [model_loads, Finding("sites", "proof", "problem", str(error), "report it, with the model's name")]
+            return [model_loads, Finding("sites", "proof", "problem", str(error), "report this with the model's name")]
         configuration = [finding for finding in of_engine if finding.part == "configuration"]
         others = [finding for finding in of_engine if finding.part != "configuration"]
         return [model_loads, *configuration, *map(_site, proofs), *others]

@@ -157,12 +157,13 @@ def near(word: object, known: Iterable[str]) -> str:
 def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
     """The error for an unknown name, with close matches and all known names."""
     known = list(known)
-    return UnknownName(f"no {what} {word!r:.200}{near(word, known)}; there are: {', '.join(known)}", path)
+    listed = ", ".join(known) or "none"
+    return UnknownName(f"unknown {what} {word!r:.200}{near(word, known)}; available: {listed}", path)
 
 
 def not_finite(site: str) -> NotFinite:
     """The error of a run whose edits at a site overflow. The rows are left unedited."""
-    return NotFinite(f"the edits at {site} make numbers that are not finite; they were not written")
+    return NotFinite(f"the edits at {site} produce values that are not finite; they were not written")
 
 
 def describe_error(error: BaseException) -> str:

@@ -145,7 +145,7 @@ def export(
     changes = plan.apply(net)
     error = _largest(_logprobs(net, ids), wanted)
     if not error <= MAX_ERROR:
-        raise ModelError(f"the new weights are not equal to the program: a log-probability differs by {error:.2g}")
+        raise ModelError(f"the new weights do not match the program: a log-probability differs by {error:.2g}")
     stored = original if stored is None else stored
     for tensor in net.state_dict().values():
         if tensor.is_floating_point():
@@ -160,7 +160,7 @@ def export(
         del net
         found = _logprobs(_load(str(partial))[0], ids)
         if not _largest(found, expected) <= MAX_ERROR:
-            raise ModelError(f"the folder does not read as it was written: {_largest(found, expected):.2g} apart")
+            raise ModelError(f"the reloaded checkpoint differs by {_largest(found, expected):.2g} in a log-probability")
         count = len(prompts or ()) or RANDOM_PROMPTS
         result = Exported(
             out, float(np.mean([kl(p, q) for p, q in zip(before[:count], found, strict=False)])), error,
@@ -190,7 +190,7 @@ class _Plan:
     def __init__(self, lm: LM, program: Program) -> None:
         self._lm, self._sites = lm, lm.sites
         if program.capture:
-            raise ProgramError("a checkpoint captures nothing: export a program of edits", "capture[0]")
+            raise ProgramError("expected a program without captures, which a checkpoint cannot make", "capture[0]")
         if not program.edits:
             raise ProgramError("expected at least one edit", "edits")
         rng = np.random.default_rng(1)
@@ -216,11 +216,9 @@ class _Plan:
                 self._read(op.scaled(edit), f"{path}.{op.name}[{i}]")
             return
         if not isinstance(op, (Add, Ablate, LowRank)):
-            raise ProgramError(
-                f"{type(op).__name__} is not exported: Add, Ablate and LowRank are linear maps of one projection", path
-            )
+            raise ProgramError(f"{type(op).__name__} cannot be exported: only Add, Ablate and LowRank can", path)
         if op.tokens != every:
-            raise ProgramError(f"weights act on all tokens, got {op.tokens}", f"{path}.tokens")
+            raise ProgramError(f"expected all tokens, since weights act on all, got {op.tokens}", f"{path}.tokens")
         try:
             fields = [field for field in ("value", "directions", "weight", "rotation") if hasattr(op, field)]
             op = msgspec.structs.replace(op, **{field: self._vector(getattr(op, field), field) for field in fields})
@@ -236,8 +234,8 @@ class _Plan:
                     self.at.setdefault((op.at.name, ref.layer), []).append(_Edit(path, change))
             else:
                 raise UnsupportedSite(
-                    f"{type(op).__name__} at {op.at} is not exported: expected attn_out or mlp_out, or an Ablate of "
-                    "embed, or of every resid_pre, resid_mid and resid_post", "at"
+                    f"{type(op).__name__} at {op.at} cannot be exported: expected attn_out or mlp_out, or an Ablate at "
+                    "embed or at every resid_pre, resid_mid and resid_post", "at"
                 )  # fmt: skip
         except PatchclampError as error:
             raise error.under(path) from None
@@ -245,7 +243,7 @@ class _Plan:
     def _change(self, op: Add | Ablate | LowRank) -> Callable[[torch.Tensor, bool], torch.Tensor]:
         if isinstance(op, Add):
             if op.norm is not None:
-                raise ProgramError("an Add of matched norm depends on the row, and is not exported", "norm")
+                raise ProgramError("Add with norm='match' cannot be exported, since it depends on the row", "norm")
             added_D = op.scale * _rows(op.value)[0]
             return lambda h_ND, constant: h_ND + added_D if constant else h_ND
         if isinstance(op, Ablate):
@@ -259,21 +257,21 @@ class _Plan:
     def _vector(self, value: Any, field: str) -> Vector:
         found = self._lm.bank[value.name] if isinstance(value, Named) else value
         if not isinstance(found, Vector) or (field == "value" and len(found.shape) != 1):
-            raise ProgramError("expected one vector for all tokens, as numbers or by its name in the bank", field)
+            raise ProgramError("expected one vector for all tokens, as numbers or a bank name", field)
         return found
 
     def _of_stream(self, op: Op, path: str) -> None:
         assert isinstance(op, SiteOp)
         if not isinstance(op, Ablate) or op.strength != 1.0:
             raise UnsupportedSite(
-                f"{type(op).__name__} at {op.at} adds up from layer to layer, and is not exported: expected an "
-                "Ablate of strength 1, or attn_out or mlp_out", "at"
+                f"{type(op).__name__} at {op.at} cannot be exported, since it accumulates over layers: expected an "
+                "Ablate with strength 1, or attn_out or mlp_out", "at"
             )  # fmt: skip
         basis = _rows(orthonormal(op.directions)).numpy()
         if self._basis is None:
             self._basis = basis
         elif not np.allclose(basis.T @ basis, self._basis.T @ self._basis, atol=1e-6):
-            raise ProgramError("expected the directions of the other ablations of the stream", "directions")
+            raise ProgramError("expected the same directions as the other ablations of the stream", "directions")
         self._stream |= {ref.point: path for ref in self._sites.resolve(op.at)}
 
     def _every_write(self, basis: np.ndarray) -> None:
@@ -283,17 +281,17 @@ class _Plan:
                 if point.kind in ("stream", "mid", "stream_end") and point.number not in self._stream]  # fmt: skip
         if left:
             raise UnsupportedSite(
-                f"the stream is not ablated at {self._sites.label(left[0])}: weights ablate what is written to it, "
-                "which is every resid_pre, resid_mid and resid_post", path
+                f"the stream is not ablated at {self._sites.label(left[0])}: weights can only ablate it at every "
+                "resid_pre, resid_mid and resid_post", path
             )  # fmt: skip
         if self.embed:
-            raise ProgramError("expected embed or the stream, which begins with it, got both", self.embed[0].path)
+            raise ProgramError("expected either embed or the stream, got both", self.embed[0].path)
         written = [(name, layer) for name in INPUT for layer in self._sites.layers_with(name)]
         change = self._change(Ablate(basis, Site("attn_out")))
         run = self._captured(Site("resid_pre", 0), Site("resid_post", -1), *{Site(name) for name, _ in written})
         end, start = run[f"resid_post[{self._sites.layers - 1}]"], run["resid_pre[0]"]
         if not _is_close(sum((run[f"{name}[{layer}]"] for name, layer in written), start), end):
-            raise UnsupportedSite("more is written to the stream than attn_out and mlp_out", path)
+            raise UnsupportedSite("the stream is not the sum of embed, attn_out and mlp_out", path)
         self.embed.append(_Edit(path, change))
         for place in written:
             self.at.setdefault(place, []).append(_Edit(path, change))
@@ -317,7 +315,7 @@ class _Plan:
         factor = float((rows_ND * made_ND).sum() / (made_ND * made_ND).sum())
         if not _is_close(factor * made_ND, rows_ND):
             raise UnsupportedSite(
-                f"{name}[{layer}] is not a multiple of its projection's output: a norm follows, or other code", path
+                f"{name}[{layer}] is not a multiple of its projection's output; a norm may follow it", path
             )
         return 1.0 if math.isclose(factor, 1.0, rel_tol=MAX_RTOL) else factor
 
@@ -354,10 +352,10 @@ class _Plan:
         if head.weight is not net.get_input_embeddings().weight:
             return []
         if type(net).__name__ in ALWAYS_TIED:
-            raise UnsupportedSite(f"vLLM's {type(net).__name__} ties the unembedding to the embedding", path)
+            raise UnsupportedSite(f"vLLM always ties the unembedding of {type(net).__name__} to the embedding", path)
         head.weight = torch.nn.Parameter(head.weight.clone())
         net.config.tie_word_embeddings = False
-        return ["The unembedding was tied to the embedding; it is stored as it was."]
+        return ["The unembedding was tied to the embedding; it is stored separately, unchanged."]
 
     def _project(self, net: Any, name: str, layer: int, edits: list[_Edit]) -> None:
         module = find(net, self.module(name, layer))
@@ -390,8 +388,8 @@ def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
     """Give every projection of a kind of block a bias of zeros, as the config's flag does."""
     if type(net).__name__ not in WITH_FLAGS:
         raise UnsupportedSite(
-            f"{type(net).__name__} has no bias at {name}, which a constant needs: export an Ablate, or a LowRank "
-            "without bias", path
+            f"{type(net).__name__} has no bias at {name}, which a constant requires: export an Ablate, or a "
+            "LowRank without bias", path
         )  # fmt: skip
     setattr(net.config, BIAS_FLAGS[name], True)
     for layer in range(net.config.num_hidden_layers):
@@ -425,7 +423,7 @@ def _load(model: str) -> tuple[Any, torch.dtype]:
 
     config = AutoConfig.from_pretrained(model)
     if getattr(config, "quantization_config", None) is not None or config.get_text_config() is not config:
-        raise ModelError("expected the checkpoint of a text model that is not quantised", "model")
+        raise ModelError("expected an unquantised checkpoint of a text model", "model")
     return load_net(model, torch.float32).eval(), cast(torch.dtype, config.dtype or torch.float32)
 
 

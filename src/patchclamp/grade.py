@@ -38,18 +38,18 @@ Item = TypeVar("Item")
 def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], ...]:
     """The token ids of each score: a text, an id, or a list of ids. `bare`: encodes a text without special tokens."""
     if isinstance(score, (set, frozenset)):
-        raise TokensError(f"expected answers in order, got a set {score!r:.100}", "score")
+        raise TokensError(f"expected a list of answers, got a set {score!r:.100}", "score")
     items = [score] if isinstance(score, str) or is_token_id(score) else as_items(score, "score")
     found: list[tuple[int, ...]] = []
     for i, item in enumerate(items):
         if isinstance(item, (set, frozenset)):
-            raise TokensError(f"expected token ids in order, got a set {item!r:.100}", f"score[{i}]")
+            raise TokensError(f"expected a list of token ids, got a set {item!r:.100}", f"score[{i}]")
         ids = bare(item) if isinstance(item, str) else [item] if is_token_id(item) else as_items(item, f"score[{i}]")
         if not ids:
             raise TokensError(f"{item!r} has no tokens", f"score[{i}]")
         for token in ids:
             if not is_token_id(token) or not 0 <= token < d_vocab:
-                raise TokensError(f"{token!r} is not a token id below {d_vocab}", f"score[{i}]")
+                raise TokensError(f"expected a token id from 0 to {d_vocab - 1}, got {token!r}", f"score[{i}]")
         found.append(tuple(int(token) for token in ids))
     return tuple(found)
 
@@ -83,7 +83,7 @@ def bound_job(
     read = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
     for i, program in enumerate(read):
         if program.capture:
-            raise ProgramError("programs to grade do not capture: give the sites as capture=", f"programs[{i}].capture")
+            raise ProgramError("expected no captures: pass the sites as capture=", f"programs[{i}].capture")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
         except PatchclampError as error:
@@ -202,7 +202,7 @@ def _logits(engine: Engine) -> int:
 def _request(
     engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, asks_kl: bool
 ) -> Request:
-    """The request of one program. Its positions count the prompt's tokens, so those after it are `suffix`."""
+    """The request of one program, whose prompt is followed by `suffix`."""
     run, prompt = engine.run_prefix + secrets.token_hex(8), [*job.prompt, *suffix]
     bound, code = job.bound(number) if number >= 0 else None, dict[int, Code]()
     if bound is not None:

@@ -124,7 +124,7 @@ class LM:
         if allow_code and self.engine.remote:
             if self.engine is not engine:
                 self.close()
-            raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
+            raise EngineError("allow_code requires the engine in this process: one worker, no multiprocess_mode")
 
     @property
     def model(self) -> Model:
@@ -294,7 +294,7 @@ class LM:
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         lists = list(programs) if listed else [programs]
         if len(lists) != len(prompts):
-            raise ProgramError(f"expected a list of programs for each of {len(prompts)} prompts", "programs")
+            raise ProgramError(f"expected one list of programs per prompt ({len(prompts)})", "programs")
         kl, top = as_flag(kl, "kl"), read_top(top)
         scores = read_scores(score, self.tokenizer.bare, self.model.d_vocab)
         terms = [[(each[:i], token) for i, token in enumerate(each)] for each in scores]
@@ -309,7 +309,7 @@ class LM:
             wanted = Program.of((), capture)
             for path, op in wanted.ops:
                 if not isinstance(op, Capture) or op.at.name in DERIVED:
-                    message = "grades have rows of sites: read probes, lenses and attention from the runs of lm.run"
+                    message = "grades capture only rows of sites: use lm.run for probes, lenses and attention"
                     raise ProgramError(message, path)
             for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
@@ -367,7 +367,7 @@ class LM:
         prompts, listed = self._prompts(prompt, None, None)
         continuations = list(continuation) if listed else [continuation]
         if len(continuations) != len(prompts):
-            raise ProgramError(f"expected a continuation for each of {len(prompts)} prompts", "continuation")
+            raise ProgramError(f"expected one continuation per prompt ({len(prompts)})", "continuation")
         bindings = self.bindings()
         jobs: list[GradeJob] = []
         are_several = [_are_several(given) for given in continuations]
@@ -392,10 +392,10 @@ class LM:
     ) -> GradeJob:  # fmt: skip
         longest = max((len(suffix) for score in scores for suffix, _ in score), default=0) + 1
         if len(prompt.ids) + longest > self.model.max_model_len:
-            raise TokensError(f"{len(prompt.ids)} prompt tokens and {longest} more exceed max_model_len="
+            raise TokensError(f"{len(prompt.ids)} prompt tokens and {longest} further tokens exceed max_model_len="
                               f"{self.model.max_model_len}")  # fmt: skip
         if prompt.expanded is not None:
-            raise ProgramError("programs are graded on prompts of text", "prompt")
+            raise ProgramError("grading prompts with images is not supported", "prompt")
         given = prompt_of(self.tokenizer, prompt.ids, prompt.text, prompt.chat, [])
         return bound_job(self.engine.run_prefix + _key(), given, programs, scores, longest, kl, top, bindings)
 
@@ -408,7 +408,7 @@ class LM:
         return self._grade_job(_Prompt(list(prompt)), programs, scores, kl, top, bindings or self.bindings())
 
     def bindings(self) -> Bindings:
-        """New bindings of programs to this model."""
+        """Create bindings of programs to this model."""
         return Bindings(self.sites, self._source, self.bank, self.allows_code)
 
     @property
@@ -422,7 +422,7 @@ class LM:
             except PatchclampError as error:  # such as a lack of room, which may pass
                 return f"a batch failed: {error}"
             if engine.batch_difference:
-                logger.warning("patchclamp: programs are graded as requests, which takes longer: %s",
+                logger.warning("patchclamp: grading programs as individual requests, which is slower: %s",
                                engine.batch_difference)  # fmt: skip
         return engine.batch_refusal or engine.batch_difference or ""
 
@@ -447,7 +447,7 @@ class LM:
                 found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
             off = float(np.maximum(off, np.abs(found[0] - found[1]).max()))  # NaN if any is
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
-        return "" if off <= most else f"log-probabilities in a batch were {off:.1e} off those of requests"
+        return "" if off <= most else f"log-probabilities differ by {off:.1e} between a batch and requests"
 
     def _proof(self, length: int, scores: int) -> GradeJob:
         """A job of edited and unedited cells of a random prompt. The third score is of two tokens."""
@@ -460,7 +460,7 @@ class LM:
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> None:
-        """Run programs in batches, but for refused ones, which their tables lack afterwards."""
+        """Run programs in batches, except refused ones, which stay missing from their tables."""
         try:
             for i, programs in self.engine.grade([job.without_refused() for job in jobs], tables):
                 tell(i, programs[~np.isin(programs, list(jobs[i].refused))])
@@ -475,13 +475,13 @@ class LM:
         """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
         is called with the number of a job, its grades so far, and the numbers of programs that were graded. With
         the route "bulk", raises `CapacityError` if they do not all run in batches."""
-        reason = "asked for" if route == "requests" else self.batch_refusal
+        reason = "requested by the caller" if route == "requests" else self.batch_refusal
         reasons = [reason or self._job_refusal(job) for job in jobs]
         tables = [GradeTable(job) for job in jobs]
         grades = [table.grades(route) for table in tables]
 
         def run(way: Callable[..., None], which: Sequence[int], *args: Any) -> None:
-            """Run these jobs in one way."""
+            """Run these jobs by one route."""
 
             def graded(i: int, programs: np.ndarray) -> None:
                 tell(which[i], grades[which[i]], programs)
@@ -577,13 +577,13 @@ class LM:
         room = self._capture_bytes or int(MEMORY_SHARE * available_bytes())
         if size > room:
             raise CapacityError(
-                f"the captures take {size / 1e9:.3g} GB and there is room for {room / 1e9:.3g} GB: capture fewer sites "
+                f"the captures take {size / 1e9:.3g} GB, over the limit of {room / 1e9:.3g} GB: capture fewer sites "
                 "or positions (`@ pc.prompt[-1]`), with project= or dtype='float16', make several calls, or write them "
                 "to disk with pc.studies.harvest; pc.LM(capture_bytes=) sets another limit", "capture"
             )  # fmt: skip
 
     def _runs_of(self, call: _Call, answers: list[Answer | PatchclampError]) -> Any:
-        """The runs of a call, in the form that `run` returns."""
+        """The runs of a call, as `run` returns them."""
         runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
         self._runs.update((run.key, run) for run in runs)
         for run, after in itertools.pairwise(runs):
@@ -660,7 +660,7 @@ class LM:
         for name, probe in runs[0].program.probes.items() if runs else ():
             [ref, *others] = self.sites.resolve(probe.at)
             if others:
-                raise ProgramError(f"the probe {name!r} reads several layers: read run.probes[{name!r}]", name)
+                raise ProgramError(f"probe {name!r} reads several layers: use run.probes[{name!r}]", name)
             rows, pool = self._gathered(runs, kinds, ref, name)
             values = rows.values if probe.bias is None else rows.values + probe.bias.array()
             rows = msgspec.structs.replace(rows, values=values)
@@ -669,7 +669,7 @@ class LM:
         return found
 
     def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
-        """The scores of the engine's own probes in many runs."""
+        """The scores of the engine's probes in many runs."""
         products = [rows for run in runs if (rows := run.answer.monitored) is not None]
         if not products or len(products) < len(runs):
             return {}
@@ -688,7 +688,7 @@ class LM:
         way = runs[0].capture_way(ref, probe)
         other = next((i for i in firsts if runs[i].capture_way(ref, probe) != way), None)
         if other is not None:
-            raise MissingSource(f"runs[0] and runs[{other}] captured {name} in different ways: read it run by run")
+            raise MissingSource(f"runs[0] and runs[{other}] captured {name} differently: read the runs one at a time")
         run, position, rows = self.engine.gather([each.key for each in runs], point, way.number)
         rows = rows if len(rows) else rows.reshape(0, way.width)
         computed = position < np.array([runs[i].positions_computed for i in firsts])[kind][run]
@@ -697,7 +697,7 @@ class LM:
             run, position, rows = run[kept], position[kept], rows[kept]
         expected = np.array([runs[i].expected_rows(point, way.number) for i in firsts])[kind]
         if not np.array_equal(np.bincount(run, minlength=len(runs)), expected):
-            raise PatchclampError(f"{name}: other positions were captured than were asked for")
+            raise PatchclampError(f"{name}: captured positions differ from the requested ones")
         rows = cast(rows, way.dtype) if way.dtype != "float32" else rows
         check_range(rows, position, name)
         if not isinstance(rows, np.ndarray):
@@ -723,14 +723,14 @@ class LM:
         dtype = self.model.dtype if precision == "model" else "float32"
         dictionary = placed(sae, self.sites, name, at, to, dtype)
         if name in self.sites.dictionaries:
-            raise ProgramError(f"an SAE is attached as {name!r}: detach it first", "name")
+            raise ProgramError(f"duplicate SAE name {name!r}: detach that SAE first", "name")
         self.engine.attach(name, sae, precision)
         self.sites.dictionaries[name] = dictionary
 
     def detach(self, name: str) -> None:
         """Detaches an SAE and frees its memory, once no running program uses it."""
         if not isinstance(name, str) or name not in self.sites.dictionaries:
-            raise unknown("attached SAE", str(name), self.sites.dictionaries, "name")
+            raise unknown("SAE", str(name), self.sites.dictionaries, "name")
         self.engine.detach(name)
         del self.sites.dictionaries[name]
 
@@ -747,7 +747,7 @@ class LM:
             for site in asked:
                 self.sites.resolve(site)
                 if site.name in DERIVED:
-                    raise ProgramError(f"attention is read run by run, as in run[pc.{site}]")
+                    raise ProgramError(f"attention must be read one run at a time, as in run[pc.{site}]")
             return asked
         except PatchclampError as error:
             raise error.under("sites") from None
@@ -770,7 +770,7 @@ class LM:
         try:
             return self.tokenizer.encode(text)
         except (TypeError, ValueError) as error:  # a lone surrogate, for example
-            raise ProgramError(f"this text cannot be tokenised: {error}", "text") from None
+            raise ProgramError(f"tokenising the text failed: {error}", "text") from None
 
     def weights(self, name: str, layer: int | None = None, head: int | None = None) -> torch.Tensor:
         """Returns one of the model's weights, by TransformerLens' name, as an fp32 copy on the host. Matrices multiply
@@ -802,7 +802,7 @@ class LM:
             raise UnsupportedSite(f"{self.sites.family.name} models have no {name}", "name")
         if len(present) < len(found):
             having = [one for one, weight in zip(layers, found, strict=True) if weight is not None]
-            raise UnsupportedSite(f"{name} is in the layers {having} alone: give one of them", "layer")
+            raise UnsupportedSite(f"{name} exists only in layers {having}: choose one of them", "layer")
         if head is not None and (not is_token_id(head) or not -len(present[0]) <= head < len(present[0])):
             raise UnsupportedSite(f"expected a head from 0 to {len(present[0]) - 1}, got {head!r}", "head")
         chosen = [torch.tensor(weight if head is None else weight[head]) for weight in present]
@@ -833,14 +833,14 @@ class LM:
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
     def _prompts(self, prompt: Any, messages: Any, options: Any) -> tuple[list[_Prompt], bool]:
-        """Every prompt, and True if they were given as a list."""
+        """All prompts, and True if they were given as a list."""
         if (prompt is None) == (messages is None):
-            raise ProgramError("give either a prompt or messages")
+            raise ProgramError("expected either prompt or messages")
         if messages is not None:
             listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
             return [self._chat(chat, options) for chat in (messages if listed else [messages])], listed
         if options is not None:
-            raise ProgramError("expected messages=, got a prompt, which has no chat template", "chat_template_kwargs")
+            raise ProgramError("chat template options require messages=, got a prompt", "chat_template_kwargs")
         prompt = as_plain(prompt, "prompt")
         if not isinstance(prompt, (str, list, tuple, Mapping)):
             raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__}", "prompt")
@@ -866,7 +866,7 @@ class LM:
         except PatchclampError:
             raise
         except Exception as error:
-            raise ProgramError(f"not a chat of role and content: {type(error).__name__}: {error}", "messages") from None
+            raise ProgramError(f"invalid chat messages: {type(error).__name__}: {error}", "messages") from None
 
     def _expand(
         self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any], path: str
@@ -881,7 +881,7 @@ class LM:
         if isinstance(prompt, Mapping):
             if prompt.keys().isdisjoint(("prompt", "prompt_token_ids", "multi_modal_data")):
                 raise ProgramError(
-                    'a prompt is text or a list of token ids; one with images is {"prompt": ..., "multi_modal_data": '
+                    'expected text, a list of token ids or, with images, {"prompt": ..., "multi_modal_data": '
                     '{"image": ...}}',
                     path,
                 )
@@ -891,18 +891,18 @@ class LM:
             try:
                 ids, text = self.tokenizer.encode(prompt), prompt
             except (TypeError, ValueError) as error:
-                raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
+                raise ProgramError(f"tokenising the text failed: {error}", path) from None
         elif isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
             ids, text = list(prompt), None
         elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):  # NumPy integers
             ids, text = [int(i) for i in prompt], None
         else:
-            raise ProgramError("a prompt is text or a list of token ids", path)
+            raise ProgramError("expected text or a list of token ids", path)
         if not ids:
-            raise TokensError("an empty prompt has no position to run", path)
+            raise TokensError("expected a non-empty prompt", path)
         if min(ids) < 0 or max(ids) >= self.model.d_vocab:
             outside = next(i for i in ids if not 0 <= i < self.model.d_vocab)
-            raise TokensError(f"token id {outside} is outside the vocabulary of {self.model.d_vocab}", path)
+            raise TokensError(f"token id {outside} is out of range for a vocabulary of {self.model.d_vocab}", path)
         return _Prompt(ids, text)
 
     def _request(
@@ -952,17 +952,17 @@ class LM:
         self._runs[run.key] = run
 
     def scored(self, score: Any) -> list[int]:
-        """The token ids of `score=`, whose texts are of one token each."""
+        """The token ids of `score=`; each text is one token."""
         items = [score] if isinstance(score, str) else as_items(score, "score")
         ids = [self.tokenizer.bare(item) if isinstance(item, str) else [item] for item in items]
         for item, tokens in zip(items, ids, strict=True):
             if len(tokens) != 1:
                 raise TokensError(
-                    f"expected a text of one token, got {item!r}, which has {len(tokens)}: "
+                    f"expected text of one token, got {item!r}, which has {len(tokens)}: "
                     f"{self.tokenizer.token_strings(tokens)}; pc.studies.teacher_forcing scores longer texts", "score"
                 )  # fmt: skip
             if not is_token_id(tokens[0]) or not 0 <= tokens[0] < self.model.d_vocab:
-                raise TokensError(f"{tokens[0]!r} is not a token id below {self.model.d_vocab}", "score")
+                raise TokensError(f"expected a token id from 0 to {self.model.d_vocab - 1}, got {tokens[0]!r}", "score")
         scored = [int(token) for [token] in ids]
         if len(set(scored)) > MAX_SCORES:
             raise ProgramError(f"expected at most {MAX_SCORES} tokens, got {len(set(scored))}", "score")
@@ -1045,15 +1045,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """A list of runs, each there once."""
+    """A list of distinct runs."""
     runs = runs_of(runs)
     if len({run.key for run in runs}) < len(runs):
-        raise ProgramError("expected each run once", "runs")
+        raise ProgramError("expected distinct runs", "runs")
     return runs
 
 
 def _with_probes(program: Program, probes: Sequence[Probe]) -> Program:
-    """A program with the always-on probes, but those whose name it uses itself."""
+    """A program with the always-on probes, except those whose name it uses itself."""
     added = tuple(probe for probe in probes if probe.name not in program.probes)
     return msgspec.structs.replace(program, capture=program.capture + added)
 

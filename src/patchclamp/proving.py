@@ -58,9 +58,9 @@ def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> 
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
         if name in SPECS[ref.name].moves and gap <= MIN_MOVED_RTOL:
-            return f"an edit at {ref} does not move {watched_ref}, which is made of it"
+            return f"an edit at {ref} does not change {watched_ref}, which depends on it"
         if name in unmoved(ref.name) and gap > MAX_UNMOVED_RTOL:
-            return f"an edit at {ref} moves {watched_ref}, which is not made of it"
+            return f"an edit at {ref} changes {watched_ref}, which does not depend on it"
     return ""
 
 
@@ -97,12 +97,12 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
                 continue
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
-                why = f"{' + '.join(terms)} is not {after}[{layer}]"
+                why = f"{' + '.join(terms)} does not equal {after}[{layer}]"
                 # a layer's end and the next one's start are one point, and so one tensor
                 words = (*gains, after, *(["resid_pre"] if after == "resid_post" else []))
                 wrong |= {name: wrong[name] or why for name in words}
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
-            why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
+            why = f"resid_post[{layer - 1}] does not equal resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
     if {"mixer_out", "attn_out"} <= wrong.keys() and not lm.sites.family.both:  # one point in layers with attention
         wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
@@ -134,7 +134,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
         if wrong.any():
             head = int(wrong.argmax())
             group = head * len(v_KE) // len(z_HE)
-            why = f"z[{ref.layer}, {head}] of the first token is not along v[{ref.layer}, {group}], all it can see"
+            why = f"z[{ref.layer}, {head}] of the first token is not a multiple of v[{ref.layer}, {group}]"
             return {"v": why, "z": why}
     return {"v": "", "z": ""}
 
@@ -149,7 +149,7 @@ def _of_norms(lm: LM, base: Run) -> dict[str, str]:
                 (str(ref), f"{stream}[{ref.layer}]") for ref in lm.sites.resolve(Site(name))
             ]  # fmt: skip
             same = next((pair for pair in pairs if np.array_equal(_rows(base, pair[0]), _rows(base, pair[1]))), None)
-            wrong[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"
+            wrong[name] = "" if same is None else f"{same[0]} equals {same[1]} rather than its norm"
     return wrong
 
 
@@ -164,7 +164,7 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
             if _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 known |= {before, after}
                 continue
-            why = f"{' + '.join(terms)} is not {after}[{layer}]"
+            why = f"{' + '.join(terms)} does not equal {after}[{layer}]"
             wrong |= {name: wrong[name] or why for name in {before, *gains, after} - known if name in wrong}
     return wrong
 
@@ -303,20 +303,20 @@ def _check_finite(lm: LM, base: Run) -> None:
     for ref in lm.sites.refs():
         if not np.isfinite(np.asarray(base[str(ref)])).all():
             raise ModelError(
-                f"{ref} is not finite on this model in {lm.model.dtype}, before any edit; try another dtype "
-                "(dtype=...), or prove=False"
+                f"{ref} is not finite on this model in {lm.model.dtype}, even without edits; try another dtype= or "
+                "prove=False"
             )
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """The largest difference between runs in a batch with a longer prompt and the run of the same prompt alone."""
+    """The largest difference between runs in a batch with a longer prompt and a single run of the same prompt."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
         raise ModelError(
-            f"on this model a run depends on the other runs of its batch: beside a longer prompt its logits, of up to "
-            f"{size:.2g}, change by {noise:.2g}. Run one request at a time (max_num_seqs=1), or use another "
-            "implementation of the model. On a CPU vLLM's kernels may cause this: try "
+            f"runs of this model depend on other runs in their batch: logits of up to {size:.2g} change by "
+            f"{noise:.2g} beside a longer prompt. Run one request at a time (max_num_seqs=1), or use another "
+            "implementation of the model. On a CPU, vLLM's kernels may cause this: try "
             'compilation_config={"custom_ops": ["none"]}'
         )
     return max(float(gap.max()) for gap in gaps)
@@ -334,15 +334,15 @@ def _same_alone(
     unread = bool(gaps) and float(np.median(gaps)) > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values()))
     silent = bool(pairs) and not any(alone.any() for alone, _ in pairs)
     if silent or unread or inert:
-        differs = "the rows differ from those in a batch" if unread else "an edit that acts in a batch has no effect"
+        differs = "rows differ from those in a batch" if unread else "an edit that works in a batch has no effect"
         raise EngineError(
-            f"in a run by itself {'nothing is read' if silent else differs}: steps of the engine run code without taps."
-            " Start vLLM with enforce_eager=True, and report this with the model's name"
+            f"in a single run {'no rows are read' if silent else differs}: some engine steps run code without taps. "
+            "Start vLLM with enforce_eager=True, and report this with the model's name"
         )
 
 
 def _answer(run: Run) -> np.ndarray:
-    """The captured next-token logits, with the token's log-probability appended, which shows edits of the logits."""
+    """The captured next-token logits, plus the token's log-probability, which reflects edits of the logits."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
@@ -396,8 +396,8 @@ def _proof(
     unmoved = [at for at in tried if not moved[at]]
     wrong_order = [disordered[at] for at in tried if disordered[at]]
     notes = [f"{misshapen[0]} has shape {list(shapes[misshapen[0]])}"] if misshapen else []
-    notes += ["writing back what was read changes the logits"] if not noop else []
-    notes += [f"an edit at {unmoved[0]} does not move the logits"] if unmoved else []
+    notes += ["writing back the rows that were read changes the logits"] if not noop else []
+    notes += [f"an edit at {unmoved[0]} does not change the logits"] if unmoved else []
     notes += [wrong_sum] if wrong_sum else []
     return Proof(
         name, None if refs[0].layer is None else len(refs), point.width, lm.sites.family.points[point.kind].layout,
@@ -426,7 +426,7 @@ def prove_lens(lm: LM) -> Proof:
     spread = float(np.ptp(logits_V[np.isfinite(logits_V)]))
     holds = gap <= LENS_RTOL.get(lm.model.dtype, max(LENS_RTOL.values())) * spread
     note = "" if holds else (
-        f"what its last norm and unembedding make of its last stream is {gap:.2g} off its own log-probabilities"
+        f"final norm and unembedding of the last stream differ by {gap:.2g} from the model's log-probabilities"
     )  # fmt: skip
     return Proof(LENS, None, lm.model.d_vocab, "", True, holds, holds, note)
 

@@ -68,7 +68,7 @@ class Stored(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The description of `run[site]`, without its rows.
+    """The layout of `run[site]`, without its rows.
 
     at, ref: the site
     stored: the sources of the rows; at a position that two captured, the later one counts
@@ -194,14 +194,14 @@ class Run:
     def logprobs(self) -> list[float]:
         """The log-probability of each generated token. Raises `ProgramError` if the run did not request them."""
         if self.answer.logprobs is None:
-            raise ProgramError("this run has no log-probabilities: ask for them, lm.run(..., logprobs=True)")
+            raise ProgramError("log-probabilities were not requested: use lm.run(..., logprobs=True)")
         return self.answer.logprobs
 
     @property
     def top_logprobs(self) -> list[dict[int, float]]:
         """The log-probabilities of the top tokens at each generated token. Raises `ProgramError` if not requested."""
         if len(self.answer.top_logprobs) != len(self.token_ids):
-            raise ProgramError("this run has no likeliest tokens: ask for some, as in lm.run(..., logprobs=5)")
+            raise ProgramError("top log-probabilities were not requested: use a number, as in lm.run(..., logprobs=5)")
         return self.answer.top_logprobs
 
     @property
@@ -209,7 +209,7 @@ class Run:
         """The log-probability of each token of the prompt, given those before it; of the first NaN. Raises
         `ProgramError` if the run did not request them."""
         if self.answer.prompt_logprobs is None:
-            raise ProgramError("this run has none of its prompt: ask for them, lm.run(..., prompt_logprobs=True)")
+            raise ProgramError("prompt log-probabilities were not requested: use lm.run(..., prompt_logprobs=True)")
         return [float("nan"), *self.answer.prompt_logprobs]
 
     @property
@@ -217,7 +217,7 @@ class Run:
         """The log-probabilities of the top tokens at each token of the prompt; of the first none. Raises `ProgramError`
         if not requested."""
         if len(self.answer.prompt_top_logprobs) != len(self.answer.prompt_logprobs or ()):
-            raise ProgramError("this run has none of its prompt: ask for some, as in lm.run(..., prompt_logprobs=5)")
+            raise ProgramError("top prompt log-probabilities were not requested: use lm.run(..., prompt_logprobs=5)")
         return [{}, *self.answer.prompt_top_logprobs]
 
     @property
@@ -319,19 +319,19 @@ class Run:
         return positions[-1:] if self.pools.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
-        """The positions of a site. Raises `ProgramError` if its layers have others, or are pooled in another way."""
+        """The positions of a site. Raises `ProgramError` if its layers differ in positions or pooling."""
         check_pools(refs, self.pools)
         first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
             if not np.array_equal(first, positions):
                 raise ProgramError(
-                    f"{site}: {refs[0]} has {len(first)} positions and {ref} has {len(positions)}, or others; read one "
+                    f"{site}: positions differ between {refs[0]} ({len(first)}) and {ref} ({len(positions)}); read one "
                     f"layer at a time, as in run[pc.{ref}]"
                 )
         return first
 
     def _read_positions(self, ref: SiteRef, ordinal: int | None, name: str) -> np.ndarray:
-        """The positions captured at one layer, with all that a step pooled to one row."""
+        """The positions captured at one layer, including all those pooled to one row in a step."""
         for op in (self._ops[i] for i in self._captures_at.get(ref.point, ())):
             if _in_step(op):
                 return self._computed(position_array(op.ranges))
@@ -391,20 +391,20 @@ class Run:
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
     def _monitor(self, name: str) -> Monitor | None:
-        """The engine's own probe of this name, if it scored this run."""
+        """The engine's probe of this name, if it scored this run."""
         if name in self._probe_ops or self.answer.monitored is None:
             return None
         return next((each for each in self._owner.engine.monitors if each.probe.name == name), None)
 
     @property
     def probe_names(self) -> list[str]:
-        """The names of its probes: its program's, and the engine's own."""
+        """The names of its probes: its program's and the engine's."""
         monitors = () if self.answer.monitored is None else self._owner.engine.monitors
         own = (name for name in self._probe_ops if name in self._named_probes)  # the others are features of conditions
         return list(dict.fromkeys([*own, *(each.probe.name for each in monitors)]))
 
     def probe_positions(self, name: str) -> list[int]:
-        """The positions whose tokens a probe read."""
+        """The positions that a probe read."""
         if self._monitor(name) is not None:
             assert self.answer.monitored is not None
             return list(range(len(self.answer.monitored)))
@@ -420,7 +420,7 @@ class Run:
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
         """The positions of a probe, and W h for each of its points, [T, k]."""
         number = self._probe_number(name)
-        points, op = self._stored_op(number).points, f"the probe {name!r}"
+        points, op = self._stored_op(number).points, f"probe {name!r}"
         keys = [(point, number) for point in points]
         if self.closed and not self._fetched.keys() >= set(keys):
             raise MissingSource(f"run {self.key} was closed before {op} was read")
@@ -434,24 +434,24 @@ class Run:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Equal for runs whose captures are read in the same ways, and have the same positions."""
+        """A key shared by runs whose captures are read in the same way, at the same positions."""
         return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
 
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
         """The way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be read
         run by run."""
         self.answer  # noqa: B018  raises the run's own error
-        point, name = ref.point, f"the probe {probe!r}" if probe else str(ref)
+        point, name = ref.point, f"probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
         ordinals = [number] if number is not None else [] if probe else self._captures_at.get(point, [])
         if number is not None and point not in self._stored_op(number).points:
-            raise MissingSource(f"{name} reads a different site in run {self.key}: read it run by run")
+            raise MissingSource(f"{name} reads a different site in run {self.key}: read the runs one at a time")
         if not probe:
             self._check_part(ref, name)
         if not ordinals or self.closed:
             raise MissingSource(f"run {self.key} {'was closed' if self.closed else f'did not capture {name}'}")
         if any(_conditional(self._stored_op(i)) for i in ordinals):
-            raise MissingSource(f"{name} was captured by token id: read it run by run")
+            raise MissingSource(f"{name} was captured by token id: read the runs one at a time")
         dtypes, made_by = self._dtypes(ordinals), self._named_probes[probe] if probe else None
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         matrix, columns, _ = way_of(self._stored_op(ordinals[0]))
@@ -461,7 +461,7 @@ class Run:
         return CaptureWay(number, made_by.pool or "", width, dtype, matrix, columns, made_by.bias, made_by.activation)
 
     def expected_rows(self, point: int, number: int | None) -> int:
-        """The number of positions captured at a point by one op, or by all (None)."""
+        """The number of positions captured at a point by one op or by all (None)."""
         return len(self._expected(point, number))
 
     def probe_layout(self, name: str) -> tuple[list[tuple[int, int]], np.ndarray, tuple[int, ...]]:
@@ -569,7 +569,7 @@ class Run:
 
     @property
     def model(self) -> Model:
-        """Facts of the model that ran."""
+        """Properties of the model that ran."""
         return self._owner.engine.model
 
     @property
@@ -611,7 +611,7 @@ class Run:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
-        """The lenses that are still to be read, by point and op."""
+        """The unread lenses, by point and op."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
             op = self.op_at(path)
@@ -633,7 +633,7 @@ class Run:
         for (point, number), (positions, ids, logprobs) in read.items():
             count, expected = len(self._computed(positions)), self._expected(point, number)
             if not np.array_equal(positions[:count], expected):
-                raise PatchclampError(f"{len(expected)} positions were asked for and {count} were captured")
+                raise PatchclampError(f"expected {len(expected)} captured positions, got {count}")
             _, selected = self._selected(number, expected)
             kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
@@ -644,15 +644,15 @@ class Run:
         if np.isnan(read[2]).any():
             at = self.site_map.label(key[0])
             if key in self._feature_ops.values():
-                raise NotFinite(f"the features at {at} are not finite, since the row is not")
+                raise NotFinite(f"the features at {at} are not finite, because the row is not")
             raise NotFinite(
-                f"the lens of {at} has logits that are not finite: rows, perhaps enlarged by its translator, exceed "
-                "the model's dtype; use bfloat16 or float32", "capture"
+                f"the lens at {at} has non-finite logits: rows, possibly scaled up by its translator, overflow the "
+                "model's dtype; use bfloat16 or float32", "capture"
             )  # fmt: skip
         return read
 
     def check_lenses(self) -> None:
-        """Raises the error of the first lens that `read_lens` does not return."""
+        """Raises the first error of `read_lens` over all lenses."""
         for key in self._lenses:
             self.read_lens(key)
 
@@ -664,7 +664,7 @@ class Run:
             self._release()
 
     def is_projected(self, site: Site | str) -> bool:
-        """True if the site was captured as products with a matrix and not as rows."""
+        """True if the site was captured as products with a matrix rather than as rows."""
         return self._locate(site)[1][0].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
@@ -685,7 +685,7 @@ class Run:
         if len(ordinals) > 1 and any(_conditional(self._stored_op(i)) for i in ordinals):
             raise MissingSource(
                 f"run {self.key} captured {self.site_map.label(point)} {len(ordinals)} times, one of them by token id: "
-                "capture it once to read it with From, or give the rows of run[site]"
+                "capture it once to read it with From, or pass the rows of run[site]"
             )
         return self._captured_computed.get(point, NO_POSITIONS)
 
@@ -701,10 +701,10 @@ class Run:
     # -- captures
 
     def layout(self, site: Site | str) -> Layout:
-        """The description of `run[site]`, without reading its rows. Raises the same errors."""
+        """The layout of `run[site]`, without reading its rows. Raises the same errors."""
         at, refs, ordinal = self._locate(site)
         if len(refs) > 1:
-            raise ProgramError(f"expected one layer, got {at}, which has {len(refs)}, such as {refs[0]}")
+            raise ProgramError(f"expected one layer, such as {refs[0]}, got {at} with {len(refs)}")
         ref = refs[0]
         self._check_part(ref, str(site))
         ordinals = self._ordinals(ref.point, ordinal, str(site))
@@ -731,7 +731,7 @@ class Run:
         for stored, (positions, rows) in zip(layout.stored, captured, strict=True):
             begin, stop = stored.between(first, end)
             if not np.array_equal(positions, stored.positions[begin:stop]):
-                raise PatchclampError(f"{layout.ref}: other positions were captured than were asked for")
+                raise PatchclampError(f"{layout.ref}: captured positions differ from the requested ones")
             kept = None if stored.selected is None else np.flatnonzero(stored.selected[begin:stop])
             parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
         positions, rows = parts[0] if len(parts) == 1 else merged(parts)
@@ -786,7 +786,7 @@ class Run:
         return at, self.captured_layers(at), ordinal
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
-        """The refs of a site; of all its layers, those that were captured if any were."""
+        """The refs of a site; for a site of all layers, the captured ones if there are any."""
         refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
@@ -800,10 +800,10 @@ class Run:
         return self._fetched[key]
 
     def _check_part(self, ref: SiteRef, name: str) -> None:
-        """Raises `MissingSource` if only another part of the row was projected."""
+        """Raises `MissingSource` if only a different part of the row was projected."""
         columns = self._projected.get(ref.point)
         if columns is not None and columns != (pack_columns(ref.columns) if ref.columns else 0):
-            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites)}")
+            raise MissingSource(f"{name} was not captured; available: {', '.join(self.sites)}")
 
     @functools.cached_property
     def _projected(self) -> dict[int, int]:
@@ -813,7 +813,7 @@ class Run:
 
     @functools.cached_property
     def pools(self) -> dict[int, str]:
-        """The way in which each pooled point is pooled, by point."""
+        """The pooling of each pooled point, by point."""
         keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
         return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
                 for point in points}  # fmt: skip
@@ -852,7 +852,7 @@ class Run:
         if ordinal is not None and ordinal >= PROBE:
             ordinals = [ordinal]
         if not ordinals:
-            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
+            raise MissingSource(f"{name} was not captured; available: {', '.join(self.sites) or 'none'}")
         if self.closed:
             raise MissingSource(f"run {self.key} was closed before {name} was read")
         return ordinals
@@ -885,7 +885,7 @@ class Run:
         return positions[places], rows[places]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The engine's rows of one op or of all (None) at a point, cut to the computed positions."""
+        """The engine's rows of one op or of all (None) at a point, up to the last computed position."""
         expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
             self._prefetch([(point, ordinal)])
@@ -893,12 +893,12 @@ class Run:
         width = self.width_at(point, ordinal)
         rows = rows if len(rows) else rows.reshape(0, width)
         if rows.shape[1] != width:
-            raise PatchclampError(f"{name}: {width} numbers of each row were asked for, {rows.shape[1]} were captured")
+            raise PatchclampError(f"{name}: expected rows of {width} numbers, got {rows.shape[1]}")
         if self._equal[0] is expected and self._equal[1] is positions:  # most points of a run share their positions
             return positions, rows
         count = len(self._computed(positions))
         if not np.array_equal(positions[:count], expected):
-            raise PatchclampError(f"{name}: {len(expected)} positions were asked for and {count} were captured")
+            raise PatchclampError(f"{name}: expected {len(expected)} captured positions, got {count}")
         if count == len(positions):
             self._equal = expected, positions
         return positions[:count], rows[:count]
@@ -989,7 +989,7 @@ class Run:
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {text!r}{captured}>"
 
     def _summary(self) -> str:
-        """The captured sites in short: `resid_post[0, 1, … 29], z[5]`."""
+        """A summary of the captured sites: `resid_post[0, 1, … 29], z[5]`."""
         by_name: dict[str, list[str]] = {}
         for point in sorted(self._captured):
             name, _, layer = self.site_map.label(point).rstrip("]").partition("[")
@@ -1035,7 +1035,7 @@ class Rows(PublicStruct, frozen=True, eq=False):
 
 
 class _Readings(Mapping[Any, Any]):
-    """A mapping whose `[...]` raises errors of this package for keys that it does not have."""
+    """A mapping whose `[...]` raises this package's errors for missing keys."""
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  it would call itself
@@ -1137,7 +1137,7 @@ class _FeaturesRead(_Readings):
         run.answer  # noqa: B018  raises the run's own error
         path = self.paths.get(name, name)
         if path not in run._feature_ops:
-            raise MissingSource(f"{name!r} was not read; these are: {', '.join(self) or 'none'}")
+            raise MissingSource(f"features of {name!r} were not read; available: {', '.join(self) or 'none'}")
         key, op = run._feature_ops[path], run.op_at(path)
         assert isinstance(op, Features)
         read_lenses(run._owner.engine, [run], [key])
@@ -1184,7 +1184,7 @@ class _Lenses(_Readings):
         run.answer  # noqa: B018  raises the run's own error
         at, refs, keys = self._find(site)
         if not refs:
-            raise MissingSource(f"{site} was not read by a lens; these are: {', '.join(self) or 'none'}")
+            raise MissingSource(f"{site} was not read by a lens; available: {', '.join(self) or 'none'}")
         read_lenses(run._owner.engine, [run], keys)
         return _of_layers(at, refs, [run._lens_result(str(at), *run.read_lens(key)) for key in keys])
 
@@ -1210,14 +1210,14 @@ def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) ->
         return read[0]
     first = read[0]
     if any(each.positions != first.positions or each.ids.shape != first.ids.shape for each in read[1:]):
-        raise ProgramError(f"{at}: its layers were read at other positions, or with another top; read one layer")
+        raise ProgramError(f"{at}: its layers differ in positions or top; read one layer at a time")
     ids, logprobs = np.stack([each.ids for each in read]), np.stack([each.logprobs for each in read])
     layers = tuple(ref.layer for ref in refs if ref.layer is not None)
     return first._replace(site=str(at), layers=layers, ids=ids, logprobs=logprobs)
 
 
 def joined(read: Sequence[_OfTokens]) -> _OfTokens:
-    """The results of a lens at one layer, or of features, at consecutive tokens, as one."""
+    """Join the results of a lens at one layer, or of features, at consecutive tokens."""
     arrays = [name for name, value in read[0]._asdict().items() if isinstance(value, np.ndarray)]
     whole = {name: np.concatenate([getattr(each, name) for each in read]) for name in arrays}
     return read[0]._replace(positions=[at for each in read for at in each.positions], **whole)
@@ -1280,8 +1280,8 @@ def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: st
     row = overflowed(rows)
     if row is not None:
         raise NotFinite(
-            f"{name} at position {int(positions[row])} has numbers above 65,504, the largest of float16: capture it in "
-            "bfloat16 or float32", "capture"
+            f"{name} at position {int(positions[row])} exceeds the float16 maximum of 65,504: capture it in bfloat16 "
+            "or float32", "capture"
         )  # fmt: skip
 
 
@@ -1300,7 +1300,7 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
     """The rows of each of `runs` runs pooled to one. Raises `TokensError` if a run has none."""
     count = np.bincount(rows.run, minlength=runs)
     if not count.all():
-        raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
+        raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
     first, last = np.cumsum(count) - count, np.cumsum(count) - 1
     values = np.empty((runs, *rows.values.shape[1:]), np.float32)
     for length in np.unique(count):  # runs with equally many rows are one array
@@ -1313,7 +1313,7 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
 def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tensor:
     """Rows [T, ...] pooled to one, [...], in fp32. Raises `TokensError` if there are none."""
     if len(rows) == 0:
-        raise TokensError(f"{name}: the selection has no token, so that there is nothing to pool", "pool")
+        raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
     if pool == "last":
         rows = rows[-1:]  # the maximum of one row is that row
     if isinstance(rows, np.ndarray):
@@ -1330,14 +1330,14 @@ class _BySite(dict[str, _Result]):
         self.site_map = sites
 
     def _joined(self, at: Site, refs: list[SiteRef], results: list[_Result]) -> _Result:
-        """The results at some layers of a site as one."""
+        """Join the results of several layers of a site."""
         raise NotImplementedError
 
     def __missing__(self, site: Site | str) -> _Result:
         at = parse_site(site)
         refs = self._present(at)
         if not refs:
-            raise MissingSource(f"{site} is not among these: {', '.join(self) or 'no sites'}")
+            raise MissingSource(f"{site} was not read; available: {', '.join(self) or 'none'}")
         results = [self[str(ref)] for ref in refs]
         return self._joined(at, refs, results) if is_stacked(at) else results[0]
 
@@ -1370,7 +1370,7 @@ class Captures(_BySite["torch.Tensor"]):
 
 
 class ReadLenses(_BySite[LensResult]):
-    """The results of lenses at the tokens of a part of a stream."""
+    """The results of lenses at the tokens of one part of a stream."""
 
     def _joined(self, at: Site, refs: list[SiteRef], results: list[LensResult]) -> LensResult:
         return _of_layers(at, refs, results)
@@ -1382,7 +1382,7 @@ def check_pools(refs: Sequence[SiteRef], pools: Mapping[int, str]) -> None:
     for ref in refs[1:]:
         if pools.get(ref.point) != pools.get(first.point):
             raise ProgramError(
-                f"expected layers pooled in one way, got pool={pools.get(first.point)!r} at {first} and "
+                f"expected the same pooling in all layers, got pool={pools.get(first.point)!r} at {first} and "
                 f"pool={pools.get(ref.point)!r} at {ref}; read one layer at a time, as in run[pc.{ref}]"
             )
 
@@ -1391,7 +1391,7 @@ def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
     """Stacks the rows of layers, which are tensors, or arrays of the fake engine."""
     shapes = list(dict.fromkeys(str(list(row.shape)) for row in rows))
     if len(shapes) > 1:
-        raise ProgramError(f"expected layers of one shape, got {' and '.join(shapes)}; read one layer at a time")
+        raise ProgramError(f"expected layers of the same shape, got {' and '.join(shapes)}; read one layer at a time")
     if isinstance(rows[0], np.ndarray):
         return np.stack(rows)  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
     import torch

@@ -64,11 +64,11 @@ class RunWatch:
             assert isinstance(op.action, Keep)
             if not -op.action.products <= each.output < op.action.products:
                 raise ProgramError(
-                    f"expected one of the {op.action.products} outputs of the probe {name!r}, got {each.output}",
+                    f"output {each.output} is out of range for probe {name!r} with {op.action.products} outputs",
                     "stop_when",
                 )
             if request.max_tokens > 1 and not any(each.stop > len(request.prompt_token_ids) for each in op.ranges):
-                raise TokensError(f"the probe {name!r} reads no generated token: {each.probe.tokens}", "stop_when")
+                raise TokensError(f"probe {name!r} reads no generated tokens: {each.probe.tokens}", "stop_when")
 
     def __call__(self, part: Part) -> None:
         self.ids += part.token_ids
@@ -80,11 +80,11 @@ class RunWatch:
         return bool(self._scored) or self.has_lenses
 
     def run(self, answer: Answer | None = None) -> Run:
-        """The run so far, or with its answer, from the first position to read on."""
+        """The run so far, or with its answer, from the first unread position."""
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the readouts of `run`, which were fetched."""
+        """Take the fetched readouts of `run`."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
@@ -103,7 +103,7 @@ class RunWatch:
         return msgspec.structs.replace(part, lens=lens, features=features)
 
     def cut(self, answer: Answer, engine: Engine) -> Answer:
-        """The answer up to the token at which the condition held."""
+        """The answer, cut at the token where the condition held."""
         if self.end is None:
             return answer
         count, reason = self.end
@@ -216,9 +216,9 @@ class Stream:
             raise self._error
         if self._run is None:
             raise ProgramError(
-                "the stream has not ended: read its parts to the last one, then take its run"
+                "the stream has not ended: read all of its parts before its run"
                 if self._unread.alive
-                else "the stream was closed before its end, so there is no run"
+                else "the stream was closed before it ended, so it has no run"
             )
         return self._run
 
@@ -230,7 +230,7 @@ class Stream:
         if not self._unread.alive:
             return self.run
         if not self._parts:
-            raise ProgramError("no part of the stream was read yet: what it captured comes with the first one")
+            raise ProgramError("no part of the stream has been read yet: captures arrive with the first one")
         token_ids = [token for part in self._parts for token in part.token_ids]
         logprobs = [each for part in self._parts for each in part.logprobs] if self._has_logprobs else None
         assert self._look_at is not None
@@ -327,11 +327,11 @@ class Stream:
         return part
 
     def _last(self, part: Part, cut: Answer, before: int) -> Part:
-        """The last part of a run that was cut, after `before` tokens."""
+        """The last part of a run that a condition ended, from token `before` on."""
         assert not isinstance(cut.text, str)
         cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
         if not cut.text.startswith(sent):
-            raise RunError(f"expected a text that begins with {sent!r}, got {cut.text!r}: run it without streaming")
+            raise RunError(f"expected text that begins with {sent!r}, got {cut.text!r}: run it without streaming")
         logprobs = [] if cut.logprobs is None else cut.logprobs[before:]
         return Part(cut.text[len(sent) :], cut.token_ids[before:], logprobs)
 

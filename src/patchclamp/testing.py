@@ -120,7 +120,7 @@ class FakeTokenizer:
     def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise ProgramError("a message is an object with the texts 'role' and 'content'", f"messages[{i}]")
+                raise ProgramError("expected a message with text in 'role' and 'content'", f"messages[{i}]")
         return self.encode(_rendered(messages, options))
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
@@ -189,7 +189,7 @@ class FakeEngine(Engine):
         self._check_open()
         captured = self._captured.get(run)
         if captured is None:
-            raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+            raise MissingSource(f"unknown run {run}: it was released or has no captures")
         row_of: dict[int, np.ndarray] = {}
         at_point = [
             chunk for chunk in captured
@@ -288,7 +288,7 @@ class FakeEngine(Engine):
     def _value(self, key: str, request: Request) -> np.ndarray:
         if key.startswith("v:"):
             if key not in request.vectors:
-                raise MissingSource(f"vector {key[2:14]} is not here")
+                raise MissingSource(f"unknown vector {key[2:14]}")
             return np.asarray(request.vectors[key], np.float32)
         run, point = key[2:].rsplit(":", 1)
         positions, rows = self.fetch(run, int(point))
@@ -513,7 +513,7 @@ class _Net:
         self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
-        """Return a weight by its name in `engines.weights`; None for biases and norms, which it has none of."""
+        """Return a weight by its name in `engines.weights`; None for biases and norms, which it does not have."""
         if layer is None:
             return {"W_E": self._embedding_VD, "W_U": self._unembedding_DV}.get(name)
         of, split = self._layers[layer], (-1, self._heads, self._size)
@@ -617,8 +617,8 @@ def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_
     sizes = (layers, d_model, d_vocab, heads, max_model_len, chunk)
     for (name, minimum), size in zip(lowest.items(), sizes, strict=True):
         if not isinstance(size, int) and not (name == "chunk" and size is None):
-            raise ProgramError(f"expected a whole number, got {size!r}", name)
+            raise ProgramError(f"expected an integer, got {size!r}", name)
         if size is not None and size < minimum:
             raise ProgramError(f"expected at least {minimum}, got {size}", name)
     if d_model % (2 * heads):
-        raise ProgramError(f"{heads} heads of an even size do not make d_model={d_model}", "heads")
+        raise ProgramError(f"expected d_model={d_model} to be a multiple of 2 * heads, got {heads} heads", "heads")

@@ -147,11 +147,11 @@ def test_rows_are_the_codes_own(lm):
 
 def test_code_needs_leave(narrow):
     lm = narrow.get("vllm", "float32")
-    with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours .* allow_code=True"):
+    with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: .*allow_code=True"):
         lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)], logprobs=True)
     with pytest.raises(pc.ProgramError, match="expected a function of rows, got"):
         pc.Apply("h * 2", AT)
-    with pytest.raises(pc.ProgramError, match="Apply is code"):
+    with pytest.raises(pc.ProgramError, match="Apply"):
         pc.Program.of([pc.Apply(lambda h: h, AT)]).to_json()
 
 

@@ -16,9 +16,9 @@ TEXTS = [*PROMPTS, "日本語の文章です。今日は🎉"]
 @BOTH
 def test_a_run_that_did_not_ask_says_so(narrow, engine):
     run = narrow.get(engine, "float32").run(PROMPTS[0], max_tokens=2)
-    with pytest.raises(pc.ProgramError, match=r"no log-probabilities: ask for them, lm.run\(..., logprobs=True\)"):
+    with pytest.raises(pc.ProgramError, match="logprobs=True"):
         run.logprobs  # noqa: B018
-    with pytest.raises(pc.ProgramError, match=r"no likeliest tokens: ask for some, as in lm.run\(..., logprobs=5\)"):
+    with pytest.raises(pc.ProgramError, match="logprobs=5"):
         run.top_logprobs  # noqa: B018
 
 
@@ -66,7 +66,7 @@ def test_each_prompt_of_a_batch_has_its_own(narrow, engine):
             assert [list(of) for of in run.top_logprobs] == [list(of) for of in alone.top_logprobs]
             for ours, theirs in zip(run.top_logprobs, alone.top_logprobs, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-4)
-    with pytest.raises(pc.ProgramError, match="logprobs: 2 values for 1 prompts"):
+    with pytest.raises(pc.ProgramError, match=r"logprobs: .* got 2"):
         lm.run(PROMPTS[0], logprobs=[True, 2])
 
 
@@ -84,9 +84,9 @@ def test_a_stream_has_them_if_it_asked(narrow, engine):
 @pytest.mark.parametrize("wrong", [0, -1, 129, 2.5, "five", None])
 def test_what_cannot_be_asked_for_is_refused(narrow, wrong):
     lm = narrow.get("transformers", "float32")
-    with pytest.raises(pc.ProgramError, match="logprobs: expected True, or a number from 1 to 128"):
+    with pytest.raises(pc.ProgramError, match=r"logprobs: .* 128"):
         lm.run(PROMPTS[0], max_tokens=1, logprobs=wrong)
-    with pytest.raises(pc.ProgramError, match="logprobs: top log-probabilities are not available with score="):
+    with pytest.raises(pc.ProgramError, match=r"logprobs: .*score="):
         lm.run(PROMPTS[0], max_tokens=1, logprobs=3, score=[1])
 
 

@@ -99,9 +99,9 @@ def test_what_is_kept_of_a_row(narrow, plain, engine):
     sums = whole[pc.pattern[4]][prompt - 2 : prompt]
     spans = [sums[..., :1].sum(-1), sums[..., 1:prompt].sum(-1), torch.ones(2, lm.sites.sizes.heads)]
     torch.testing.assert_close(kept[pc.pattern[4]], torch.stack(spans, -1))
-    with pytest.raises(pc.ProgramError, match=r"top=: read run.attention\['pattern\[0\]'\]"):
+    with pytest.raises(pc.ProgramError, match=r"run.attention\['pattern\[0\]'\]"):
         kept[pc.pattern[0]]
-    with pytest.raises(pc.MissingSource, match=r"pattern\[1\] was not captured; this run has: pattern\[0\]"):
+    with pytest.raises(pc.MissingSource, match=r"pattern\[1\] .*pattern\[0\]"):
         kept[pc.pattern[1]]
     with pytest.raises(pc.MissingSource, match="pattern\\[2\\] was not captured"):
         kept[pc.pattern[2]]  # one head of it was
@@ -166,19 +166,19 @@ def test_reading_changes_nothing_and_other_captures_stay(narrow, engine):
 def test_what_cannot_be_read_says_why(narrow, engine, monkeypatch):
     lm = narrow.get(engine, "float32")
     monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 1 << 16)
-    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: with pattern of 31 tokens in 8 layers, .* bytes"):
+    with pytest.raises(pc.CapacityError, match=r"capture\[0\].tokens: .*31 tokens"):
         lm.run(PROMPTS[1] + " and to", capture=pc.pattern)
     monkeypatch.undo()
-    with pytest.raises(pc.UnsupportedSite, match=r"edits\[0\].value: pattern\[0\] has a number for each key"):
+    with pytest.raises(pc.UnsupportedSite, match=r"edits\[0\].value: pattern\[0\]"):
         lm.run(PROMPTS[0], edits=pc.Replace(pc.SameRun("pattern[0]"), at=pc.z[1]), max_tokens=1)
     monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 20_000)
-    with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: with pattern of 1 tokens in 8 layers"):
+    with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: .*pattern of 1 token"):
         lm.run(PROMPTS[0], capture=[pc.Capture(pc.pattern, pc.prompt[-1]), pc.Capture(pc.pattern, pc.prompt[-1])])
     monkeypatch.undo()
     [run] = lm.run([PROMPTS[0]], capture=pc.Capture(pc.pattern[0], keys="generated[5]"), **NEW)
     with pytest.raises(pc.TokensError, match="generated\\[5\\]"):
         run[pc.pattern[0]]
-    with pytest.raises(pc.UnsupportedSite, match="this model has 8 layers"):
+    with pytest.raises(pc.UnsupportedSite, match="8 layers"):
         lm.run(PROMPTS[0], capture=pc.pattern[40])
 
 
@@ -188,9 +188,9 @@ def test_what_reads_many_runs_refuses_attention(narrow, engine):
     runs = lm.run(list(PROMPTS), capture=[pc.pattern[1], pc.z[1]], max_tokens=1)
     assert [list(each) for each in lm.fetch(runs)] == [["z[1]"]] * 3
     for read in (lm.fetch, lm.rows):
-        with pytest.raises(pc.ProgramError, match=r"sites: attention is read run by run, as in run\[pc.pattern\[1\]\]"):
+        with pytest.raises(pc.ProgramError, match=r"sites: .*pc.pattern\[1\]"):
             read(runs, pc.pattern[1])
-    with pytest.raises(pc.ProgramError, match=r"capture\[0\]: .* attention from the runs of lm.run"):
+    with pytest.raises(pc.ProgramError, match=r"capture\[0\]: .*lm.run"):
         lm.grade(PROMPTS[0], programs=[pc.Zero(pc.z[1])], score=[" Paris"], capture=pc.pattern[1])
     with pytest.raises(pc.MissingSource):
         lm.run(PROMPTS[0], edits=pc.Replace(pc.From(runs[0].key, "pattern[1]"), at=pc.z[1]), max_tokens=1)

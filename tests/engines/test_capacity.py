@@ -116,7 +116,7 @@ def a_batch(lm: pc.LM, first: int, source: pc.Run) -> None:
     runs = lm.run(prompts, max_tokens=1 + first // BATCH % 2, edits=programs)
     error = runs[never].error
     assert isinstance(error, pc.CapacityError)
-    assert f"and there are {RECORDS}; raise max_records, or act on fewer sites or runs of tokens" in str(error)
+    assert str(RECORDS) in str(error)
     for i, (run, program, chosen) in enumerate(zip(runs, programs, selected, strict=True)):
         assert (run.error is None) == (i != never), run.error
         if i != never:

@@ -39,29 +39,29 @@ IDS = {"dtype": "float32", "skip_tokenizer_init": True}
 PROMPTS = [list(range(5, 25)), list(range(100, 112))]
 SAMPLED = {"max_tokens": 3, "sampling": {"ignore_eos": True}}
 # what a family lacks, and why
-MIXER, FUSED = {"mixer_out": "has attention"}, {"neurons": "fused kernel", "mixer_out": "has attention"}
+MIXER, FUSED = {"mixer_out": "have attention"}, {"neurons": "fused kernel", "mixer_out": "have attention"}
 ROUTER, EXPERTS = MIXER | {"router": "no experts"}, {"router": "no experts"}
 LATENT = MIXER | dict.fromkeys("qkv", "latent")
-ITSELF = ROUTER | dict.fromkeys(("attn_in", "mlp_in"), "itself")
-PARALLEL = ROUTER | {"resid_mid": "none is between"}
-UNLIKE = dict.fromkeys("qkvz", "of another size")
-NO_ATTENTION = dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "none of its layers has attention")
+ITSELF = ROUTER | dict.fromkeys(("attn_in", "mlp_in"), "directly")
+PARALLEL = ROUTER | {"resid_mid": "in parallel"}
+UNLIKE = dict.fromkeys("qkvz", "head size")
+NO_ATTENTION = dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "no layer has attention")
 NO_MLP = dict.fromkeys(("resid_mid", "mlp_in", "router", "neurons", "mlp_out"), "no MLP")
 LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
     "gpt_neox": PARALLEL, "cohere2": PARALLEL, "cohere": PARALLEL, "gptj": PARALLEL, "falcon": PARALLEL, "falcon_new": PARALLEL,
     "olmo2": ITSELF, "olmo3": ITSELF, "exaone4": ITSELF,
     "mixtral": FUSED, "gpt_oss": FUSED, "olmoe": FUSED, "qwen3_moe": MIXER, "deepseek_v2": LATENT, "deepseek_v3": LATENT,
     "glm4_moe": MIXER, "glm4_moe_plain": MIXER, "ernie4_5_moe": MIXER, "qwen2_moe": MIXER,
-    "granite_hybrid": EXPERTS, "nemotron_h": {"resid_mid": "alone", "router": "none of its layers has experts"},
+    "granite_hybrid": EXPERTS, "nemotron_h": {"resid_mid": "mixer", "router": "no layer has experts"},
     "gemma4": ROUTER | UNLIKE, "gemma4_wide": ROUTER | UNLIKE | {"neurons": "twice as wide"},
-    "gemma4_moe": MIXER | UNLIKE | {"mlp_in": "a norm of their own"},
+    "gemma4_moe": MIXER | UNLIKE | {"mlp_in": "own norm"},
     "falcon_h1": {"router": "no experts"}, "jamba": {},
-    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "norms them in the kernel"),
-    "qwen3_5": dict.fromkeys("qk", "norms them in the kernel") | {"router": "none of its layers has experts"},
-    "nemotron_h_experts": {"resid_mid": "alone"},
-    "granite_hybrid_experts": {"mlp_out": "outside of any module", "neurons": "fused kernel", "router": "inside"},
-    "hunyuan_v1_moe": FUSED, "minimax_m2": FUSED | dict.fromkeys("qk", "no module makes them"),
-    "llama4": MIXER | dict.fromkeys("qk", "orders the numbers") | {"router": "on Transformers"},
+    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "in one kernel"),
+    "qwen3_5": dict.fromkeys("qk", "in one kernel") | {"router": "no layer has experts"},
+    "nemotron_h_experts": {"resid_mid": "mixer"},
+    "granite_hybrid_experts": {"mlp_out": "outside any module", "neurons": "fused kernel", "router": "inside"},
+    "hunyuan_v1_moe": FUSED, "minimax_m2": FUSED | dict.fromkeys("qk", "inside attention"),
+    "llama4": MIXER | dict.fromkeys("qk", "orders the columns") | {"router": "on Transformers"},
 }  # fmt: skip
 # its rotary kernel for CPUs takes the queries of latent attention for a dense tensor, which they are not; its plain code
 # does not
@@ -140,7 +140,7 @@ def test_weights_are_the_checkpoints(pair):
     for name, kind in WEIGHTS.items():
         for layer in pair.hub.sites.layers_with(kind.point) if kind.point else (None,):
             if pair.name == "llama4" and name in ("W_Q", "W_K"):
-                with pytest.raises(UnsupportedSite, match="orders the numbers"):
+                with pytest.raises(UnsupportedSite, match="orders the columns"):
                     pair.lm.weights(name, layer)
                 continue
             ours, theirs = (weight_or_none(lm, name, layer) for lm in (pair.lm, pair.hub))
@@ -206,13 +206,13 @@ def test_writing_back_what_was_read_changes_nothing(pair, engine):
 def test_what_a_family_lacks_says_why(pair, engine):
     lm = getattr(pair, engine)
     for name, why in LACKS[pair.name].items():
-        with pytest.raises(UnsupportedSite, match=f"{name} is not available on .* models: .*{why}.*; there are: embed"):
+        with pytest.raises(UnsupportedSite, match=f"{name} .*{why}.*embed"):
             lm.run(PROMPTS[0], capture=[name])
     for name in lm.sites.names:
         having = {ref.layer for ref in lm.sites.resolve(pc.Site(name))} - {None}
         missing = set(range(lm.sites.layers)) - having
         if having and missing:
-            with pytest.raises(UnsupportedSite, match=rf"layer {min(missing)} has no {name}; there it is at"):
+            with pytest.raises(UnsupportedSite, match=rf"layer {min(missing)} has no {name}"):
                 lm.run(PROMPTS[0], capture=[pc.Site(name, min(missing))])
 
 
@@ -345,9 +345,7 @@ def test_gemma_3n_is_refused_by_name(tmp_path):
               "activation_sparsity_pattern": [0.0] * 3}  # fmt: skip
     folder = of_config(tmp_path, "gemma3n_text", config)
     for engine in ("transformers", "vllm"):
-        with pytest.raises(
-            pc.ModelError, match="Gemma3nForCausalLM has no sites: each of its layers makes four streams"
-        ):
+        with pytest.raises(pc.ModelError, match=r"Gemma3nForCausalLM has no sites: .*AltUp"):
             pc.LM(folder, engine=engine, **IDS)
 
 

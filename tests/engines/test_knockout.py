@@ -195,22 +195,22 @@ def test_what_cannot_be_edited_says_why(narrow, engine):
             lm.run(prompt, edits=edits, max_tokens=2)
 
     at = pc.pattern[1, 0]
-    refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0 would attend to nothing",
+    refused(pc.TokensError, r"edits\[0\].tokens: .* position 0",
             pc.Knockout("prompt[0]", at))  # fmt: skip
     refused(pc.TokensError, r"edits\[0\].tokens: the token at position 0", pc.Knockout("every", at), IDS_OF_PROMPT[:1])
     both = [pc.Knockout("prompt[0:2]", at, "prompt[2]"), pc.Knockout("prompt[2]", at, "prompt[2]")]
-    with pytest.raises(pc.TokensError, match="position 2 would attend to nothing"):
+    with pytest.raises(pc.TokensError, match="position 2"):
         lm.run(IDS_OF_PROMPT, edits=both, max_tokens=2, capture=pc.z[1])[pc.z[1]]
-    refused(pc.TokensError, r"edits\[0\].keys: expected positions", pc.Knockout(pc.token(9), at, "prompt[5:]"))
-    refused(pc.TokensError, r"edits\[0\].tokens: expected positions", pc.Knockout("prompt[0]", at, pc.token(21)))
-    refused(pc.TokensError, r"edits\[0\].keys: .* selects no position", pc.Knockout("prompt[50:]", at, "prompt[5:]"))
-    refused(pc.ShapeError, r"edits\[0\].value: the selection has 40 positions; the vector has 2 rows",
+    refused(pc.TokensError, r"edits\[0\].keys: .*generated", pc.Knockout(pc.token(9), at, "prompt[5:]"))
+    refused(pc.TokensError, r"edits\[0\].tokens: .*generated", pc.Knockout("prompt[0]", at, pc.token(21)))
+    refused(pc.TokensError, r"edits\[0\].keys: prompt\[50:\]", pc.Knockout("prompt[50:]", at, "prompt[5:]"))
+    refused(pc.ShapeError, r"edits\[0\].value: .*40.* got 2",
             pc.Replace(np.ones((2, 5)), at, pc.prompt))  # fmt: skip
-    refused(pc.ShapeError, r"edits\[0\].value: expected rows of at most 41 keys", pc.Replace(np.ones(42), at))
+    refused(pc.ShapeError, r"edits\[0\].value: .* 41", pc.Replace(np.ones(42), at))
     probe = pc.Probe(np.ones(lm.model.d_model), pc.resid_post[0], name="p")
-    refused(pc.ProgramError, "a condition does not guard edits of attention",
+    refused(pc.ProgramError, "attention",
             pc.When(probe > 0, pc.Knockout("prompt[0]", at, "prompt[5:]")))  # fmt: skip
-    refused(pc.UnsupportedSite, "this model has 8 layers", pc.Knockout("prompt[0]", pc.pattern[40], "prompt[5:]"))
+    refused(pc.UnsupportedSite, "8 layers", pc.Knockout("prompt[0]", pc.pattern[40], "prompt[5:]"))
     grades = lm.grade(IDS_OF_PROMPT, programs=[pc.Knockout("prompt[0]", at, "prompt[5:]")], score=[5])
     assert (grades.route, np.isfinite(grades.logprobs).all()) == ("requests", True)
     assert engine == "transformers" or "edits of attention" in grades.route_reason
@@ -224,7 +224,7 @@ def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected
         knockout = pc.Knockout("prompt[5:40]", pc.pattern[0], "prompt[39]")
         edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")]]
         runs = lm.run([IDS_OF_PROMPT] * 3, edits=edits, max_tokens=2, capture=pc.z[1])
-        with pytest.raises(pc.TokensError, match="position 39 would attend to nothing"):
+        with pytest.raises(pc.TokensError, match="position 39"):
             runs[0][pc.z[1]]
         assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
 
@@ -283,7 +283,7 @@ def test_an_edge_sweep_is_its_knockouts(narrow, engine):
     assert np.ptp(sweep.values) > 1e-3
     by_head = pc.studies.edge_sweep(lm, **options, layers=1, window=1, group=1)
     assert [row.index for row in by_head.rows] == [str(head) for head in range(lm.sites.sizes.heads)]
-    with pytest.raises(pc.TokensError, match="would attend to nothing"):
+    with pytest.raises(pc.TokensError, match="no keys"):
         pc.studies.edge_sweep(
             lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[:2]"], positions=["prompt[0]"]
         )

@@ -337,9 +337,9 @@ def alone(start):
 def test_two_workers_do_what_one_does(start, alone, options):
     lm, (alone, bytes_alone) = start(**options), alone
     assert lm.engine.status()["workers"] == 2
-    with pytest.raises(pc.EngineError, match="allow_code needs the engine in this process: one worker"):
+    with pytest.raises(pc.EngineError, match="allow_code"):
         pc.LM("", lm.engine, prove=False, allow_code=True)
-    with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours in the engine: allow it"):
+    with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: .*allow_code"):
         lm.run(SHORT, edits=[pc.Apply(lambda h: h, pc.resid_post[0])], logprobs=True)
     found, size = seen(lm)
     assert {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds} == {}
@@ -396,11 +396,9 @@ def test_two_workers_do_what_one_does(start, alone, options):
             pc.Rotate(np.eye(2, len(VECTOR)), 30, pc.q[1]),
             pc.Noise(0.1, pc.z[1], relative=True),
         ):
-            with pytest.raises(
-                pc.UnsupportedSite, match=r"needs a sum over the row, and .\[1\] is cut among 2 GPUs: name"
-            ):
+            with pytest.raises(pc.UnsupportedSite, match=r".\[1\] is sharded across 2 GPUs"):
                 lm.run(SHORT, edits=[op], logprobs=True)
-        with pytest.raises(pc.UnsupportedSite, match="are cut differently among GPUs"):
+        with pytest.raises(pc.UnsupportedSite, match="sharded differently"):
             lm.run(SHORT, edits=[pc.Replace(pc.From(kept, pc.resid_post[0]), pc.z[1])], logprobs=True)
     for layer in (0, LAYERS - 1):  # only the stage that has the layer can know
         hot = [pc.Add([3e38] * D, at=pc.resid_post[layer], scale=1e30)]
@@ -489,7 +487,7 @@ def test_attached_saes_over_two_workers(start, parts):
             values = np.sort(sae.encode(after), 1)[:, ::-1][:, :5]
             np.testing.assert_allclose(run.features[name].values, values, rtol=1e-4, atol=1e-2)
     if "tensor_parallel_size" in parts:
-        with pytest.raises(pc.UnsupportedSite, match="which each worker has whole"):
+        with pytest.raises(pc.UnsupportedSite, match="unsharded"):
             lm.attach(saes["plain"], at=pc.z[1], name="heads")
     lm.detach("plain")
     with pytest.raises(pc.UnknownName):

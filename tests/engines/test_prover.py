@@ -32,21 +32,21 @@ NORMS = LAYER + ".input_layernorm", LAYER + ".post_attention_layernorm"
 # what a wrong table says, by kind of point; words that are to fail, and what is said of one
 WRONG = {
     "the mlp for attention": ({"attn_out": Tap(MLP, "out")}, {"attn_out", "resid_mid"},
-                              r"resid_pre\[0\] \+ attn_out\[0\] is not resid_mid\[0\]"),
+                              r"resid_pre\[0\] \+ attn_out\[0\] does not equal resid_mid\[0\]"),
     "the projection for the block": ({"mlp_out": Tap(ATTENTION + ".o_proj", "out")},
                                      {"mlp_out", "resid_post", "resid_pre"},
-                                     r"resid_mid\[0\] \+ mlp_out\[0\] is not resid_post\[0\]"),
+                                     r"resid_mid\[0\] \+ mlp_out\[0\] does not equal resid_post\[0\]"),
     "two norms exchanged": ({"attn_in": Tap(NORMS[1], "out"), "mlp_in": Tap(NORMS[0], "out")}, {"attn_in", "mlp_in"},
-                            r"an edit at attn_in\[0\] does not move q\[0\], which is made of it"),
+                            r"attn_in\[0\] does not change q\[0\]"),
     "keys for values": ({"v": Tap(ATTENTION + ".k_proj", "out")}, {"v", "z"},
-                        r"z\[0, 0\] of the first token is not along v\[0, 0\], all it can see"),
+                        r"z\[0, 0\] .* multiple of v\[0, 0\]"),
     "keys and values exchanged": ({"v": Tap(ATTENTION + ".k_proj", "out"), "k": Tap(ATTENTION + ".v_proj", "out")},
-                                  {"v", "z"}, "is not along"),
-    "queries for results": ({"z": Tap(ATTENTION + ".q_proj", "out")}, {"z", "v"}, "is not along"),
+                                  {"v", "z"}, "multiple"),
+    "queries for results": ({"z": Tap(ATTENTION + ".q_proj", "out")}, {"z", "v"}, "multiple"),
     "the mlp's input for its neurons' layer": ({"mlp_in": Tap(NORMS[1], "in")}, {"mlp_in"},
-                                               r"mlp_in\[0\] is resid_mid\[0\], and not what a norm makes of it"),
+                                               r"mlp_in\[0\] equals resid_mid\[0\]"),
     "the last stream for its norm": ({"final_norm": Tap("model.norm", "in")}, {"final_norm"},
-                                     r"final_norm is resid_post\[4\], and not what a norm makes of it"),
+                                     r"final_norm equals resid_post\[4\]"),
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
     monkeypatch.setattr(runtime, "apply", lost)
     proofs = {proof.name: proof for proof in prove(lm)}
     assert not proofs["attn_in"].edit
-    assert f"an edit at attn_in[{layer}] does not move the logits" in proofs["attn_in"].note
+    assert f"an edit at attn_in[{layer}] does not change the logits" in proofs["attn_in"].note
     assert [name for name, proof in proofs.items() if not proof.holds] == ["attn_in"]
 
 
@@ -138,8 +138,8 @@ def test_what_a_quiet_layer_adds_is_told_from_nothing(tmp_path, monkeypatch, sca
 
 @pytest.mark.parametrize(
     ("factor", "most", "message"),
-    [(1.0, LENGTH, "an edit .*has no effect"), (0.5, LENGTH, "the rows differ"), (0.0, LENGTH, "(the rows differ|nothing is read)"),
-     (0.0, 1 << 20, "nothing is read")],
+    [(1.0, LENGTH, "an edit .*has no effect"), (0.5, LENGTH, "rows differ"), (0.0, LENGTH, "(rows differ|no rows)"),
+     (0.0, 1 << 20, "no rows")],
 )  # fmt: skip
 def test_steps_without_taps_are_seen(lm, monkeypatch, factor, most, message):
     """As where CUDA graphs of steps of at most so many tokens were recorded without taps: what they read is nothing, or
@@ -153,7 +153,7 @@ def test_steps_without_taps_are_seen(lm, monkeypatch, factor, most, message):
         return apply(at, factor * hidden, None if residual is None else factor * residual)
 
     monkeypatch.setattr(runtime, "apply", lost)
-    with pytest.raises(pc.EngineError, match=f"in a run by itself {message}.*enforce_eager=True"):
+    with pytest.raises(pc.EngineError, match=f"in a single run {message}.*enforce_eager=True"):
         prove(lm)
 
 
@@ -168,7 +168,7 @@ def test_a_write_that_is_not_exact_is_seen(lm, monkeypatch, full):
     monkeypatch.setattr(fused, "split", off)
     for proof in prove(lm, full):
         assert not proof.noop, proof.name
-        assert "writing back what was read changes the logits" in proof.note
+        assert "writing back" in proof.note
 
 
 def test_a_tensor_of_another_width_is_refused_at_load(folder, monkeypatch):

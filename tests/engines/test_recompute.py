@@ -133,7 +133,7 @@ def test_what_cannot_leave_a_trunk_is_computed_whole_and_says_why(folder, tmp_pa
         runs = untabled.run([PROMPT] * 10, max_tokens=1, edits=edits)
         assert all(run.computed_from is None for run in runs)
         assert "no site table" in untabled.engine.whole_because
-    with pytest.raises(UnknownName, match="no way to recompute 'some'; there are: changed, all"):
+    with pytest.raises(UnknownName, match=r"'some'.*changed, all"):
         pc.LM(folder, **IDS, recompute="some")
 
 

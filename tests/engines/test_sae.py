@@ -279,15 +279,15 @@ def test_graded_cells_equal_requests(lm):
 def test_what_cannot_be_is_refused(lm):
     sae = SAES["standard"]
     refused = [
-        (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: an SAE is attached as 'standard'"),
+        (lambda: lm.attach(sae, name="standard"), pc.ProgramError, "name: .*'standard'"),
         (lambda: lm.attach("folder", name="a"), pc.ProgramError, "sae: expected a pc.SAE"),
-        (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: expected a site of one layer"),
-        (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] is 512 wide"),
-        (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "for each token"),
+        (lambda: lm.attach(sae, at=pc.resid_post, name="a"), pc.UnsupportedSite, "at: .*one layer"),
+        (lambda: lm.attach(sae, at=pc.neurons[3], name="a"), pc.ShapeError, r"at: neurons\[3\] .*512"),
+        (lambda: lm.attach(sae, at=pc.logits, name="a"), pc.UnsupportedSite, "at: .*logits"),
         (lambda: lm.attach(sae, name="a b"), pc.ProgramError, "expected a name"),
         (lambda: lm.attach(sae, name="a", precision="half"), pc.PatchclampError, "precision"),
         (lambda: lm.attach(sae, name="a", to=pc.resid_post[2]), pc.UnsupportedSite, r"to: expected a site at or after"),
-        (lambda: lm.detach("a"), pc.UnknownName, "attached SAE"),
+        (lambda: lm.detach("a"), pc.UnknownName, "SAE 'a'"),
         (lambda: lm.run("x", capture=pc.Features("a")), pc.UnknownName, r"capture\[0\].name"),
         (lambda: lm.run("x", capture=pc.Features("topk", top=F + 1)), pc.ProgramError, r"capture\[0\].top: .* at most 96"),
         (lambda: lm.run("x", edits=pc.SetFeature("topk", F, 1.0)), pc.ProgramError, r"edits\[0\].id: .* 0 to 95, got 96"),
@@ -316,17 +316,17 @@ def test_a_condition_on_features(lm, name):
         acted |= set(held.tolist())
     assert acted == {True, False}
     refused = [
-        (pc.Features("topk", ids=[3])[0] > 1, "depends on the others"), (pc.Features(name)[0] > 1, "of a list"),
-        (read[0] > -1, "no feature is below it"), (pc.Features(name, ids=[F])[0] > 1, "from 0 to 95"),
+        (pc.Features("topk", ids=[3])[0] > 1, "'topk'"), (pc.Features(name)[0] > 1, "of a list"),
+        (read[0] > -1, "got -1"), (pc.Features(name, ids=[F])[0] > 1, "from 0 to 95"),
     ]  # fmt: skip
     for condition, message in refused:
         with pytest.raises(pc.ProgramError, match=rf"edits\[0\].condition.*{message}"):
             lm.run("x", edits=pc.When(condition, push))
     named = pc.Probe(numbers(D), at=SITE, name=f"{name}.40")
     for edits in ([named, pc.When(read[0] > 1, push)], [pc.When(read[0] > 1, push), named]):
-        with pytest.raises(pc.ProgramError, match=rf"two probes are named '{name}.40'"):
+        with pytest.raises(pc.ProgramError, match=rf"duplicate name '{name}.40'"):
             lm.run("x", edits=edits)
-    with pytest.raises(pc.ProgramError, match="needs a whole row"):
+    with pytest.raises(pc.ProgramError, match="local encoder"):
         lm.run("x", edits=pc.When(read[0] > 1, pc.SetFeature("topk", 1, 2.0)))
 
 

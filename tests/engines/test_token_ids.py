@@ -132,7 +132,7 @@ def test_every_token_but_some_at_logits(narrow, engine):
     assert 0 < len(chosen) < 12
     for position, one, two in zip(run.positions("edits[0]"), run["edits[0]"], run["edits[2]"], strict=True):
         assert torch.equal(two, 0.5 * one if position in chosen else one)
-    with pytest.raises(pc.UnsupportedSite, match=r"or every & [.]{3} for those of a selection that are"):
+    with pytest.raises(pc.UnsupportedSite, match="logits"):
         lm.run(PROMPTS[1], edits=[pc.Zero(pc.logits, pc.token(plain.prompt_token_ids[1]))], logprobs=True)
 
 
@@ -165,7 +165,7 @@ def test_patching_by_token_and_what_is_refused(narrow):
     without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))], logprobs=True)
     assert without.logprobs != clean.logprobs  # it was there to be zeroed
     for tokens in (pc.generated - pc.token(TOKENS), pc.between(5, TOKENS)):
-        with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 8192 is outside the vocabulary of 8192"):
+        with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 8192"):
             lm.run(PROMPTS[0], edits=[pc.Zero(AT, tokens)], logprobs=True)
     twice = lm.run(
         PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)], logprobs=True
@@ -175,9 +175,9 @@ def test_patching_by_token_and_what_is_refused(narrow):
     told = lm.run("A span here", max_tokens=4, capture=[AT @ (pc.span("span") | pc.token(token))], logprobs=True)
     assert len(told[AT]) >= 1
     two = np.stack([V1, V1])
-    with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: how many tokens generated & token"):
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: .*generated & token"):
         lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))], logprobs=True)
-    with pytest.raises(pc.TokensError, match="selects no position of this request"):
+    with pytest.raises(pc.TokensError, match="selects no positions"):
         lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(TOKENS - 1))], logprobs=True)
     known = lm.run(PROMPTS[0], max_tokens=1, capture=[AT], edits=[  # in the prompt, all is known
         pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))], logprobs=True)  # fmt: skip

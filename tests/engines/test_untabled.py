@@ -65,7 +65,7 @@ def test_what_is_certain_is_equal(pair):
 
 
 def test_what_is_not_says_why(pair):
-    with pytest.raises(UnsupportedSite, match=r"q is not available on \w+ \(.*\) models: .* not known where"):
+    with pytest.raises(UnsupportedSite, match=r"q is not available on \w+ \(.*\) models: .* no site table"):
         pair.lm.run(PROMPTS[0], capture=["q"])
     if pair.name == "flex_olmo":  # which norms what it adds
         for lm in pair.lm, pair.hub:
@@ -94,16 +94,14 @@ def test_parity_of_a_class_of_vllms_own(tmp_path):
 
 def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
     def not_found(vllm_config):
-        raise ModelError("no site table for vLLM's NemotronForCausalLM, and none can be made of its modules: no stream")
+        raise ModelError("no site table for vLLM's NemotronForCausalLM: no stream")
 
     monkeypatch.setattr(architecture, "found_family", not_found)
-    with pytest.raises(
-        ModelError, match=r"none can be made of its modules: no stream\. model_impl=\"transformers\" has"
-    ):
+    with pytest.raises(ModelError, match=r"no stream\. model_impl=\"transformers\" has"):
         pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
 
     def not_there(*_):
-        raise ModelError("no site table for NemotronForCausalLM, and none can be made of its modules: nor there")
+        raise ModelError("no site table for NemotronForCausalLM: nor there")
 
     monkeypatch.setattr(architecture, "transformers_places", not_there)
     with pytest.raises(ModelError, match=r"no stream\. With Transformers' own class: no site table for .*: nor there$"):
@@ -129,7 +127,7 @@ def test_what_does_not_add_up_is_withdrawn(tmp_path, monkeypatch):
     monkeypatch.setattr(untabled, "_returning", before_the_norm)
     with pc.LM(of_family(tmp_path, "glm4"), engine="transformers", **IDS) as lm:
         assert list(lm.sites.withdrawn) == ["attn_out"]
-        assert "resid_pre[0] + attn_out[0] is not resid_mid[0]" in lm.sites.withdrawn["attn_out"]
+        assert "resid_pre[0] + attn_out[0] does not equal resid_mid[0]" in lm.sites.withdrawn["attn_out"]
 
 
 @pytest.mark.slow
@@ -152,7 +150,7 @@ def test_the_last_norm_is_the_one_called_last(tmp_path):
     ):
         assert lm.sites.names == [name for name in WHOLE if name != "neurons"]
         rows_are_equal(test_families.Pair("opt", lm, hub), lm.sites.names)
-    with pytest.raises(ModelError, match=r"decoder\.layers\.2 should be called with the stream .*, and a norm after"):
+    with pytest.raises(ModelError, match=r"expected .*decoder\.layers\.2 "):
         pc.LM(of_family(tmp_path / "bart", "bart"), engine="transformers", **IDS)
 
 
@@ -160,7 +158,7 @@ def test_results_that_are_normed_before_they_are_projected_are_not_offered(tmp_p
     with pc.LM(of_family(tmp_path / "bitnet", "bitnet"), engine="transformers", **IDS) as lm:
         assert lm.sites.names == [word for word in WHOLE if word not in ("z", "neurons")]
         for word, norm in (("z", "self_attn.attn_sub_norm"), ("neurons", "mlp.ffn_sub_norm")):
-            with pytest.raises(UnsupportedSite, match=rf"takes was normed by model\.layers\.0\.{norm}"):
+            with pytest.raises(UnsupportedSite, match=rf"normed by model\.layers\.0\.{norm}"):
                 lm.run(PROMPTS[0], capture=[word])
     with pc.LM(of_family(tmp_path / "diffllama", "diffllama"), engine="transformers", **IDS) as lm:
         assert "z" not in lm.sites.names

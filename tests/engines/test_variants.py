@@ -54,10 +54,10 @@ def test_a_variant_that_the_table_is_not_about_gets_one_of_its_modules(tmp_path)
 
 def test_a_native_variant_is_refused_with_what_to_do(tmp_path):
     folder = of_family(tmp_path, "opt", do_layer_norm_before=False)
-    refused = r"for do_layer_norm_before=True, and this one has False\. With Transformers' own class: no site table"
+    refused = r"do_layer_norm_before=True.*False\. With Transformers' own class: no site table"
     with pytest.raises(ModelError, match=refused):
         pc.LM(folder, engine="vllm", **IDS, **EAGER)
-    with pytest.raises(ModelError, match="no site table for OPTForCausalLM, and none can be made of its modules"):
+    with pytest.raises(ModelError, match="no site table for OPTForCausalLM"):
         pc.LM(folder, engine="vllm", model_impl="transformers", **IDS, **EAGER)
 
 
@@ -94,12 +94,12 @@ def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
     """Pegasus' decoder counts places, padding among them."""
     folder = of_family(tmp_path, "pegasus")
     for width in (2, 3, 8, 64):
-        with pytest.raises(ModelError, match=r"a run depends on the other runs.* change by .*max_num_seqs=1"):
+        with pytest.raises(ModelError, match=r"batch.*max_num_seqs=1"):
             pc.LM(folder, engine="transformers", max_num_seqs=width, **IDS)
     with pc.LM(folder, engine="transformers", max_num_seqs=1, **IDS) as lm:
         together = lm.run([list(range(5, 25)), list(range(100, 112))], max_tokens=2, logprobs=True)
         assert together[1].logprobs == lm.run(list(range(100, 112)), max_tokens=2, logprobs=True).logprobs
-    with pytest.raises(ModelError, match="a run depends on the other runs"):  # what was proved of one is not of others
+    with pytest.raises(ModelError, match="max_num_seqs=1"):  # what was proved of one is not of others
         pc.LM(folder, engine="transformers", **IDS)
 
 
@@ -155,7 +155,7 @@ def test_numbers_that_are_not_finite_are_told_of(tmp_path):
     with torch.no_grad():
         net.model.layers[1].mlp.down_proj.weight *= 1e5
     net.save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"resid_pre\[2\] is not finite on this model in float16"):
+    with pytest.raises(ModelError, match=r"resid_pre\[2\] .*float16"):
         pc.LM(folder, engine="transformers", **{**IDS, "dtype": "float16"})
 
 
@@ -198,7 +198,7 @@ def test_states_without_keys_go_on_as_they_began(tmp_path, kind):
 @pytest.mark.parametrize("changed", [{"word_embed_proj_dim": 64}, {"_remove_final_layer_norm": True}])
 def test_an_opt_that_the_table_is_not_about_says_why(tmp_path, changed):
     folder = of_family(tmp_path, "opt", **changed)
-    with pytest.raises(ModelError, match=f"the table of opt models is for {next(iter(changed))}="):
+    with pytest.raises(ModelError, match=f"opt .*{next(iter(changed))}="):
         pc.LM(folder, engine="vllm", **IDS, **EAGER)
 
 

@@ -224,7 +224,7 @@ def checks(mode: str, lm, expected: list) -> None:
     note(mode, "5 all positions of one layer give the clean logits", gap == 0.0, f"{gap:g}")
     big = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[0], scale=s) for s in (3.0, 2.0)]
     hurt = lm.run([PROMPTS[1]] * 3, edits=[[], [big[1]], [big[0]]], **greedy, logprobs=True)
-    told = all("resid_post[0] make numbers that are not finite" in str(r.error) for r in hurt[1:])
+    told = all("resid_post[0]" in str(r.error) for r in hurt[1:])
     note(
         mode,
         "an edit that is not finite fails its run and no other",

@@ -216,7 +216,7 @@ def test_a_bound_program_of_no_binder_is_refused(http, fields):
     body, _ = bound(info["owner"], **fields)
     response = http.post("/v1/patchclamp/engine/run", content=body)
     assert response.status_code == 400, response.text
-    assert "no binder makes this" in message(response)
+    assert "invalid bound program" in message(response)
     good, _ = bound(info["owner"])
     answered = http.post("/v1/patchclamp/engine/run", content=good)
     assert answered.status_code == 200

@@ -52,7 +52,7 @@ def test_attention_is_edited(server, local):
         assert not torch.as_tensor(found[pc.pattern[1]])[8:, :, 2:6].any()
     answer = complete(server, program(edits) | {"return_token_ids": True}, prompt, max_tokens=4)
     assert answer.choices[0].token_ids == expected.token_ids
-    with pytest.raises(openai.BadRequestError, match="position 3 would attend to nothing"):
+    with pytest.raises(openai.BadRequestError, match="position 3"):
         complete(server, program([pc.Knockout("prompt[:4]", "pattern[1]", "prompt[3]")]), prompt, max_tokens=1)
 
 

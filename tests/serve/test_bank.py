@@ -120,12 +120,12 @@ def test_a_program_that_could_never_run_is_not_kept(http):
         (
             [{"type": "scale", "factor": 0, "at": "attn_out[99]"}],
             422,
-            "edits[0].at: attn_out[99]: this model has 8 layers",
+            "edits[0].at: attn_out[99]: layer is out of range",
         ),
-        ([{"type": "scale", "factor": 0, "at": "attn_oot[1]"}], 400, "edits[0].at: no site"),
+        ([{"type": "scale", "factor": 0, "at": "attn_oot[1]"}], 400, "edits[0].at: unknown site"),
         ([{"type": "capture", "at": "embed"}], 400, "captures nothing"),
         ([], 400, "captures nothing"),
-        ([{"type": "apply", "fn": "print", "at": "embed"}], 400, "edits[0].type: no op 'apply'"),
+        ([{"type": "apply", "fn": "print", "at": "embed"}], 400, "edits[0].type: unknown op 'apply'"),
     ):
         response = http.put("/v1/patchclamp/programs/wrong", json={"edits": edits})
         assert response.status_code == status

@@ -79,7 +79,7 @@ def test_an_image_whose_request_was_refused_is_taken_the_next_time(server, strea
     number = 10 + stream
     status, told = ask(server, number, [{**EDIT, "tokens": "image[1]"}], stream=stream)
     assert (status, told["error"]["message"]) == (
-        400, "patchclamp.edits[0].tokens: image[1]: the prompt has 1 images, numbered from 0"
+        400, "patchclamp.edits[0].tokens: image[1]: image out of range"
     )  # fmt: skip
     plain, edited = ask(server, number), ask(server, number, [EDIT])
     assert logprobs(plain) != pytest.approx(logprobs(edited), abs=0.05)

@@ -223,7 +223,7 @@ def test_a_chats_messages_are_selected_by_role_and_by_text(server, local, stream
 
 def test_a_role_that_the_chat_lacks_and_a_prompt_that_is_no_chat(server):
     edits = program([pc.Zero(pc.embed, tokens=pc.role("tool"))])
-    with pytest.raises(openai.BadRequestError, match="no message of that role; it has: user"):
+    with pytest.raises(openai.BadRequestError, match="no messages with this role"):
         server.openai().chat.completions.create(
             model=server.model, messages=[{"role": "user", "content": "Hi"}], extra_body=edits
         )
@@ -310,11 +310,11 @@ def test_another_key_sees_nothing_of_it(server):
 @pytest.mark.parametrize(
     ("extra", "status", "text"),
     [
-        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_oot[1]"}]}, 400, "edits[0].at: no site 'attn_oot'"),
-        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_out[99]"}]}, 422, "this model has 8 layers"),
+        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_oot[1]"}]}, 400, "edits[0].at: unknown site 'attn_oot'"),
+        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_out[99]"}]}, 422, "8 layers"),
         ({"edits": [{"type": "scale", "factor": 0, "at": "embed", "tokens": 'span("Oslo")'}]}, 400, "Oslo"),
-        ({"edits": [{"type": "add", "value": [1.0], "at": "embed"}]}, 400, "144 wide"),
-        ({"edit": []}, 400, "no field 'edit'"),
+        ({"edits": [{"type": "add", "value": [1.0], "at": "embed"}]}, 400, "144"),
+        ({"edit": []}, 400, "unknown field 'edit'"),
         ({"run": "../../etc"}, 400, "a name has"),
         ([], 400, "an object"),
     ],

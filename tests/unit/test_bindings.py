@@ -106,7 +106,7 @@ def test_one_list_for_all_prompts_is_one_program(lm, monkeypatch):
     for one, other in zip(together, apart, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
         assert np.array_equal(one[pc.resid_post[1]], other[pc.resid_post[1]])
-    with pytest.raises(pc.TokensError, match=r"^prompt 2.edits\[0\].tokens: prompt\[4\]: there is no position 4"):
+    with pytest.raises(pc.TokensError, match=r"^prompt 2.edits\[0\].tokens: prompt\[4\]: position 4"):
         lm.run([COLOSSEUM, EIFFEL, SHORT], max_tokens=1, edits=[pc.Zero(pc.resid_post[0], tokens=pc.prompt[4])])
 
 

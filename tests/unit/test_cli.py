@@ -161,12 +161,12 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            (("--metric", "logprb"), "--metric: no metric 'logprb'"),
+            (("--metric", "logprb"), "--metric: unknown metric 'logprb'"),
             (("--metric", "recovered"), "--foil: recovered"),
-            (("--site", "resid_per"), "--site: no site 'resid_per'"),
+            (("--site", "resid_per"), "--site: unknown site 'resid_per'"),
             (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
-            (("--positions", "promt[0]"), "--positions: no group of tokens 'promt'"),
-            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn'"),
+            (("--positions", "promt[0]"), "--positions: unknown token group 'promt'"),
+            (("--png", "sweep.pgn"), "sweep.pgn: unknown picture format 'pgn'"),
             (("--save", "."), "--save: expected a file"),
             (("--bank", "none.bank"), "--bank: none.bank cannot be read"),
             (("--pairs", "none.jsonl"), "--pairs: "),
@@ -181,10 +181,12 @@ class TestErrors:
     @pytest.mark.parametrize("command", [SWEEP[:2] + SWEEP[4:], ("sites", "smollm2"), ("demo", "--out", "{}")])
     def test_an_unknown_engine_is_told_with_the_known_ones(self, command: tuple[str, ...], tmp_path):
         line = failed(*(word.format(tmp_path) for word in command), "--engine", "vlm")
-        assert line == "error: --engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
+        assert (
+            line == "error: --engine: unknown engine 'vlm' (did you mean 'vllm'?); available: vllm, transformers, fake"
+        )
 
     def test_an_unknown_option_is_told_with_the_known_ones(self):
-        assert "no engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
+        assert "unknown engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
 
     def test_an_option_that_is_none(self):
         assert (
@@ -596,7 +598,7 @@ class TestDoctor:
     def test_a_model_that_does_not_start_is_a_finding(self):
         status, output = run("doctor", "fake", "--engine", "fake", "--option", "colour=red")
         assert status == 1
-        assert "no engine option 'colour'" in output
+        assert "unknown engine option 'colour'" in output
 
     def test_a_site_that_is_not_proved_is_a_problem(self, monkeypatch):
         from patchclamp import doctor
@@ -630,10 +632,10 @@ class TestFuzz:
         ("arguments", "text"),
         [
             (("--strength", "0.2", "--strength", "0.1"), "--strength: "),
-            (("--site", "resid_past"), "--site[0]: no site 'resid_past'"),
+            (("--site", "resid_past"), "--site[0]: unknown site 'resid_past'"),
             (("--refusal", "("), "--refusal: "),
             (("--prompts", "none.txt"), "--prompts: cannot read none.txt"),
-            (("--png", "a.pgn"), "a.pgn: no picture format"),
+            (("--png", "a.pgn"), "a.pgn: unknown picture format"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, arguments, text, monkeypatch):
@@ -665,12 +667,12 @@ class TestFitProbe:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--method", "svm"), "--method: no method 'svm'"),
+            (("--method", "svm"), "--method: unknown method 'svm'"),
             (("--folds", "1"), "--folds: "),
             (("--pool", "max"), "--pool: max"),
             (("--labels", "label"), "--labels: "),
             (("--harvest", "nowhere"), "--harvest: nowhere"),
-            (("--site", "resid_past"), "--site: no site 'resid_past'"),
+            (("--site", "resid_past"), "--site: unknown site 'resid_past'"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, command, arguments, text, monkeypatch):
@@ -692,7 +694,7 @@ def test_fit_lens_prints_and_writes_what_it_measured(tmp_path):
     assert "A tuned lens of resid_post" in output
     assert f"{result.kl[0]:.2f}" in output
     assert all(path.stat().st_size > 500 for path in files.values())
-    assert failed(*command, "--kind", "logit").startswith("error: --kind: no kind 'logit'")
+    assert failed(*command, "--kind", "logit").startswith("error: --kind: unknown kind 'logit'")
 
 
 class TestSteer:
@@ -739,13 +741,13 @@ class TestSteer:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--method", "men"), "--method: no method 'men'"),
+            (("--method", "men"), "--method: unknown method 'men'"),
             (("--prompts", "sides"), "--prompts: cannot read sides"),
             (("--foil", " a"), "--foil: "),
             (("--held-out", "0", "--png", "a.png"), "--held-out: expected held-out prompts or --prompts"),
-            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--layers", "a:b"), "--layers: expected a number or a range"),
             (("--gguf", "."), "--gguf: expected a file"),
-            (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),
+            (("--tokens", "promt"), "--tokens: unknown token group 'promt'"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):
@@ -849,7 +851,7 @@ class TestRun:
             (("--edit", "{zero}"), "--edit: "),
             (("--edit", "0.3 calm 0.2 loud"), "--edit: expected +, - or @ SELECTION, got '0.2 loud' at character 9"),
             (("--edit", "nowhere.json"), "--edit: cannot read nowhere.json"),
-            (("--edit", '{"type": "zer", "at": "embed"}'), "edits[0].type: no op 'zer'"),
+            (("--edit", '{"type": "zer", "at": "embed"}'), "edits[0].type: unknown op 'zer'"),
             (("--capture", "resid_pots", "--out", "x"), "--capture: "),
         ],
     )

@@ -63,13 +63,13 @@ def test_a_share_says_what_others_have(source, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (["--site", "resid_pots"], "--site: no site 'resid_pots'"),
-    (["--site", "embed", "--store", "int8"], "--store: no capture dtype 'int8'"),
+    (["--site", "resid_pots"], "--site: unknown site 'resid_pots'"),
+    (["--site", "embed", "--store", "int8"], "--store: unknown capture dtype 'int8'"),
     (["--site", "embed", "--positions", "4"], "--positions: expected a window of positions such as 4: or 0:128"),
     (["--site", "embed", "--shard", "3/2"], "--shard: expected I/N"),
     (["--site", "embed", "--project", "none.npy"], "--project: expected an array saved by NumPy, got none.npy"),
     (["--site", "embed", "--norm-cap", "-1"], "filters.norm_cap: "),
-    (["--site", "embed", "--engine", "vlm"], "--engine: no engine 'vlm'"),
+    (["--site", "embed", "--engine", "vlm"], "--engine: unknown engine 'vlm'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_before_a_model_is_loaded(source, tmp_path, monkeypatch, arguments, text):
     monkeypatch.setattr("patchclamp.cli.commands.loaded", lambda *_: pytest.fail("a model was loaded"))

@@ -89,7 +89,7 @@ def test_a_lens_of_another_site_is_refused(lm, fit, tmp_path):
     for given in (fit, fit.save(tmp_path / "lens.safetensors")):
         for call in (lambda given=given: pc.Lens(pc.resid_pre, translators=given),
                      lambda given=given: logit_lens(lm, PROMPTS[0], site="mlp_out", translators=given)):  # fmt: skip
-            with pytest.raises(pc.ProgramError, match="got one of resid_post") as raised:
+            with pytest.raises(pc.ProgramError, match="got one for resid_post") as raised:
                 call()
             assert raised.value.path == "translators"
 

@@ -492,7 +492,7 @@ def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "kind", "text"), [
     ({"sites": []}, ProgramError, "sites: "),
-    ({"sites": ["resid_pots"]}, UnknownName, "sites[0]: no site 'resid_pots'"),
+    ({"sites": ["resid_pots"]}, UnknownName, "sites[0]: unknown site 'resid_pots'"),
     ({"sites": "logits"}, pc.UnsupportedSite, "sites[0]: logits"),
     ({"dtype": "int8"}, UnknownName, "int8"),
     ({"seed": -1}, ProgramError, "seed: "),
@@ -506,7 +506,7 @@ def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
     ({"checkpoint_bytes": -5}, ProgramError, "checkpoint_bytes: "),
     ({"checkpoint_bytes": "1"}, ProgramError, "checkpoint_bytes: "),
     ({"context": 999}, ProgramError, "context: expected 1 to 127"),
-    ({"overlong": "drop"}, ProgramError, "overlong: no overlong 'drop'; there are: refuse, cut, split"),
+    ({"overlong": "drop"}, ProgramError, "overlong: unknown overlong 'drop'; available: refuse, cut, split"),
     ({"sums": True, "overlong": "split"}, ProgramError, "overlong: 'split'"),
     ({"project": np.ones((3, 4))}, pc.ShapeError, "project: resid_post[1]: "),
     ({"project": {"resid_post[0]": np.ones((3, 16))}}, ProgramError, "project: "),

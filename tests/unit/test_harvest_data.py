@@ -177,9 +177,9 @@ def test_numpy_maps_what_is_stored(data, wide):
     assert not raw.flags.writeable or raw.base is None
     assert (torch.from_numpy(raw).view(torch.bfloat16).float().numpy() == wide).all()
     assert wide.shape == (260, 16)
-    with pytest.raises(pc.UnknownName, match="no shard"):
+    with pytest.raises(pc.UnknownName, match="shard-0000-00009"):
         data.array(SITES[0], "shard-0000-00009")
-    with pytest.raises(pc.UnknownName, match="no site in this harvest 'embed'"):
+    with pytest.raises(pc.UnknownName, match="unknown site in this harvest 'embed'"):
         data.array("embed")
 
 

@@ -58,7 +58,7 @@ def test_a_run_that_another_process_reads_knows_where_its_images_were(lm):
     read = unpack_run(pack_run(run, asked), lm)
     assert (read.images, run.images, read.program) == ([[1], [2, 3]], [], bound)
     assert read.select(pc.image[1] | pc.prompt[0]).tolist() == [0, 2, 3]
-    with pytest.raises(pc.TokensError, match="the prompt has no image in it"):
+    with pytest.raises(pc.TokensError, match="the prompt has no image"):
         run.select(pc.image[1])
 
 
@@ -382,7 +382,7 @@ def test_long_texts_are_refused_at_once(field):
     op = {"type": "scale", "at": "embed", "factor": 1, field: f'span("{"x" * (1 << 20)}")'}
     if field == "nothing":
         op = {**op, "x" * (1 << 20): 1}
-    with pytest.raises(ProgramError, match=r"no field|at most") as raised:
+    with pytest.raises(ProgramError, match=r"unknown|at most") as raised:
         ProgramCall({"edits": [op]}, "a", {}, KeptObjects())
     assert raised.value.path == f"patchclamp.edits[0].{field}"
     assert len(str(raised.value)) < 200

@@ -245,7 +245,7 @@ class TestCommand:
         ("arguments", "text"),
         [
             (["--dtype", "int8"], "error: dtype: no tolerances for 'int8'"),
-            (["--engine", "vlm"], "error: --engine: no engine 'vlm'"),
+            (["--engine", "vlm"], "error: --engine: unknown engine 'vlm'"),
             (["--option", "seed"], "error: --option: expected KEY=VALUE"),
         ],
     )

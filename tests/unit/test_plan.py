@@ -185,9 +185,9 @@ def test_ops_with_arithmetic_of_their_own_become_numbers():
     here[point("resid_post[1]")] = True
     assert (noise.at(here).points, noise.at(here).action.streams) == ((point("resid_post[1]"),), streams[1:])
     assert (blend.at(here).points, blend.at(here).keys) == ((), ())
-    with pytest.raises(pc.ShapeError, match=r"edits\[0\].mask: embed is 4 wide; the vector is \[2\]"):
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].mask: .*embed, got \[2\]"):
         bound(pc.Replace(v, "embed", mask=[1.0, 2.0]))
-    with pytest.raises(pc.ShapeError, match=r"edits\[0\].directions: embed is 4 wide; the vector is \[2\]"):
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].directions: .*embed, got \[2\]"):
         bound(pc.Ablate([1.0, 2.0], "embed"))
 
 
@@ -286,9 +286,9 @@ def test_a_row_for_each_position():
     rows = np.arange(3 * D).reshape(3, D)
     made = bound(pc.Replace(rows, "resid_pre[1]", "every[1, 2, 6]"))
     assert made.ops[0].ranges == ((1, 3, 0, 1), (6, 7, 2, 0))
-    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: the selection has 8 positions; the vector has 3 "):
+    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: .*\(8\), got 3 rows"):
         bound(pc.Replace(rows, "resid_pre[1]"))
-    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: resid_pre\[1\] is 4 wide; the vector is \[3\]$"):
+    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: .*resid_pre\[1\], got \[3\]$"):
         bound(pc.Replace([1.0, 2.0, 3.0], "resid_pre[1]"))
     assert bound(pc.Add([0.0] * V, "logits")).ops[0].ranges == ((4, 8, 0, 0),)
 
@@ -318,37 +318,30 @@ def test_rows_of_another_run():
 def test_what_another_run_lacks():
     runs = {"abc": Ran([0, 1, 4]), "odd": Ran([0, 1], resid_pre=[0, 2]), "none": Ran([])}
     at = pc.resid_pre[1] @ pc.prompt[0]
-    beyond = "(it has 3, 0 to 4); capture it there, or select fewer tokens"
     cases = [
-        (pc.From("who"), at, pc.MissingSource, "run who is not here"),
-        (pc.From("none"), at, pc.MissingSource, "run none did not capture resid_pre[1]"),
-        (pc.From("abc"), pc.resid_pre[1] @ pc.prompt[:3], pc.MissingSource,
-         f"run abc did not capture resid_pre[1] at position 2 {beyond}"),
-        (pc.From("abc", position=7), at, pc.MissingSource,
-         f"run abc did not capture resid_pre[1] at position 7 {beyond}"),
-        (pc.From("abc", position=8), at, pc.TokensError,
-         "every[8]: there is no position 8; every has 8 positions here; the last sampled token is never an input "
-         "(raise max_tokens)"),
-        (pc.From("abc", position="prompt[0:2]"), pc.resid_pre[1] @ pc.prompt[:3], pc.ShapeError,
-         "prompt[0:2] names 2 positions; 3 are written"),
-        (pc.From("abc", "mlp_out[0:2]"), pc.resid_pre @ pc.prompt[0], pc.ShapeError,
-         "mlp_out[0:2] names 2 layers; 3 are written: give one, or as many"),
-        (pc.From("abc", "logits", 4), at, pc.ShapeError, "logits and resid_pre[1] differ in width"),
-        (pc.From("odd"), pc.resid_pre @ pc.every[1], pc.MissingSource, None),
-        (pc.From("abc", "router[1]"), at, pc.UnsupportedSite, None),
+        (pc.From("who"), at, pc.MissingSource, "run who"),
+        (pc.From("none"), at, pc.MissingSource, "run none"),
+        (pc.From("abc"), pc.resid_pre[1] @ pc.prompt[:3], pc.MissingSource, "resid_pre[1] at position 2"),
+        (pc.From("abc", position=7), at, pc.MissingSource, "resid_pre[1] at position 7"),
+        (pc.From("abc", position=8), at, pc.TokensError, "every[8]"),
+        (pc.From("abc", position="prompt[0:2]"), pc.resid_pre[1] @ pc.prompt[:3], pc.ShapeError, "2 (prompt[0:2])"),
+        (pc.From("abc", "mlp_out[0:2]"), pc.resid_pre @ pc.prompt[0], pc.ShapeError, "2 (mlp_out[0:2])"),
+        (pc.From("abc", "logits", 4), at, pc.ShapeError, "logits and resid_pre[1]"),
+        (pc.From("odd"), pc.resid_pre @ pc.every[1], pc.MissingSource, ""),
+        (pc.From("abc", "router[1]"), at, pc.UnsupportedSite, ""),
     ]  # fmt: skip
-    for value, place, kind, text in cases:
+    for value, place, kind, word in cases:
         with pytest.raises(pc.PatchclampError) as caught:
             bound([pc.Zero("embed"), pc.Replace(value, place)], **runs)
         assert type(caught.value) is kind
         assert caught.value.path == "edits[1].value"
-        assert text is None or str(caught.value) == f"edits[1].value: {text}"
+        assert word in caught.value.message
 
 
 def test_layers_that_captured_different_positions_are_not_mixed():
     runs = {"odd": Ran([0, 1, 2], resid_mid=[1, 2])}
     assert bound(pc.Replace(pc.From("odd"), "resid_mid[1:]", "prompt[1]"), **runs).ops[0].ranges == ((1, 2, 1, 0),)
-    with pytest.raises(pc.MissingSource, match=r"run odd captured other positions at some of the layers of resid_mid"):
+    with pytest.raises(pc.MissingSource, match=r"run odd .*resid_mid"):
         bound(pc.Replace(pc.From("odd"), "resid_mid", "prompt[1]"), **runs)
 
 
@@ -363,11 +356,7 @@ def test_logits_are_where_tokens_are_sampled():
     assert positions(pc.every - pc.prompt) == [5, 6, 7]
     assert positions(pc.every & pc.prompt) == positions(pc.every[:5]) == [4]
     assert positions(pc.every[::3] | pc.every[5]) == [5, 6]
-    text = (
-        r"^capture\[0\]\.tokens: logits exist only where a token is sampled \(position 4 on\), not at 0; "
-        r"use prompt\[-1\] or generated, or every & ... for those of a selection that are, or capture final_norm and "
-        r"apply the unembedding$"
-    )
+    text = r"^capture\[0\]\.tokens: logits .*\(4 on\), not at 0"
     for tokens in (pc.prompt, pc.prompt[0], pc.every[0, 5], pc.span("a"), pc.token(0), pc.every | pc.prompt[0]):
         with pytest.raises(pc.UnsupportedSite, match=text):
             positions(tokens)
@@ -375,26 +364,20 @@ def test_logits_are_where_tokens_are_sampled():
 
 def test_a_program_is_checked_before_it_runs():
     cases = [
-        (pc.Zero("router[0]"), pc.UnsupportedSite, "edits[0].at: router is not available on llama models: its layers have "
-         f"one MLP each, and no experts to choose from; there are: {', '.join(w for w in language.SITES if w not in ('router', 'mixer_out'))}"),
-        (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
-         "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
-        (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,
-         "edits[0].at: resid_post[2:9]: this model has 3 layers (0 to 2)"),
-        (pc.Zero("embed", "prompt[5]"), pc.TokensError,
-         "edits[0].tokens: prompt[5]: there is no position 5; the prompt has 5 tokens (0 to 4)"),
-        (pc.Zero("embed", 'span("x")'), pc.TokensError, "edits[0].tokens: span(\"x\"): not in the prompt 'abcde'"),
-        (pc.Zero("embed", "generated[3]"), pc.TokensError,
-         "edits[0].tokens: generated[3]: there is no position 3; generated has 3 positions here; the last sampled "
-         "token is never an input (raise max_tokens)"),
-        (pc.Zero("embed", "generated[3:]"), pc.TokensError,
-         "edits[0].tokens: generated[3:] selects no position of this request, so nothing would be edited"),
+        (pc.Zero("router[0]"), pc.UnsupportedSite, "at", ", ".join(w for w in language.SITES if w not in ("router", "mixer_out"))),
+        (pc.Zero("resid_post[3]"), pc.UnsupportedSite, "at", "3 layers (0..2)"),
+        (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite, "at", "3 layers (0..2)"),
+        (pc.Zero("embed", "prompt[5]"), pc.TokensError, "tokens", "prompt[5]"),
+        (pc.Zero("embed", 'span("x")'), pc.TokensError, "tokens", "'abcde'"),
+        (pc.Zero("embed", "generated[3]"), pc.TokensError, "tokens", "max_tokens"),
+        (pc.Zero("embed", "generated[3:]"), pc.TokensError, "tokens", "generated[3:]"),
     ]  # fmt: skip
-    for op, kind, text in cases:
+    for op, kind, field, word in cases:
         with pytest.raises(pc.PatchclampError) as caught:
             bound(op)
         assert type(caught.value) is kind
-        assert str(caught.value) == text
+        assert caught.value.path == f"edits[0].{field}"
+        assert word in caught.value.message
 
 
 def test_records_are_by_point_in_program_order():
@@ -860,13 +843,13 @@ def test_a_key_says_what_a_program_stores():
 @pytest.mark.parametrize(
     ("op", "kind", "text"),
     [
-        (pc.Add(pc.SameRun("resid_mid[1]"), "resid_mid[1]"), pc.UnsupportedSite, "is not of a layer before"),
-        (pc.Add(pc.SameRun("attn_out[1]"), "mlp_out[1]"), pc.UnsupportedSite, "is not of a layer before"),
-        (pc.Add(pc.SameRun("resid_post[1]"), "resid_pre[1]"), pc.UnsupportedSite, "is not of a layer before"),
+        (pc.Add(pc.SameRun("resid_mid[1]"), "resid_mid[1]"), pc.UnsupportedSite, r"before resid_mid\[1\]"),
+        (pc.Add(pc.SameRun("attn_out[1]"), "mlp_out[1]"), pc.UnsupportedSite, r"before mlp_out\[1\]"),
+        (pc.Add(pc.SameRun("resid_post[1]"), "resid_pre[1]"), pc.UnsupportedSite, r"before resid_pre\[1\]"),
         (pc.Add(pc.SameRun("logits"), "logits", "prompt[-1]"), pc.UnsupportedSite, "the end of a step"),
-        (pc.Add(pc.SameRun("embed", 3), "mlp_out[1]", "prompt[2:5]"), pc.TokensError, "position 3 comes after 2"),
-        (pc.Add(pc.SameRun("embed", "prompt[0:2]"), "mlp_out[1]", "prompt[2:5]"), pc.ShapeError, "names 2 positions"),
-        (pc.Add(pc.SameRun("embed", "generated & token(3)"), "mlp_out[1]", "generated"), pc.ShapeError, "is known when"),
+        (pc.Add(pc.SameRun("embed", 3), "mlp_out[1]", "prompt[2:5]"), pc.TokensError, "up to 2, got 3"),
+        (pc.Add(pc.SameRun("embed", "prompt[0:2]"), "mlp_out[1]", "prompt[2:5]"), pc.ShapeError, r"got 2 \(prompt\[0:2\]\)"),
+        (pc.Add(pc.SameRun("embed", "generated & token(3)"), "mlp_out[1]", "generated"), pc.ShapeError, "depends on generated tokens"),
     ],
     ids=str,
 )  # fmt: skip
@@ -875,7 +858,7 @@ def test_rows_of_the_same_run_come_from_before(op, kind, text):
         bound(op, prompt=9, max_tokens=3)
     stages = SiteMap(SITES.family, SITES.sizes, stages=2)
     fits = Program.of([pc.Add(pc.SameRun("embed"), "mlp_out[1]")])
-    with pytest.raises(pc.UnsupportedSite, match="two pipeline stages"):
+    with pytest.raises(pc.UnsupportedSite, match="pipeline stages"):
         bind(fits, "r", spelled(9), 1, stages, None)
 
 

@@ -90,9 +90,9 @@ def test_a_part_is_projected_and_read_by_its_name():
     W = matrix(4, 2, WHOLE["z[1]"].shape[2])
     run = LM.run(PROMPT, max_tokens=1, capture=[pc.Capture("z[1, 1]", project=W)])
     np.testing.assert_allclose(run["z[1, 1]"], rows_at(WHOLE, "z[1, 1]", range(5)) @ W.T, atol=1e-5)
-    with pytest.raises(pc.MissingSource, match=r"z\[1, 0\] was not captured; this run has: z\[1, 1\]"):
+    with pytest.raises(pc.MissingSource, match=r"z\[1, 0\] .*z\[1, 1\]"):
         run["z[1, 0]"]
-    with pytest.raises(pc.MissingSource, match=r"z\[1\] was not captured; this run has: z\[1, 1\]"):
+    with pytest.raises(pc.MissingSource, match=r"z\[1\] .*z\[1, 1\]"):
         run.layout("z[1]")
     assert list(LM.fetch([run])[0]) == ["z[1, 1]"]
 
@@ -100,17 +100,17 @@ def test_a_part_is_projected_and_read_by_its_name():
 W16, V16 = matrix(5, 2, D), matrix(6, 2, D)
 REFUSED = {
     "whole beside projected": ([], ["resid_post[0]", pc.Capture("resid_pre[1]", "prompt[0]", project=W16)],
-                               pc.ProgramError, r"capture\[1\]: resid_post\[0\] is captured by capture\[0\] too"),
+                               pc.ProgramError, r"capture\[1\]: resid_post\[0\] .*capture\[0\]"),
     "two matrices": ([pc.Capture("embed", project=W16)], [pc.Capture("embed", project=V16)],
-                     pc.ProgramError, r"capture\[0\]: embed is captured by edits\[0\] too, and otherwise"),
+                     pc.ProgramError, r"capture\[0\]: embed .*edits\[0\]"),
     "two parts": ([], [pc.Capture(f"z[0, {head}]", project=np.ones((2, D // 2))) for head in (0, 1)],
-                  pc.ProgramError, r"capture\[1\]: z\[0\] is captured by capture\[0\] too, and otherwise"),
+                  pc.ProgramError, r"capture\[1\]: z\[0\] .*capture\[0\]"),
     "logits": ([], [pc.Capture("logits", project=np.ones((2, 64)))],
-               pc.UnsupportedSite, r"capture\[0\].at: logits are not projected: capture final_norm"),
+               pc.UnsupportedSite, r"capture\[0\].at: .*final_norm"),
     "another width": ([], [pc.Capture("embed", project=np.ones((2, 4)))],
-                      pc.ShapeError, r"capture\[0\].project: embed is 16 wide; the vector is \[2, 4\]"),
+                      pc.ShapeError, r"capture\[0\].project: .*embed, got \[2, 4\]"),
     "rows of heads": ([], [pc.Capture("z[0]", project=np.ones((2, D // 2)))],
-                      pc.ShapeError, r"capture\[0\].project: z\[0\] is 16 wide; the vector is \[2, 8\]"),
+                      pc.ShapeError, r"capture\[0\].project: .*z\[0\], got \[2, 8\]"),
     "no such name": ([], [pc.Capture("embed", project="probes")], pc.MissingSource, r"capture\[0\].project: .*probes"),
 }  # fmt: skip
 
@@ -136,8 +136,7 @@ def test_rows_that_are_cut_among_gpus_are_refused_by_name(site, refused):
     width = 2 if "," in site else 4
     program = Program.of((), pc.Capture(site, project=np.ones((3, width))))
     if refused:
-        with pytest.raises(pc.UnsupportedSite, match=r"capture\[0\].at: a projection needs a sum over the row, and z\[1\] "
-                           r"is cut among 2 GPUs: name one head, as in z\[1, 0\], or run with"):  # fmt: skip
+        with pytest.raises(pc.UnsupportedSite, match=r"capture\[0\].at: .*2 GPUs.*z\[1, 0\]"):
             bind(program, "mine", spelled(5), 2, sites, lambda run: pytest.fail(run))
         return
     made = bind(program, "mine", spelled(5), 2, sites, lambda run: pytest.fail(run))
@@ -151,5 +150,5 @@ def test_an_engine_that_kept_whole_rows_is_not_believed(monkeypatch):
         LM.engine, "fetch", lambda *key: (fetch(*key)[0], np.zeros((len(fetch(*key)[0]), D), np.float32))
     )
     run = LM.run(PROMPT, max_tokens=1, capture=[pc.Capture("embed", project=W16)])
-    with pytest.raises(pc.PatchclampError, match="embed: 2 numbers of each row were asked for, 16 were captured"):
+    with pytest.raises(pc.PatchclampError, match=r"embed: .*2.*16"):
         run["embed"]

@@ -53,7 +53,7 @@ def test_delimiters_of_text():
     assert asked.select(pc.between("</think>", "<think>"), 20).tolist() == [4]
     [case] = asked.cases(pc.prompt & thought, 20)
     assert (case.positions.tolist(), case.alone) == ([1, 6, 7], True)
-    with pytest.raises(pc.TokensError, match="'</think>' is not one token"):
+    with pytest.raises(pc.TokensError, match="'</think>'"):
         asked.cases(thought, 20)
     open_end = asked.cases(pc.between("<think>", "</"), 10)
     assert [(case.positions.tolist(), case.inside) for case in open_end] == [([1, 6, 7], None), ([8, 9], True)]

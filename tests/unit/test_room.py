@@ -114,9 +114,9 @@ def test_rows_kept_for_later_give_way_to_a_program_that_fits_alone():
 
 def test_what_never_fits_says_which_option_makes_room():
     room = Room(2, 4, 16)
-    with pytest.raises(pc.CapacityError, match=r"needs 5 records and there are 4; raise max_records, or act on fewer"):
+    with pytest.raises(pc.CapacityError, match=r"5 .*4; raise max_records"):
         room.place(5, {})
-    with pytest.raises(pc.CapacityError, match=r"need 80 bytes of the bank, which has 64; raise bank_bytes"):
+    with pytest.raises(pc.CapacityError, match=r"80 .*64; raise bank_bytes"):
         room.place(0, {"a": (1, 20)})
     assert pc.CapacityError.status == 429
 

@@ -262,5 +262,5 @@ def test_dir_lists_public_names_alone():
 
 @pytest.mark.parametrize("name", ["max_tokens", "logprobs"])
 def test_an_argument_of_the_call_is_no_sampling_parameter(name):
-    with pytest.raises(pc.ProgramError, match=rf"^sampling.{name}: {name} is an argument of the call"):
+    with pytest.raises(pc.ProgramError, match=rf"^sampling.{name}: .*{name}="):
         LM.run([5, 6, 7], sampling={name: 3})

@@ -41,10 +41,10 @@ def test_each_of_several_runs_has_a_seed_of_its_own():
         assert {type(one) for one in found} == {int}
     assert [seeded({"seed": -1}, number) for number in range(3)] == [{"seed": -1}] * 3  # none, as for vLLM
     assert seeded({}, 2) == {}
-    with pytest.raises(pc.ProgramError, match=r"sampling.seed: seeds count up from -3"):
+    with pytest.raises(pc.ProgramError, match=r"sampling.seed: .*-3"):
         seeded({"seed": -3}, 2)
     for seed, number in ((1.5, 0), ("a", 0), (True, 0), (2**70, 0), (2**63 - 1, 1), (-(2**63) - 1, 0)):
-        with pytest.raises(pc.ProgramError, match=r"sampling.seed: expected a whole number of 64 bits, got"):
+        with pytest.raises(pc.ProgramError, match=r"sampling.seed: .*64-bit"):
             seeded({"seed": seed}, number)
 
 

@@ -330,14 +330,14 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (dict(method="men"), "method: no method 'men' (did you mean 'mean'?)"),
+        (dict(method="men"), "method: unknown method 'men' (did you mean 'mean'?)"),
         (dict(positive=[]), "positive: "),
         (dict(negative=["a", None]), "negative[1]: "),
         (dict(negative=NEGATIVE[:3], method="pca"), "method: pca"),
         (dict(site="resid_post[2]"), "site: "),
         (dict(site="neurons"), "site: "),
         (dict(site="embed"), "site: "),
-        (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
+        (dict(layers=[3]), "layers: resid_post[3]: layer is out of range"),
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: "),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive"),

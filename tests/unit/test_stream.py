@@ -129,11 +129,11 @@ def test_a_streamed_run_is_a_source():
 @pytest.mark.parametrize(("call", "text"), [
     ({"prompt": [PROMPT]}, "prompt: expected one prompt, got a list"),
     ({"messages": [[{"role": "user", "content": "a"}]]}, "messages: expected one prompt, got a list"),
-    ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: expected a whole number from 1 to"),
-    ({"prompt": PROMPT, "edits": pc.Zero("resid_post[9]")}, "edits[0].at: resid_post[9]: this model has 3 layers"),
-    ({"prompt": PROMPT, "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
+    ({"prompt": PROMPT, "sampling": {"n": 0}}, "sampling.n: expected an integer from 1 to"),
+    ({"prompt": PROMPT, "edits": pc.Zero("resid_post[9]")}, "edits[0].at: resid_post[9]: layer is out of range"),
+    ({"prompt": PROMPT, "sampling": {"top_q": 1}}, "sampling.top_q: unknown sampling parameter"),
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: expected at least 1 token, got 0"),
-    ({}, "give either a prompt or messages"),
+    ({}, "expected either prompt or messages"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_call_is_raised_by_it(call, text):
     with pytest.raises(pc.PatchclampError) as caught:
@@ -204,7 +204,7 @@ def test_parts_come_as_they_are_made_and_the_run_after_the_last(engine, stream):
     engine.say("a")
     assert next(stream).text == "a"
     assert repr(stream) == "<Stream r: under way>"
-    with pytest.raises(pc.ProgramError, match="the stream has not ended: read its parts to the last one"):
+    with pytest.raises(pc.ProgramError, match="not ended"):
         stream.run  # noqa: B018
     engine.say("b")
     engine.end(ANSWER)
@@ -244,7 +244,7 @@ def test_a_closed_stream_gives_nothing_more(engine, stream):
     for _ in range(6):
         assert list(stream) == []
     assert asyncio.run(anext(stream, None)) is None
-    with pytest.raises(pc.ProgramError, match="the stream was closed before its end, so there is no run"):
+    with pytest.raises(pc.ProgramError, match="closed"):
         stream.run  # noqa: B018
     assert repr(stream) == "<Stream r: closed>"
     assert engine.released == []

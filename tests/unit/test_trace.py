@@ -492,7 +492,7 @@ class TestWithinARun:
         again = lm.run(EIFFEL, max_tokens=1, edits=[pc.Replace(pc.From(source, site), head)], capture=[head])
         assert torch.equal(torch.as_tensor(again[head]), torch.as_tensor(source[site])[:, 1])
         for value in (pc.SameRun(pc.resid_post[0]), pc.From(source, pc.resid_post[0]), pc.SameRun(pc.q[1])):
-            with pytest.raises(pc.ShapeError, match="not the same part of a row"):
+            with pytest.raises(pc.ShapeError, match="different parts"):
                 lm.run(EIFFEL, max_tokens=1, edits=[pc.Add(value, head)])
         for take in (lambda t: t.layers[0].output, lambda t: t.layers[1].attn.z, lambda t: 2 * t.layers[1].attn.z):
             with lm.trace(EIFFEL) as t:
@@ -647,7 +647,7 @@ class TestSeveralPrompts:
             assert t.layers[1].output.save() is not None
 
     def test_a_wrong_program_of_one_prompt_fails_it_alone(self, lm):
-        with pytest.raises(pc.ShapeError, match="2 positions; 3 are written") as raised, lm.trace() as t:
+        with pytest.raises(pc.ShapeError, match=r"1 or 3 .*got 2") as raised, lm.trace() as t:
             a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
             b.layers[1].output[0:3] = a.layers[1].output[0:2]  # of another length
             fine, c = a.layers[1].output.save(), t.invoke(COLOSSEUM)

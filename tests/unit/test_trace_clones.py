@@ -167,9 +167,9 @@ def test_generated_tokens_of_a_clone(lm, v):
 
 
 WRONG = {  # what is done, and what is said of it, at that line
-    "a row that is not there": (lambda h: h.__setitem__(99, 0), pc.TokensError, "no position 99"),
+    "a row that is not there": (lambda h: h.__setitem__(99, 0), pc.TokensError, "position 99"),
     "a row of a vector that is too short": (lambda h: h.__setitem__(0, torch.ones(3)), pc.ShapeError, "is 16 wide"),
-    "too few rows": (lambda h: h.__setitem__(slice(0, 3), torch.ones(2, D)), pc.ShapeError, "3 positions; the vector has 2"),
+    "too few rows": (lambda h: h.__setitem__(slice(0, 3), torch.ones(2, D)), pc.ShapeError, r"\(3\), got 2"),
     "text": (lambda h: h.__setitem__(0, "x"), pc.ProgramError, "expected a number or a vector"),
     "a part of a part": (lambda h: h[2:4].__setitem__(0, 0), pc.ProgramError, "in one pair of brackets"),
     "no mask": (lambda h: h.__imul__(1e-5 * torch.ones(D)), pc.ProgramError, "by one vector that is a mask"),
@@ -202,7 +202,7 @@ def test_rows_of_a_part_are_numbered_from_its_first(lm):
         h[2] = 0
         with pytest.raises(pc.ShapeError, match=r"has 3 rows, and .* 2"):
             t.layers[2].output[0:2] = h
-        with pytest.raises(pc.ShapeError, match=r"which tokens .* is known when they are there"):
+        with pytest.raises(pc.ShapeError, match=r"token\(3\)"):
             t.layers[2].output[pc.token(3)] = h
         t.layers[1].output.save()
     assert all(isinstance(op, pc.Capture) for op in t.run.program.edits)

@@ -103,17 +103,17 @@ IN_A_LINE = {
     "no Apply without leave": (lambda t: t.layers[1].output.apply(lambda h: h), E, "allow_code=True"),
     "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "expected a function of rows, got"),
     # what is not there
-    "a layer too far": (lambda t: t.layers[3].output, X, "this model has 3 layers"),
-    "a layer too far back": (lambda t: t.layers[-4].output, X, "this model has 3 layers"),
-    "a head too many": (lambda t: t.layers[1].attn.z[2], X, "this model has 2 heads") ,
+    "a layer too far": (lambda t: t.layers[3].output, X, "3 layers"),
+    "a layer too far back": (lambda t: t.layers[-4].output, X, "3 layers"),
+    "a head too many": (lambda t: t.layers[1].attn.z[2], X, "2 heads") ,
     "a position too far": (lambda t: t.layers[1].output[6].save(), K, "the prompt has 6 tokens"),
     "a position written too far": (lambda t: put(t.layers[1].output, 6, 0), K, "the prompt has 6 tokens"),
     "a span that is not there": (lambda t: t.layers[1].output[pc.span("Rome")].save(), K, "not in the prompt"),
     "a token never generated": (lambda t: t.generated[3].layers[1].output.save(), K, "raise max_tokens"),
     "no token generated": (lambda t: put(t.generated.layers[1].output, slice(None), 0), K, "selects no position"),
-    "tokens twice": (lambda t: t.layers[1].output[[1, 1]].save(), K, "named twice"),
+    "tokens twice": (lambda t: t.layers[1].output[[1, 1]].save(), K, "duplicate"),
     "tokens chosen twice": (lambda t: t.layers[1].output[0:3][1], E, "its tokens are chosen already"),
-    "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "cannot be counted from its end"),
+    "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "negative"),
     "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "not by a mask: give mask.nonzero"),
     "a list of truths": (lambda t: put(t.layers[1].output, [True, False], 0), E, "not by a mask"),
     "an index of two axes": (lambda t: t.layers[1].output[torch.tensor([[0, 1], [1, 2]])], E, "by one list of numbers"),
@@ -122,7 +122,7 @@ IN_A_LINE = {
     "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "write a line for each"),
     "a mask of heads": (lambda t: t.layers[1].attn.z[torch.tensor([True, False])], E, "write a line for each"),
     "a tensor of neurons": (lambda t: t.layers[1].mlp.neurons[torch.tensor([5, 9])], E, r"neurons\[2:5\], not by a list"),
-    "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "expected a whole number as an index"),
+    "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "expected an integer"),
     "all columns of a row": (lambda t: put(t.layers[1].attn.output[0], slice(None), 0), E, "no tuple as module.output is in nnsight"),
     "a row's columns, all said": (lambda t: t.layers[1].output[0][...], E, "no tuple"),
     "the last token of a tuple's first": (lambda t: t.layers[1].output[0][-1], E, "no tuple"),
@@ -158,7 +158,7 @@ IN_A_LINE = {
     # what does not fit
     "a vector too short": (lambda t: put(t.layers[1].output, -1, V[:3]), S, r"is 16 wide; what is written there is \[3\]"),
     "a head's vector too long": (lambda t: put(t.layers[1].attn.z[0], -1, V), S, r"is 8 wide; what is written there is \[16\]"),
-    "too few rows": (lambda t: put(t.layers[1].output, slice(0, 3), torch.ones(2, 16)), S, "3 positions; the vector has 2"),
+    "too few rows": (lambda t: put(t.layers[1].output, slice(0, 3), torch.ones(2, 16)), S, r"\(3\), got 2"),
     "a batch of two": (lambda t: put(t.layers_output[1], slice(None), torch.ones(2, 6, 16)), S, "16 wide; .* is \\[2, 6, 16\\]"),
     "rows for tokens to come": (lambda t: put(t.layers[1].output, pc.token(3), torch.ones(2, 16)), K, "selects no position"),
     # the order of things
@@ -209,7 +209,7 @@ def test_generated_values_of_the_same_run(lm, no_run):
 def test_how_many_are_generated(lm, no_run):
     with pytest.raises(E, match="known once they are generated"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.generated.layers[1].output.shape  # noqa: B018
-    with pytest.raises(S, match="how many tokens .* selects is known"), lm.trace(EIFFEL, max_tokens=3) as t:
+    with pytest.raises(S, match="depends on generated tokens"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
 
 
@@ -247,7 +247,7 @@ def test_a_cycle_between_prompts(lm, no_run):
         ([[1, 2], [3]], E, "a trace has one prompt"),
         ([], E, "a trace has one prompt"),
         (5, E, "a trace has one prompt"),
-        ([1, 99999], K, "(?s)outside the vocabulary"),
+        ([1, 99999], K, "(?s)99999"),
     ],
 )
 def test_prompts_that_are_none(lm, prompt, kind, text):
@@ -266,13 +266,13 @@ def test_what_is_wrong_with_the_trace_itself(lm, no_run):
         lm.trace(score=[1])
     with pytest.raises(E, match="one run a prompt"):
         lm.trace(EIFFEL, sampling={"n": 2, "temperature": 1.0})
-    with pytest.raises(E, match="expected names and values, got"):
+    with pytest.raises(E, match="sampling"):
         lm.trace(EIFFEL, sampling=[{}])
     with pytest.raises(E, match="one prompt is streamed at a time"), lm.trace(stream=True) as t:
         t.invoke(EIFFEL)
     with pytest.raises(E, match="max_tokens"), lm.trace(EIFFEL, max_tokens=0) as t:
         pass
-    with pytest.raises(E, match="an edit is an op"):
+    with pytest.raises(E, match="expected an op"):
         lm.trace(EIFFEL, edits=["calm"])
     with (
         pytest.raises(pc.MissingSource, match="nothing in the bank is named 'clam'"),
@@ -392,7 +392,7 @@ def test_a_named_program(lm, no_run):
         assert "wrong" not in lm.bank
     with pytest.raises(E, match="nothing was written"), lm.edit("empty"):
         pass
-    with pytest.raises(E, match="a name is text"):
+    with pytest.raises(E, match="200 characters"):
         lm.edit("")
 
 

@@ -7,6 +7,7 @@ import pytest
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language import Site
 from patchclamp.sites import SiteMap, sizes_of
+from patchclamp.sites.tables import PARALLEL
 from patchclamp.sites.untabled import Flow, ModuleCall, NotFound, Record, Value, untabled
 
 torch = pytest.importorskip("torch")
@@ -35,7 +36,7 @@ def test_modules_are_found_by_what_a_run_of_them_sees():
 def test_a_width_that_the_config_does_not_tell_is_not_offered():
     family = untabled(config("gpt_bigcode", n_inner=None, intermediate_size=48))  # which it does not read
     assert "neurons" not in family.sites
-    assert family.lacks["neurons"].endswith("h.0.mlp.c_proj has [1, 5, 128] where [5, 48] would be right")
+    assert family.lacks["neurons"].endswith("h.0.mlp.c_proj, got [1, 5, 128]")
 
 
 @pytest.mark.parametrize(
@@ -43,15 +44,15 @@ def test_a_width_that_the_config_does_not_tell_is_not_offered():
     [
         (
             dict(kind="bert", is_decoder=True),
-            r"encoder.layer.1 should be called with the stream .*, and a norm after it with what it returns",
+            "encoder.layer.1 ",
         ),
-        (dict(kind="gptj", rotary_dim=64), "a run of it without data fails"),
+        (dict(kind="gptj", rotary_dim=64), "meta tensors"),
         (dict(kind="t5"), "Unrecognized configuration class"),
         (dict(kind="albert"), "Unrecognized configuration class"),
     ],
 )
 def test_others_are_refused(made, why):
-    with pytest.raises(ModelError, match=f"^no site table for .*, and none can be made.*{why}"):
+    with pytest.raises(ModelError, match=f"^no site table for .*{why}"):
         untabled(config(**made))
 
 
@@ -71,9 +72,7 @@ def test_what_is_added_is_what_reaches_the_stream():
         assert found["mid"].endswith(".post_attention_layernorm")
     found = taps("cohere", pad_token_id=0)
     assert found["attn_out"].endswith(".self_attn")
-    assert found["resid_mid"] == (
-        "it has no site table, and attention and MLP both read the stream before the layer, and none is between them"
-    )
+    assert found["resid_mid"].endswith(PARALLEL)
 
 
 def test_a_factor_is_read_where_it_is_multiplied():
@@ -97,12 +96,12 @@ def test_layers_without_attention_have_a_stream():
     sites = SiteMap(untabled(made), sizes_of(made))
     assert [ref.layer for ref in sites.resolve(Site("attn_out"))] == [1, 3]
     assert [ref.layer for ref in sites.resolve(Site("mlp_out"))] == [0, 1, 2, 3]
-    with pytest.raises(UnsupportedSite, match=r"attn_out\[0\]: layer 0 has no attn_out; there it is at \[1, 3\]"):
+    with pytest.raises(UnsupportedSite, match=r"attn_out\[0\]: .*\[1, 3\]"):
         sites.resolve(Site("attn_out", 0))
     made = config("mamba", state_size=8)
     sites = SiteMap(untabled(made), sizes_of(made))
     assert sites.names == ["embed", "resid_pre", "resid_post", "final_norm", "logits"]
-    with pytest.raises(UnsupportedSite, match="no layer of it adds what attention makes"):
+    with pytest.raises(UnsupportedSite, match="attention"):
         sites.resolve(Site("attn_out"))
 
 
@@ -132,9 +131,9 @@ def test_two_tensors_are_the_stream_if_their_sum_is_kept():
 
 
 def test_layers_that_are_not_called_are_not_found():
-    with pytest.raises(NotFound, match=r"not one list of 3 layers, each called once, was found among: l \(2\)"):
+    with pytest.raises(NotFound, match=r"3 layers.*l \(2\)"):
         Flow(record(), 3, 3, 2)
-    with pytest.raises(NotFound, match=r"l\.1 should be called with the stream \[2, 4\], .* called with \{0: \[2, 3\]"):
+    with pytest.raises(NotFound, match=r"l\.1 .*\[2, 4\].*\{0: \[2, 3\]"):
         Flow(record(), 2, 4, 2)
 
 

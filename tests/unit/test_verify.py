@@ -199,7 +199,7 @@ def test_attention_of_another_form_is_refused(changes):
     )
     reader = msgspec.structs.replace(op.action.reader, **changes.get("reader", {}))
     action = msgspec.structs.replace(op.action, reader=reader, top=changes.get("top", 0))
-    with pytest.raises(ProgramError, match="no binder makes this"):
+    with pytest.raises(ProgramError, match="invalid bound program"):
         check(msgspec.structs.replace(program, ops=(msgspec.structs.replace(op, action=action, **rest),)), sizes)
 
 
@@ -207,7 +207,7 @@ def test_the_attention_of_a_program_fits(monkeypatch):
     program, sizes = bound([], [PATTERN] * 3)
     monkeypatch.setattr(sys.modules["patchclamp.plan.bound"], "MAX_ATTENTION_BYTES", 2 * 4 * 64 * PROMPT)
     check(msgspec.structs.replace(program, ops=program.ops[:2]), sizes)
-    with pytest.raises(CapacityError, match=r"capture\[2\].tokens: with pattern of 5 tokens in 1 layers"):
+    with pytest.raises(CapacityError, match=r"capture\[2\].tokens: .*pattern of 5 tokens"):
         check(program, sizes)
 
 
@@ -229,9 +229,9 @@ def test_delimiters_of_another_form_are_refused(number, changes):
     field = {name: value for name, value in changes.items() if name in ("points", "ranges")}
     action = msgspec.structs.replace(ops[number].action, **{k: v for k, v in changes.items() if k not in field})
     ops[number] = msgspec.structs.replace(ops[number], action=action, **field)
-    with pytest.raises(ProgramError, match="no binder makes this"):
+    with pytest.raises(ProgramError, match="invalid bound program"):
         check(msgspec.structs.replace(program, ops=tuple(ops)), sizes)
-    with pytest.raises(ProgramError, match="no binder makes this"):
+    with pytest.raises(ProgramError, match="invalid bound program"):
         check(msgspec.structs.replace(program, ops=(program.ops[0], *program.ops[2:])), sizes)
 
 
@@ -260,7 +260,7 @@ def test_rows_of_the_same_run_are_there_when_they_are_read(wrong):
     program, sizes = bound([pc.Add(pc.SameRun("embed"), "resid_post[1]", "prompt")])
     check(program, sizes)
     ops = [msgspec.structs.replace(op, **f) for op, f in zip(program.ops, WRONG_STORES[wrong], strict=True)]
-    with pytest.raises(ProgramError, match=r"edits\[0\].*no binder makes this"):
+    with pytest.raises(ProgramError, match=r"edits\[0\].*invalid bound program"):
         check(
             msgspec.structs.replace(program, ops=tuple(ops)), {KEY: (1, 4), own_key(7, point("embed")): (5, 4), **sizes}
         )
@@ -270,7 +270,7 @@ def test_rows_of_the_same_run_are_there_when_they_are_read(wrong):
 def test_what_no_binder_makes_is_refused(wrong):
     op, fields = WRONG[wrong]
     check(*changed(op))
-    with pytest.raises(ProgramError, match=r"edits\[0\]: (no binder makes this|RunCode does not)"):
+    with pytest.raises(ProgramError, match=r"edits\[0\]: (invalid bound program|RunCode)"):
         check(*changed(op, **fields))
 
 
@@ -349,7 +349,7 @@ def test_nothing_stands_between_a_probe_and_its_tests():
     for at in (1, 2):
         ops = list(program.ops)
         ops.insert(at, ops.pop(edit))
-        with pytest.raises(ProgramError, match="read right before"):
+        with pytest.raises(ProgramError, match="probe"):
             check(msgspec.structs.replace(program, ops=tuple(ops)), sizes)
 
 
@@ -357,17 +357,17 @@ def test_a_point_is_captured_in_one_way():
     program, sizes = bound([], [PROJECTED, "resid_post[1]"])
     ops = (program.ops[0], msgspec.structs.replace(program.ops[1], points=program.ops[0].points))
     check(program, sizes)
-    with pytest.raises(ProgramError, match=r"capture\[1\]: embed is captured by capture\[0\] too, and otherwise"):
+    with pytest.raises(ProgramError, match=r"capture\[1\]: embed .*capture\[0\]"):
         check(msgspec.structs.replace(program, ops=ops), sizes)
 
 
 def test_sizes_and_prompts_are_the_requests_own():
     program, sizes = bound([ADD])
-    with pytest.raises(ProgramError, match="a prompt of 5 tokens, and this one has 6"):
+    with pytest.raises(ProgramError, match="5 tokens, got 6"):
         check(program, sizes, prompt=6)
-    with pytest.raises(ProgramError, match="a value of 8 columns at points of 4"):
+    with pytest.raises(ProgramError, match=r"width 8 .*width 4"):
         check(program, {KEY: (1, 8)})
-    with pytest.raises(ProgramError, match="no bank key"):
+    with pytest.raises(ProgramError, match="bank key"):
         check(program, {**sizes, "v:../../etc": (1, 4)})
 
 
@@ -434,7 +434,7 @@ def regrouped(cells, **fields):
 ])  # fmt: skip
 def test_cells_of_another_form_are_refused(wrong):
     cells, sizes = cells_and_sizes()
-    with pytest.raises(ProgramError, match="no binder makes this"):
+    with pytest.raises(ProgramError, match="invalid bound program"):
         check_cells(wrong(cells), sizes)
 
 
@@ -455,7 +455,7 @@ def test_forged_cells_of_low_rank_edits_are_refused(edit, field):
         getattr(forged, field)[:] = getattr(group, "beside" if field == "key" else "key")  # the other vector
     else:
         forged.records[field] = {"y": 3, "value": 2, "step": 1}[field]
-    with pytest.raises(ProgramError, match="no binder makes this"):
+    with pytest.raises(ProgramError, match="invalid bound program"):
         check_cells(CellRecords(cells.count, [forged], cells.keys), sizes)
 
 
@@ -468,7 +468,7 @@ def test_a_rank_that_no_scratch_holds_is_refused(monkeypatch):
         bound([pc.LowRank(ROWS, None, ROWS, "mlp_out[1]")])
     with pytest.raises(ProgramError, match="rank 2"):
         check(program, sizes)
-    with pytest.raises(ProgramError, match="factors of another form"):
+    with pytest.raises(ProgramError, match="factors"):
         check_cells(cells_of([program]), sizes)
 
 
@@ -498,7 +498,7 @@ def test_what_sums_over_a_row_that_is_cut_is_refused(edit):
     for check_it in (lambda of: verify(program, sizes, PROMPT, PROMPT, of),
                      lambda of: verify_cells(cells_of([program]), sizes, PROMPT, of)):  # fmt: skip
         check_it(one)
-        with pytest.raises(ProgramError, match="cut"):
+        with pytest.raises(ProgramError, match="sharded"):
             check_it(two)
 
 

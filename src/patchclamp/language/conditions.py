@@ -30,8 +30,8 @@ class ProbeCondition(Converted, frozen=True):
 
     def __bool__(self) -> bool:
         raise ProgramError(
-            "a condition is decided while the model runs and has no truth value here: join conditions with &, | and ~, "
-            "and write pc.When(probe > t, [...])"
+            "a condition has no truth value until the model runs: combine conditions with &, | and ~, "
+            "and use pc.When(probe > t, [...])"
         )
 
 

@@ -80,7 +80,7 @@ def as_bias(value: ValueLike) -> Vector:
     if not isinstance(vector, Vector):
         raise ProgramError(f"expected numbers, got the name {vector.name!r}")
     if len(vector.shape) != 1:
-        raise ShapeError(f"expected one number for each output, [k], got {list(vector.shape)}")
+        raise ShapeError(f"expected one number per output, [k], got {list(vector.shape)}")
     return vector
 
 
@@ -122,7 +122,7 @@ def as_feature_ids(value: int | Iterable[int]) -> tuple[int, ...]:
     several: list[Any] = [value] if hasattr(value, "__index__") else as_items(value, "")
     ids = tuple(map(as_integer, several))
     if not 1 <= len(ids) <= MAX_FEATURES or min(ids) < 0 or len(set(ids)) < len(ids):
-        raise ProgramError(f"expected 1 to {MAX_FEATURES} different ids, counted from 0, got {value!r:.100}")
+        raise ProgramError(f"expected 1 to {MAX_FEATURES} distinct 0-based ids, got {value!r:.100}")
     return ids
 
 
@@ -158,8 +158,8 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
     if wrong or not rows:
         raise ProgramError(
-            f"expected a function of rows and, by these names, of {' and '.join(APPLY_ARGUMENTS)} or fewer, got one of "
-            f"{', '.join(map(str, parameters)) or 'nothing'}: give any other argument a default"
+            f"expected a function of rows, with optional arguments {' and '.join(APPLY_ARGUMENTS)}, got one of "
+            f"{', '.join(map(str, parameters)) or 'nothing'}: give other arguments a default"
         )
     return tuple(p.name for p in needed)
 
@@ -183,7 +183,7 @@ class SiteOp(Op, _Placed, frozen=True):
         if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
             both: At = self.at
             if self.tokens != every:
-                raise ProgramError(f"the tokens are given twice: {both} and tokens={self.tokens}", "tokens")
+                raise ProgramError(f"duplicate tokens: {both} and tokens={self.tokens}", "tokens")
             msgspec.structs.force_setattr(self, "at", both.site)
             msgspec.structs.force_setattr(self, "tokens", both.tokens)
         if isinstance(self.at, (str, Site)) and not isinstance(self, Readout):
@@ -197,8 +197,8 @@ class SiteOp(Op, _Placed, frozen=True):
             return
         if self.at.name != "pattern" or not isinstance(self, (Knockout, Replace, Scale)):
             raise UnsupportedSite(
-                f"{self.at} is captured by pc.Capture, and pattern is edited by pc.Knockout, pc.Replace and pc.Scale, "
-                f"got {type(self).__name__}", "at"
+                f"{type(self).__name__} is not supported at {self.at}: capture it with pc.Capture, or edit pattern "
+                "with pc.Knockout, pc.Replace or pc.Scale", "at"
             )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
     dtype: str = field(converter=as_dtype, default="float32")
     project: Vector | Named | None = field(converter=optional(as_numbers), default=None)
-    pool: str | None = field(converter=optional(one_of("way to pool", POOLS)), default=None)
+    pool: str | None = field(converter=optional(one_of("pooling", POOLS)), default=None)
     keys: Tokens | None = field(converter=optional(parse_tokens), default=None)
     spans: tuple[Tokens, ...] | None = field(converter=optional(as_spans), default=None)
     top: int | None = field(converter=optional(as_top), default=None)
@@ -235,16 +235,16 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
         if self.at.name not in DERIVED:
             if of_keys:
                 raise ProgramError(
-                    f"expected pattern or attn_scores, whose rows are of keys, got {self.at}", of_keys[0]
+                    f"expected pattern or attn_scores, whose rows run over keys, got {self.at}", of_keys[0]
                 )
             return
         if len(of_keys) > 1:
-            raise ProgramError(f"expected one of keys, spans and top, got {' and '.join(of_keys)}", of_keys[1])
+            raise ProgramError(f"expected only one of keys, spans and top, got {' and '.join(of_keys)}", of_keys[1])
         for name, default in {"dtype": "float32", "project": None, "pool": None}.items():
             if getattr(self, name) != default:
-                raise ProgramError(f"{self.at} takes no {name}: its rows are of keys", name)
+                raise ProgramError(f"{name} is not supported at {self.at}, whose rows run over keys", name)
         if self.spans is not None and self.at.name != "pattern":
-            raise ProgramError(f"expected pattern, since scores are not summed, got {self.at}", "spans")
+            raise ProgramError(f"expected pattern, since scores cannot be summed, got {self.at}", "spans")
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
@@ -263,14 +263,14 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
     bias: Vector | None = field(converter=optional(as_bias), default=None)
     activation: str | None = field(converter=optional(one_of("activation", ACTIVATIONS)), default=None)
-    pool: str | None = field(converter=optional(one_of("way to pool", POOLS)), default=None)
+    pool: str | None = field(converter=optional(one_of("pooling", POOLS)), default=None)
     name: str = field(converter=as_probe_name, default="")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         outputs = len(self.weight.rows()) if isinstance(self.weight, Vector) else None
         if self.bias is not None and outputs is not None and self.bias.shape != (outputs,):
-            raise ShapeError(f"expected one number for each of {outputs} outputs, got {list(self.bias.shape)}", "bias")
+            raise ShapeError(f"expected one number per output ({outputs}), got {list(self.bias.shape)}", "bias")
 
     def __getitem__(self, output: int) -> Output:
         """One of the k outputs, for comparison with a number in a condition: `probe[2] > 0.5`."""
@@ -316,7 +316,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weight, bias and activation to a .safetensors file, for `load`. The site is not part of the file."""
         if isinstance(self.weight, Named):
-            raise ProgramError(f"the weight is {self.weight.name!r} in a bank: save its numbers", "weight")
+            raise ProgramError(f"expected numbers to save, got the bank name {self.weight.name!r}", "weight")
         bias = None if self.bias is None else self.bias.array()
         write_probe(path, self.weight.rows(), bias, self.activation)
 
@@ -365,14 +365,14 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     elif hasattr(value, "translators"):
         site, value = value.site, value.translators
     if site != at.name:
-        raise ProgramError(f"expected a lens of {at.name}, got one of {site}")
+        raise ProgramError(f"expected a lens for {at.name}, got one for {site}")
     if isinstance(value, Mapping):
         value = tuple(Translator.of(layer, parts) for layer, parts in value.items())
     if not isinstance(value, tuple) or not value or not all(isinstance(one, Translator) for one in value):
         raise ProgramError(f"expected matrices by layer, got {type(value).__name__} {value!r:.100}")
     by_layer = {one.layer: one for one in sorted(value, key=lambda one: one.layer)}
     if len(by_layer) < len(value):
-        raise ProgramError("expected one translator for each layer, got two for one")
+        raise ProgramError("expected one translator per layer, got two for the same layer")
     layers = at.layers
     if isinstance(layers, Range):
         layers = range(layers.start or 0, max(by_layer) + 1 if layers.stop is None else layers.stop, layers.step or 1)
@@ -383,8 +383,7 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     if not layers or missing is not None:
         known = [*map(str, itertools.islice(by_layer, 8)), *(["…"] if len(by_layer) > 8 else [])]
         raise ProgramError(
-            f"expected a translator for each layer, counted from 0, got none for {at if missing is None else missing}; "
-            f"there are those of {', '.join(known)}"
+            f"no translator for layer {at if missing is None else missing} (0-based); available: {', '.join(known)}"
         )
     return tuple(by_layer[layer] for layer in layers)
 
@@ -404,7 +403,7 @@ def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]
         message = f"{error.message}; pc.studies.read_lens reads the files of tuned-lens and jacobian-lens"
         raise ProgramError(message) from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ProgramError(f"{Path(path).name!r} is damaged: {type(error).__name__} {error}") from None
+        raise ProgramError(f"{Path(path).name!r} is corrupt: {type(error).__name__} {error}") from None
 
 
 class Lens(Readout, frozen=True, forbid_unknown_fields=True):
@@ -457,7 +456,7 @@ def check_lens_site(at: Site) -> None:
     spec = SPECS[at.name]
     if not spec.layered or spec.width != "D" or at.index is not None:
         wide = ", ".join(name for name, spec in SITES.items() if spec.layered and spec.width == "D")
-        raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, one row per layer: {wide}", "at")
+        raise UnsupportedSite(f"{at}: a lens requires a per-layer site of the stream's width: {wide}", "at")
 
 
 class FeatureOp(SiteOp, frozen=True):
@@ -483,7 +482,7 @@ class Features(Readout, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         Converted.__post_init__(self)
         if self.top is not None and self.ids is not None:
-            raise ProgramError("expected the number of the largest features, or their ids, got both", "top")
+            raise ProgramError("expected either top or ids, got both", "top")
         if self.ids is None:
             msgspec.structs.force_setattr(self, "top", self.top or DEFAULT_TOP)
 
@@ -513,9 +512,7 @@ class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         Converted.__post_init__(self)
         if len(self.value) not in (1, len(self.id)):
-            raise ShapeError(
-                f"expected one number, or one for each of {len(self.id)} ids, got {len(self.value)}", "value"
-            )
+            raise ShapeError(f"expected one number, or one per id ({len(self.id)}), got {len(self.value)}", "value")
         if len(self.value) < len(self.id):
             msgspec.structs.force_setattr(self, "value", self.value * len(self.id))
 
@@ -570,15 +567,15 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask is not None and self.basis is not None:
-            raise ProgramError("expected a mask of columns or a basis, got both", "basis")
+            raise ProgramError("expected either mask or basis, got both", "basis")
         if self.at.name != "pattern":
             return
         if not (isinstance(self.at.layers, int) and isinstance(self.at.index, int)):
             raise ProgramError(f"expected one head of one layer, such as pattern[3, 1], got {self.at}", "at")
         if not isinstance(self.value, Vector):
-            raise ProgramError("expected numbers, such as run[pc.pattern[3, 1]], for a pattern", "value")
+            raise ProgramError("expected numbers for a pattern, such as run[pc.pattern[3, 1]]", "value")
         if given := next((name for name in ("mask", "basis") if getattr(self, name) is not None), ""):
-            raise ProgramError(f"{self.at} takes no {given}", given)
+            raise ProgramError(f"{given} is not supported at {self.at}", given)
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -616,7 +613,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
             if strength is None or (isinstance(op, Noise) and self.scale < 0):
-                raise ProgramError(f"{type(op).__name__} cannot be scaled by {self.scale}: Add and Noise can", "scale")
+                raise ProgramError(f"cannot scale {type(op).__name__} by {self.scale}, only Add and Noise", "scale")
             changed[strength] = self.scale * getattr(op, strength)
         return msgspec.structs.replace(op, **changed)
 
@@ -654,7 +651,7 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keys is not None and self.at.name != "pattern":
-            raise ProgramError(f"expected pattern, whose rows are of keys, got {self.at}", "keys")
+            raise ProgramError(f"keys are only supported at pattern, got {self.at}", "keys")
 
 
 class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -817,12 +814,12 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     strength, seed, mode = (extra.get(name) for name in FUZZ_NAMES)
     if strength is None:
         if extra:
-            raise ProgramError("expected a fuzz_strength", next(iter(extra)))
+            raise ProgramError("fuzz_strength is required", next(iter(extra)))
         return ()
     if mode is not None and (not isinstance(mode, str) or mode not in MODES):
-        raise unknown("way to fuzz", str(mode), MODES, "fuzz_mode")
+        raise unknown("fuzz_mode", str(mode), MODES, "fuzz_mode")
     if mode == "scale" and seed is not None:
-        raise ProgramError("scaling has no noise, and so no seed", "fuzz_seed")
+        raise ProgramError("a seed is not supported with fuzz_mode 'scale', which adds no noise", "fuzz_seed")
     try:
         if mode == "scale":
             factor = 1.0 - min(max(Scale(strength, Site("embed")).factor, 0.0), 1.0)

@@ -138,7 +138,7 @@ def _activation(model: Any, outputs: int) -> str | None:
     if not hasattr(model, "predict_proba"):
         return None
     if getattr(model, "multi_class", "") == "ovr" and outputs > 1:
-        raise ProgramError("one-versus-rest probabilities are not a softmax; give activation=, or fit multinomially")
+        raise ProgramError("one-versus-rest probabilities are not a softmax; pass activation= or fit multinomial")
     return "sigmoid" if outputs == 1 else "softmax"
 
 

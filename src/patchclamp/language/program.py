@@ -83,7 +83,7 @@ class Program(PublicStruct, frozen=True):
             compared = [probe for probe in compared if isinstance(probe, Probe)]  # and not features
             for probe in [op] if isinstance(op, Probe) else compared:
                 if named.setdefault(probe.name, probe) != probe or (probe is op and probe.name in read):
-                    raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", f"{path}.name")
+                    raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", f"{path}.name")
             read |= {op.name} if isinstance(op, Probe) else set()
         return named
 
@@ -96,13 +96,16 @@ class Program(PublicStruct, frozen=True):
         for each in comparisons(check_condition(condition)):
             probe = each.probe
             if not isinstance(probe, Probe):
-                raise ProgramError("a run ends by a probe, and not by a feature: use its encoder row as a probe")
+                raise ProgramError("expected a probe to stop at, got a feature: use its encoder row as a probe")
             if probe.pool is not None:
-                raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its run has ended", "pool")
+                raise ProgramError(
+                    f"probe {probe.name!r} is pooled, so its score is only available after the run; use a probe "
+                    "without pool", "pool",
+                )  # fmt: skip
             if SPECS[probe.at.name].layered and not isinstance(probe.at.layers, int):
-                raise ProgramError(f"a condition reads one layer, got {probe.at}", "at")
+                raise ProgramError(f"expected a probe of one layer, got {probe.at}", "at")
             if named.setdefault(probe.name, probe) != probe:
-                raise ProgramError(f"two probes are named {probe.name!r}: give each its own name", "name")
+                raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", "name")
         added = tuple(probe for name, probe in named.items() if name not in self.probes)
         return Program(self.edits, self.capture + added)
 
@@ -120,7 +123,7 @@ class Program(PublicStruct, frozen=True):
         try:
             data = json.loads(text, object_pairs_hook=_no_doubles)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ProgramError(f"not JSON: {error}") from None
+            raise ProgramError(f"invalid JSON: {error}") from None
         return from_dict(data)
 
     @classmethod
@@ -168,7 +171,7 @@ def to_dict(program: Program) -> dict[str, Any]:
     """
     for path, op in program.ops:
         if isinstance(op, Apply):
-            raise ProgramError("Apply is code, and cannot be saved or sent", path)
+            raise ProgramError("Apply contains code, which cannot be saved or sent", path)
     return {part: [_data(op) for op in getattr(program, part)] for part in ("edits", "capture")}
 
 
@@ -215,7 +218,7 @@ def from_dict(data: object) -> Program:
         raise ProgramError(f"expected an object with 'edits' and 'capture', got {type(data).__name__}")
     for key in data:
         if key not in ("edits", "capture"):
-            raise unknown("part of a program", key, ("edits", "capture"), key)
+            raise unknown("field", key, ("edits", "capture"), key)
     edits, capture = (_read_ops(data.get(part, []), part) for part in ("edits", "capture"))
     for i, op in enumerate(capture):
         if not isinstance(op, Readout):
@@ -284,7 +287,7 @@ def _read_translators(data: object, path: str) -> tuple[Translator, ...]:
 def _check_fields(fields: Iterable[str], names: tuple[str, ...], owner: str, path: str) -> None:
     for field in fields:
         if field not in names:
-            raise unknown(f"field of {owner}", field, names, f"{path}.{field}")
+            raise unknown(f"{owner} field", field, names, f"{path}.{field}")
 
 
 def _read_value(data: object, path: str) -> Value:
@@ -292,10 +295,10 @@ def _read_value(data: object, path: str) -> Value:
         return _read_at(as_value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(tag, str) or tag not in VALUES:
-        raise ProgramError(f"a value is a list of numbers, or an object of type {', '.join(map(repr, VALUES))}", path)
+        raise ProgramError(f"expected a list of numbers or an object of type {', '.join(map(repr, VALUES))}", path)
     words = {k: v for k, v in data.items() if k != "type"}
     kind = VALUES[tag]
-    _check_fields(words, kind.__struct_fields__, f"a {tag}", path)
+    _check_fields(words, kind.__struct_fields__, tag, path)
     try:
         return msgspec.convert(data, Vector) if tag == "vector" else kind(**words)
     except PatchclampError as error:
@@ -309,8 +312,8 @@ def _read_value(data: object, path: str) -> Value:
 def _check_op(op: object, path: str) -> Op:
     if isinstance(op, Op):
         return op
-    hint = f"; a program by its name is pc.Use({op!r})" if isinstance(op, str) else ""
-    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(op).__name__} {op!r}{hint}", path)
+    hint = f"; pc.Use({op!r}) uses a program by name" if isinstance(op, str) else ""
+    raise ProgramError(f"expected an op such as pc.Add(...), got {type(op).__name__} {op!r}{hint}", path)
 
 
 def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
@@ -328,9 +331,7 @@ def _as_list(items: Any, path: str) -> Sequence[Any]:
     if isinstance(items, (Op, Site, At, str)):
         return (items,)
     if isinstance(items, Mapping):
-        raise ProgramError(
-            "expected a list, got names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path
-        )
+        raise ProgramError("expected a list, got a mapping: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path)
     if isinstance(items, Selection):
         raise ProgramError(f"expected a site, as in pc.resid_post @ {items}, got the selection {items}", path)
     items = as_plain(items, path)

@@ -83,7 +83,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         if self.normalize not in get_args(Normalize):
             raise ProgramError(f"expected {', '.join(get_args(Normalize))}, got {self.normalize!r:.100}", "normalize")
         if self.normalize != "none" and len(self.decoder_bias) != self.width:
-            raise ShapeError(f"expected an output of {self.width} numbers to scale back", "decoder_bias")
+            raise ShapeError(f"normalize requires {self.width} outputs, got {len(self.decoder_bias)}", "decoder_bias")
 
     @property
     def n_features(self) -> int:
@@ -138,7 +138,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         if rows is None:
             raise ProgramError("this SAE normalises or has a skip connection: decode(features, rows)", "rows")
         if len(rows := self._rows(rows, "rows", self.width)) != len(out):
-            raise ShapeError(f"expected {len(out)} rows, one for each row of features, got {len(rows)}", "rows")
+            raise ShapeError(f"expected {len(out)} rows, one per row of features, got {len(rows)}", "rows")
         mean, scale = self.moments(rows)
         out = out if scale is None else out * scale + mean
         return np.asarray(out if self.skip is None else out + rows @ self.skip.T, np.float32)
@@ -245,7 +245,7 @@ def _folded(sae: SAE, fold: Fold) -> SAE:
         if fold.unit_norm:
             norms = np.sqrt(np.einsum("fo,fo->f", sae.decoder, sae.decoder, dtype=np.float64))
             if not norms.all():
-                raise ProgramError("expected no feature with a decoder of zeros only", "decoder")
+                raise ProgramError("expected nonzero decoder rows, got a row of zeros", "decoder")
             changed["encoder"] = scaled(sae.encoder, norms[:, None])
             changed["encoder_bias"] = changed.get("encoder_bias", sae.encoder_bias) * norms
             changed["decoder"] = scaled(sae.decoder, 1 / norms[:, None])

@@ -75,13 +75,13 @@ def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, An
     arguments = ("layer", "k", "scale", "site", "site_out", "model")
     for name in which.keys() - set(arguments):
         words = f"SAE.load has no argument {name!r}{near(name, arguments)}"
-        raise UnknownName(f"{words}; there are: {', '.join(arguments)}", name)
+        raise UnknownName(f"{words}; available: {', '.join(arguments)}", name)
     names = {name: which.pop(name) for name in arguments[3:] if name in which}
     files, reader = _recognise(given, which)
     with errors_of(files[-1]):
         fields, fold = reader(files, which)
         for name in which:
-            raise ProgramError("this format does not take it", name)
+            raise ProgramError("not supported for this format", name)
     return fields | names, fold, files[-1]
 
 
@@ -161,7 +161,7 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
     if "skip" in architecture:
         fields["skip"] = weights["W_skip"]
     if "scaling_factor" in weights and not (weights["scaling_factor"] == 1).all():
-        raise ProgramError("SAEs with finetuned scales are not read, nor by SAELens 6", "scaling_factor")
+        raise ProgramError("SAEs with finetuned scales are not supported (nor by SAELens 6)", "scaling_factor")
     names = {name: value for name, value in config.metadata.items() if isinstance(value, str)}
     sites = [names.get(f"hf_{name}") or names.get(name) for name in ("hook_name", "hook_name_out")]
     fields |= _places(sites[0] or config.hook_name or config.hook_point, sites[1])
@@ -289,10 +289,10 @@ def read_qwen_scope(files: list[Path], which: Which) -> Parts:
     named = re.search(r".*SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
     k = which.pop("k", int(named[2]) if named else None)
     if k is None:
-        raise ProgramError("expected k=, the number of active features: the path does not have it (…-L0_50/…)", "k")
+        raise ProgramError("expected k=, the number of active features, since the path lacks it (…-L0_50/…)", "k")
     layer = int("".join(re.findall(r"\d+", files[-1].name)))
     if which.pop("layer", layer) != layer:
-        raise ProgramError(f"expected layer {layer}, the file's", "layer")
+        raise ProgramError(f"expected the file's layer {layer}", "layer")
     fields = {
         "encoder": weights["W_enc"], "encoder_bias": weights["b_enc"], "decoder": weights["W_dec"].T,
         "decoder_bias": weights["b_dec"], "k": k, "site": f"resid_post[{layer}]", "model": named[1] if named else "",
@@ -364,7 +364,7 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
         # of rows as the model has them; the encoder sees rows that are `scales[0]` times as long
         fields["threshold"] = np.full(np.shape(encoder_bias), config.jump_relu_threshold * scales[0])
     elif config.act_fn == "jumprelu":
-        raise ProgramError("expected a threshold of jumprelu", "jump_relu_threshold")
+        raise ProgramError("expected a threshold for jumprelu", "jump_relu_threshold")
     elif config.act_fn == "topk":
         fields["k"] = config.top_k
     by_norm = config.sparsity_include_decoder_norm
@@ -403,7 +403,7 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
     config = _config(files[0], DictionaryConfig).trainer
     kind, weights = config.dict_class, Weights(files[-1])
     if kind not in DECODER_BIASES:
-        raise ProgramError(f"unknown class {kind!r:.100}; there are: {', '.join(DECODER_BIASES)}", "trainer.dict_class")
+        raise ProgramError(f"unknown class {kind!r:.100}; available: {', '.join(DECODER_BIASES)}", "trainer.dict_class")
     if "W_enc" in weights:
         fields: dict[str, Any] = {"encoder": weights["W_enc"].T, "decoder": weights["W_dec"]}
     else:
@@ -441,7 +441,7 @@ class SparsifyConfig(msgspec.Struct):
 def read_sparsify(files: list[Path], which: Which) -> Parts:
     config, weights = _config(files[0], SparsifyConfig), Weights(files[-1])
     if config.activation != "topk" or config.signed:
-        raise ProgramError(f"expected topk of positive values, got {config.activation!r:.50}", "activation")
+        raise ProgramError(f"expected unsigned topk, got {config.activation!r:.50}", "activation")
     fields = {
         "encoder": weights["encoder.weight"], "encoder_bias": weights["encoder.bias"], "decoder": weights["W_dec"],
         "decoder_bias": weights["b_dec"], "k": config.k, **_places(files[-1].absolute().parent.name, None),
@@ -479,7 +479,7 @@ def _config(file: Path, kind: type[Config]) -> Config:
     except OSError as error:
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProgramError(f"{file.name!r} does not fit: {error}", "path") from None
+        raise ProgramError(f"{file.name!r} is invalid: {error}", "path") from None
 
 
 def _read_torch(file: Path) -> dict[str, np.ndarray]:
@@ -493,7 +493,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of many classes, for files that are not what they seem
         reason = str(error).strip().partition("\n")[0]
-        raise ProgramError(f"{file.name!r} is not a valid .pt file of tensors only: {reason:.300}", "path") from None
+        raise ProgramError(f"{file.name!r} is not a valid .pt file with only tensors: {reason:.300}", "path") from None
     if not isinstance(loaded, dict):
         raise ProgramError(f"expected a mapping of tensors in {file.name!r}, got {type(loaded).__name__}", "path")
     found = {}
@@ -501,7 +501,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name := str(name))
             if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view that repeats its data
-                raise ProgramError("expected as many numbers in the file as the shape says", name)
+                raise ProgramError("the file has fewer numbers than the tensor's shape", name)
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).detach().numpy()
     return found
 
@@ -510,9 +510,9 @@ def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcode
     """Raise `ShapeError` if rows do not have the config's width, or an SAE's outputs not that of its rows."""
     reads, writes = (fields[name].shape[-1:] for name in ("encoder", "decoder"))
     if width is not None and reads != (width,):
-        raise ShapeError(f"expected rows of {width} numbers, as in the config, got {list(reads)}", "encoder")
+        raise ShapeError(f"expected rows of the config's width {width}, got {list(reads)}", "encoder")
     if not is_transcoder and writes != reads:
-        raise ShapeError(f"expected outputs as wide as rows, {list(reads)}, got {list(writes)}", "decoder")
+        raise ShapeError(f"expected outputs of the rows' width, {list(reads)}, got {list(writes)}", "decoder")
 
 
 def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -543,8 +543,8 @@ def _scale(which: Which) -> float:
     """The argument `scale`, required if an SAE was trained on scaled rows and its file lacks the factor."""
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
-        words = "trained on rows scaled to an average norm of sqrt(D), by a factor that the file lacks"
-        raise ProgramError(f"{words}; expected scale=, 1 if the weights contain it, got {scale!r:.100}", "scale")
+        words = "trained on rows scaled to an average norm of sqrt(D), by a factor missing from the file"
+        raise ProgramError(f"{words}; expected scale= (1 if folded into the weights), got {scale!r:.100}", "scale")
     return float(scale)
 
 

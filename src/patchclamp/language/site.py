@@ -78,16 +78,16 @@ _BLOCKS, _ATTN = "blocks.{l}.", "blocks.{l}.attn."
 SITES: dict[str, SiteSpec] = {  # in order of computation
     spec.name: spec
     for spec in (
-        SiteSpec("embed", "[T, D]", "what the token embedding puts into the stream, scaled where the model scales it",
+        SiteSpec("embed", "[T, D]", "the token embedding as it enters the stream, scaled if the model scales it",
                  layered=False, transformer_lens=("hook_embed", "embed.hook_out"), nnterp=("token_embeddings",)),
         SiteSpec("resid_pre", "[T, D]", "the whole residual stream before a layer",
                  transformer_lens=(_BLOCKS + "hook_resid_pre", _BLOCKS + "hook_in"), nnterp=("layers_input",)),
         SiteSpec("attn_in", "[T, D]", "the normed input of attention", block="attention",
                  moves=("q", "k", "v", *_HEADS), transformer_lens=(_BLOCKS + "ln1.hook_out",),
                  nnterp=("attentions_input",)),
-        SiteSpec("q", "[T, H, E]", "queries before rotary embedding, after their norm where there is one", "Q",
+        SiteSpec("q", "[T, H, E]", "queries before rotary embedding, after their norm if the model has one", "Q",
                  index="head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_q",)),
-        SiteSpec("k", "[T, K, E]", "keys, likewise", "K",
+        SiteSpec("k", "[T, K, E]", "keys, at the same place", "K",
                  index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_k",)),
         SiteSpec("v", "[T, K, E]", "values", "K",
                  index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_v",)),
@@ -95,9 +95,9 @@ SITES: dict[str, SiteSpec] = {  # in order of computation
                  index="head", block="attention", moves=_MIXER, transformer_lens=(_ATTN + "hook_z",)),
         SiteSpec("attn_out", "[T, D]", "what attention adds to the stream", block="attention", moves=("mixer_out",),
                  transformer_lens=(_BLOCKS + "hook_attn_out",), nnterp=("attentions_output",)),
-        SiteSpec("mixer_out", "[T, D]", "what a layer's mixer adds to the stream, where some layers have a state "
-                 "space or linear attention for attention; in a layer with attention it is `attn_out[l]`, but in one "
-                 "with both it is what the state space adds",
+        SiteSpec("mixer_out", "[T, D]", "what a layer's mixer adds to the stream, in models where some layers have "
+                 "a state space or linear attention; `attn_out[l]` in a layer with attention, the state space's "
+                 "output in a layer with both",
                  block="attention", moves=("attn_out",)),
         SiteSpec("resid_mid", "[T, D]", "the stream between attention and MLP",
                  transformer_lens=(_BLOCKS + "hook_resid_mid",)),
@@ -125,7 +125,7 @@ DERIVED: dict[str, SiteSpec] = {
         SiteSpec("attn_scores", "[T, H, K]", "attention scores over key positions, as the softmax reads them: scaled, "
                  "capped and with ALiBi; −∞ where a query cannot see a key", "Q", index="head", block="attention",
                  transformer_lens=(_ATTN + "hook_attn_scores",)),
-        SiteSpec("pattern", "[T, H, K]", "attention probabilities over key positions, 0 beyond those that a query sees",
+        SiteSpec("pattern", "[T, H, K]", "attention probabilities over key positions, 0 where a query cannot see a key",
                  "Q", index="head", block="attention", transformer_lens=(_ATTN + "hook_pattern",)),
     )
 }  # fmt: skip
@@ -147,23 +147,23 @@ def unmoved(name: str) -> tuple[str, ...]:
     )
 
 
-_UNNORMED = "is the row divided by its size, before the norm's weight"
-_PER_HEAD = "is the stream before the norm, once a head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
+_UNNORMED = "is the normalised row before the norm's weight"
+_PER_HEAD = "is the stream before the norm, repeated per head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
 _MODULE = "is a module, not a tensor"
 ELSEWHERE: dict[str, str] = {
     "blocks.{l}.ln1.hook_normalized": f"{_UNNORMED}: use attn_in[{{l}}], which is after it",
     "blocks.{l}.ln2.hook_normalized": f"{_UNNORMED}: use mlp_in[{{l}}], which is after it",
     "ln_final.hook_normalized": f"{_UNNORMED}: use final_norm, which is after it",
-    "blocks.{l}.ln1.hook_scale": "is a number inside the norm: use resid_pre[{l}] or attn_in[{l}]",
-    "blocks.{l}.ln2.hook_scale": "is a number inside the norm: use resid_mid[{l}] or mlp_in[{l}]",
-    "ln_final.hook_scale": "is a number inside the norm: use the last layer's resid_post, or final_norm",
-    "hook_pos_embed": "is the position's embedding alone: use resid_pre[0], which is after it was added",
+    "blocks.{l}.ln1.hook_scale": "is a scalar inside the norm: use resid_pre[{l}] or attn_in[{l}]",
+    "blocks.{l}.ln2.hook_scale": "is a scalar inside the norm: use resid_mid[{l}] or mlp_in[{l}]",
+    "ln_final.hook_scale": "is a scalar inside the norm: use the last layer's resid_post, or final_norm",
+    "hook_pos_embed": "is only the position embedding: use resid_pre[0], which includes it",
     **{f"blocks.{{l}}.hook_{name}": _PER_HEAD for name in ("attn_in", "q_input", "k_input", "v_input")},
     "blocks.{l}.hook_mlp_in": "is the stream before the norm: use resid_mid[{l}], or mlp_in[{l}] for the normed input",
     "blocks.{l}.attn.hook_rot_q": "is after rotary embedding: use q[{l}], which is before it",
     "blocks.{l}.attn.hook_rot_k": "is after rotary embedding: use k[{l}], which is before it",
-    "blocks.{l}.attn.hook_result": "is each head's part of attn_out, which no engine makes: use z[{l}], before the "
-                                   "output projection",
+    "blocks.{l}.attn.hook_result": "is each head's share of attn_out, which no engine computes: use z[{l}], before "
+                                   "the output projection",
     "blocks.{l}.mlp.hook_pre": "is before the activation: use neurons[{l}], which is what the down projection reads",
     "blocks.{l}.mlp.hook_pre_linear": "is one factor of a neuron: use neurons[{l}], the product",
     **dict.fromkeys(("attention_probabilities", "attn_weights"),
@@ -180,10 +180,10 @@ ELSEWHERE: dict[str, str] = {
 
 # Names that are refused for edits only: why, and what to use instead. A capture by such a name is the same tensor.
 EDITED_ELSEWHERE: dict[str, str] = {
-    "blocks.{l}.hook_resid_mid": "an edit there moves what the MLP reads, not the stream: use resid_mid[{l}] to edit "
-                                 "the stream, or mlp_in[{l}] to edit what the MLP reads, after its norm",
-    "blocks.{l}.ln1.hook_out": "an edit there moves everything that reads the norm, in some families the MLP too: use "
-                               "attn_in[{l}] to edit what attention reads, and mlp_in[{l}] beside it for the MLP",
+    "blocks.{l}.hook_resid_mid": "an edit there changes the MLP's input, not the stream: use resid_mid[{l}] to edit "
+                                 "the stream, or mlp_in[{l}] to edit the MLP's normed input",
+    "blocks.{l}.ln1.hook_out": "an edit there affects everything that reads the norm, in some families the MLP too: "
+                               "use attn_in[{l}] to edit the input of attention, and also mlp_in[{l}] for the MLP",
 }  # fmt: skip
 
 
@@ -202,33 +202,32 @@ _POST = ("olmo2", "glm4", "exaone4")
 _NO_PRE, _FACTORS = ("olmo2", "exaone4"), ("granite", "granite_hybrid")
 _NORMED_QK = ("qwen3", "qwen3_moe", "gemma3", "olmo2", "exaone4", "glm4_moe_normed", "olmoe")
 DIFFERENCES: tuple[Difference, ...] = (
-    Difference(_OUTPUTS, ("gemma2", "gemma3", *_POST), "nnterp's is what the module returns; another norm follows it, "
-               "and `attn_out` and `mlp_out` are after that norm: what is added to the stream"),
-    Difference(_OUTPUTS, _FACTORS, "nnterp's is what the module returns; `attn_out` and `mlp_out` are that times "
-               "the config's `residual_multiplier`: what is added to the stream"),
-    Difference(("token_embeddings",), _FACTORS, "nnterp's is what the embedding returns; `embed` is that times the "
+    Difference(_OUTPUTS, ("gemma2", "gemma3", *_POST), "nnterp's is the module's output; "
+               "`attn_out` and `mlp_out` are after the norm that follows it, as added to the stream"),
+    Difference(_OUTPUTS, _FACTORS, "nnterp's is the module's output; `attn_out` and `mlp_out` are that times "
+               "the config's `residual_multiplier`, as added to the stream"),
+    Difference(("token_embeddings",), _FACTORS, "nnterp's is the embedding's output; `embed` is that times the "
                "config's `embedding_multiplier`"),
     Difference(("token_embeddings",), ("gemma2",), "on Transformers 4 nnterp's is before the embedding is scaled; "
                "`embed` is after it, as nnterp's is on Transformers 5"),
-    Difference(("attentions_input", "mlps_input"), _NO_PRE, "there is no norm before attention and MLP, so there is "
-               "no `attn_in` or `mlp_in`, and asking is an error: what they read is `resid_pre` and `resid_mid`"),
-    Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
-               "`fc1` reads and what `fc2` returns"),
+    Difference(("attentions_input", "mlps_input"), _NO_PRE, "without a norm before attention and MLP, "
+               "`attn_in` and `mlp_in` are not available: use their inputs, `resid_pre` and `resid_mid`"),
+    Difference(("mlps_input", "mlps_output"), ("opt",), "not available in nnterp without an MLP module; "
+               "ours are the input of `fc1` and the output of `fc2`"),
     Difference(("token_embeddings",), ("bloom",), "nnterp's is before the norm that "
-               "follows the embedding; `embed` is after it: what the stream begins with"),
-    Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
-    Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
-               "are normed; `q` and `k` are after it, what rotary embedding reads"),
+               "follows the embedding; `embed` is after it, at the start of the stream"),
+    Difference(("logits",), (), "nnterp's has a row for every position; ours only for sampled positions"),
+    Difference(_QK, _NORMED_QK, "TransformerLens' is before the norm of queries and keys; "
+               "`q` and `k` are after it, as rotary embedding reads them"),
     Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; "
                "`embed` is after it, as `hook_embed` is"),
-    Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but an edit of TransformerLens' also "
-               "moves the embeddings that each layer reads; one of `embed` moves the stream alone"),
+    Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but editing TransformerLens' also "
+               "changes the embeddings that each layer reads; editing `embed` changes only the stream"),
     Difference(("hook_embed", "embed.hook_out", "blocks.{l}.ln1.hook_out", "blocks.{l}.hook_attn_out"), ("falcon_h1",),
                "TransformerLens' is before the config's factor (`embedding_multiplier`, `attention_in_multiplier`, "
                "`attention_out_multiplier`); ours is after it"),
     Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), _NO_PRE, "TransformerLens' is after "
-               "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
-               "`mlp_out`"),
+               "attention and MLP; `attn_in` and `mlp_in` are not available: use `attn_out` and `mlp_out`"),
 )  # fmt: skip
 
 
@@ -282,16 +281,16 @@ class Site(PublicStruct, frozen=True):
         if self.layers is not None and not spec.layered:
             raise ProgramError(f"{self.name} has no layers: write {self.name!r} without brackets")
         if self.index is not None and not spec.index:
-            raise ProgramError(f"{self.name} takes a layer only; it has no second index")
+            raise ProgramError(f"{self.name} takes a layer but no second index")
 
     def __getitem__(self, key: IndicesLike | tuple[IndicesLike, IndexLike]) -> Site:
         if self.layers is not None or self.index is not None:
             raise ProgramError(f"{self} is already indexed")
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > 2:
-            raise ProgramError(f"a site takes a layer and at most one index, not {len(keys)}")
+            raise ProgramError(f"expected a layer and at most one index, got {len(keys)}")
         if any(key is None for key in keys):
-            raise ProgramError(f"expected a layer or a range, got None; {self.name} without brackets is all layers")
+            raise ProgramError(f"expected a layer or a range, got None; for all layers, omit the brackets: {self.name}")
         return Site(self.name, *keys)  # pyright: ignore[reportArgumentType]  converted by __post_init__
 
     def __matmul__(self, tokens: Selection | str) -> At:
@@ -374,7 +373,7 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
     if isinstance(text, tuple) and 1 < len(text) < 4 and isinstance(text[0], str):  # ("resid_post", 12)
         return parse_site(text[0])[text[1] if len(text) == 2 else text[1:]]
     if not isinstance(text, str):
-        raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
+        raise ProgramError(f"expected a site such as 'resid_post[12]', got {type(text).__name__} {text!r}")
     if len(text) > MAX_TEXT:
         raise ProgramError(f"expected a site of at most {MAX_TEXT} characters, got {len(text)}")
     if hooked := hook(text.strip()):
@@ -386,14 +385,14 @@ def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
         raise UnknownName(f"expected a site, got the module {text!r}: {sites.format(module['layer'])}")
     words = _BRACKETS.fullmatch(text)
     if words is None:
-        raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")
+        raise ProgramError(f"invalid site {text!r}; expected a form such as 'resid_post[12]' or 'z[5, 3]'")
     name = NNTERP.get(words["name"], words["name"])
     if name not in SPECS:
         raise unknown("site", name, SPECS)
     listed = [] if words["layers"] is None else [tuple(parse_index(key) for key in words["layers"].split(","))]
     keys = [] if words["keys"] is None or (listed and not words["keys"].strip()) else words["keys"].split(",")
     if len(listed) + len(keys) > 2:
-        raise ProgramError(f"{text!r}: a site takes a layer and at most one index")
+        raise ProgramError(f"{text!r}: expected a layer and at most one index")
     return Site(name, *listed, *(parse_index(key) for key in keys))  # pyright: ignore[reportArgumentType]
 
 

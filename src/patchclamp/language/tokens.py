@@ -29,7 +29,7 @@ class Range(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 1:
-            raise ProgramError(f"a range counts upwards: step {self.step} is not at least 1")
+            raise ProgramError(f"expected a step of at least 1, got {self.step}")
 
     @classmethod
     def of(cls, key: slice) -> Range:
@@ -61,7 +61,7 @@ def as_integer(value: SupportsIndex) -> int:
             raise AttributeError
         return int(value.__index__())
     except (AttributeError, TypeError, RuntimeError):  # tensors of several numbers have __index__ too
-        raise ProgramError(f"expected a whole number as an index, got {value!r:.200}") from None
+        raise ProgramError(f"expected an integer, got {value!r:.200}") from None
 
 
 def as_index(key: IndexLike) -> Index | None:
@@ -95,7 +95,7 @@ def parse_index(text: str) -> Index | None:
     if ends := _SLICE.fullmatch(text):
         index = Range(*(None if end is None else int(end) for end in ends.groups()))
         return None if index == Range() else index
-    raise ProgramError(f"{text.strip()!r} is neither a number nor a range such as 8:12")
+    raise ProgramError(f"expected a number or a range such as 8:12, got {text.strip()!r}")
 
 
 GROUPS = ("prompt", "generated", "every")
@@ -134,7 +134,7 @@ class Positions(Selection, frozen=True, tag="positions"):
 
     def __post_init__(self) -> None:
         if self.of not in GROUPS:
-            raise unknown("group of tokens", self.of, GROUPS)
+            raise unknown("token group", self.of, GROUPS)
         if self.index == ():
             raise TokensError(f"{self.of}[()] selects nothing: give at least one position")
         if self.of != "prompt":
@@ -147,8 +147,8 @@ class Positions(Selection, frozen=True, tag="positions"):
             ends = self.index.ends
         if any(isinstance(end, int) and end < 0 for end in ends):
             raise TokensError(
-                f"{self}: how many tokens a request generates is not known beforehand, so {self.of} cannot be "
-                "counted from its end; only prompt can"
+                f"{self}: only prompt supports negative indices, since the number of generated tokens is not known "
+                "in advance"
             )
 
     def __getitem__(self, key: Key) -> Positions:
@@ -190,7 +190,7 @@ class Role(Selection, frozen=True, tag="role"):
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, str) or not self.role or re.search("[\ud800-\udfff]", self.role):
-            raise ProgramError(f"a role is a text, such as 'user', not {self.role!r}")
+            raise ProgramError(f"expected a role such as 'user', got {self.role!r}")
         if self.message is not None:
             msgspec.structs.force_setattr(self, "message", as_integer(self.message))
         if self.index == ():
@@ -207,10 +207,10 @@ class Role(Selection, frozen=True, tag="role"):
         said = [positions for role, positions in turns if role == self.role]
         if not said:
             roles = ", ".join(dict.fromkeys(role for role, _ in turns))
-            raise TokensError(f"{self}: the chat has no message of that role; it has: {roles}")
+            raise TokensError(f"{self}: the chat has no messages with this role; available: {roles}")
         if self.message is not None:
             if not -len(said) <= self.message < len(said):
-                raise TokensError(f"{self}: the chat has {len(said)} messages of that role, numbered from 0")
+                raise TokensError(f"{self}: message out of range: the chat has {len(said)} with this role (0-based)")
             said = [said[self.message]]
         positions = sorted({position for each in said for position in each})
         return _some(self, positions, lambda: f"these messages have {len(positions)} tokens")
@@ -234,7 +234,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         if self.number is not None:
             msgspec.structs.force_setattr(self, "number", as_integer(self.number))
         elif self.index is not None:
-            raise ProgramError("an image is named before some of its tokens: image[0][3:5]")
+            raise ProgramError("expected the index of an image before its tokens, as in image[0][3:5]")
         if self.index == ():
             raise TokensError(f"image[{self.number}][()] selects nothing: give at least one position")
 
@@ -242,7 +242,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         if self.number is not None:
             return ImageTokens(self.number, _index_of(self, key))
         if isinstance(key, (slice, tuple, list)):
-            raise ProgramError("one image is named by its number, as in image[0] | image[1]; image is all of them")
+            raise ProgramError("expected the index of one image, as in image[0] | image[1]; image selects all")
         return ImageTokens(as_integer(key))
 
     def find(self, images: Sequence[Sequence[int]]) -> list[int]:
@@ -252,13 +252,13 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         """
         if not images:
             raise TokensError(
-                f"{self}: the prompt has no image in it; give one as "
+                f"{self}: the prompt has no image; pass one as "
                 '{"prompt": ..., "multi_modal_data": {"image": ...}}, or in the messages of a chat'
             )
         if self.number is None:
             return sorted(position for image in images for position in image)
         if not -len(images) <= self.number < len(images):
-            raise TokensError(f"{self}: the prompt has {len(images)} images, numbered from 0")
+            raise TokensError(f"{self}: image out of range: the prompt has {len(images)} (0-based)")
         positions = images[self.number]
         return _some(self, positions, lambda: f"this image has {len(positions)} tokens")
 
@@ -295,10 +295,10 @@ def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], 
     assert isinstance(numbers, tuple)
     for number in numbers:
         if not -len(positions) <= number < len(positions):
-            raise TokensError(f"{indexed}: there is no position {number}; {extent()}")
+            raise TokensError(f"{indexed}: position {number} is out of range; {extent()}")
     chosen = [positions[number] for number in numbers]
     if len(set(chosen)) < len(chosen):
-        raise TokensError(f"{indexed}: a position is named twice: {chosen}")
+        raise TokensError(f"{indexed}: duplicate positions: {chosen}")
     return chosen
 
 
@@ -319,14 +319,14 @@ class TextSpan(Selection, frozen=True, tag="span"):
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise ProgramError(f"expected a text, got {type(self.text).__name__} {self.text!r:.200}", "text")
+            raise ProgramError(f"expected text, got {type(self.text).__name__} {self.text!r:.200}", "text")
         try:
             if self.occurrence is not None:
                 msgspec.structs.force_setattr(self, "occurrence", as_integer(self.occurrence))
         except ProgramError as error:
             raise error.under("occurrence") from None
         if re.search("[\ud800-\udfff]", self.text):
-            raise TokensError(f"{self.text!r} is not text: it has half a surrogate pair")
+            raise TokensError(f"{self.text!r} is not valid text: it has a lone surrogate")
         if not self.text:
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
@@ -343,12 +343,12 @@ class TextSpan(Selection, frozen=True, tag="span"):
         if chosen is None and count > 1:
             text = json.dumps(self.text, ensure_ascii=False)
             raise TokensError(
-                f"{self}: {count} matches in {prompt_text!r}; choose one, from span({text}, 0), the first, to "
-                f"span({text}, {count - 1}), the last, or join several with |"
+                f"{self}: {count} matches in {prompt_text!r}; choose one, from span({text}, 0) to "
+                f"span({text}, {count - 1}), or join several with |"
             )
         chosen = chosen or 0
         if not -count <= chosen < count:
-            raise TokensError(f"{self}: {count} matches in {prompt_text!r}, numbered from 0")
+            raise TokensError(f"{self}: occurrence out of range: {count} matches in {prompt_text!r} (0-based)")
         begin = starts[chosen]
         end = begin + len(self.text)
         return [position for position, (a, b) in enumerate(offsets) if a < end and b > begin and b > a]
@@ -394,15 +394,13 @@ class TokenIds(Selection, frozen=True, tag="token"):
         try:
             ids = tuple(sorted(set(map(as_integer, self.ids))))
         except ProgramError:
-            raise ProgramError(
-                f"token ids are whole numbers, not {self.ids!r}; lm.tokenizer.bare(text) gives them"
-            ) from None
+            raise ProgramError(f"expected integer token ids, got {self.ids!r}; use lm.tokenizer.bare(text)") from None
         if not ids:
             raise TokensError("token() selects nothing: give at least one token id")
         if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
             raise TokensError(f"token id {ids[0] if ids[0] < 0 else ids[-1]} is out of range (0..{MAX_TOKEN_ID})")
         if len(ids) > MAX_IDS:
-            raise TokensError(f"at most {MAX_IDS} token ids can be selected, not {len(ids)}")
+            raise TokensError(f"expected at most {MAX_IDS} token ids, got {len(ids)}")
         msgspec.structs.force_setattr(self, "ids", ids)
 
     def __str__(self) -> str:
@@ -422,14 +420,14 @@ class Joined(Selection, frozen=True, tag="joined"):
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise unknown("way to join selections", str(self.op), OPS)
+            raise unknown("operator", str(self.op), OPS)
         for side in ("left", "right"):
             msgspec.structs.force_setattr(self, side, parse_tokens(getattr(self, side)))
         depth, leaves, id_leaves = _size(self)
         if depth > MAX_DEPTH or leaves > MAX_JOINED or id_leaves > MAX_ID_SELECTIONS:
             raise TokensError(
-                f"a selection is joined of at most {MAX_JOINED} others, {MAX_DEPTH} deep, {MAX_ID_SELECTIONS} of them "
-                "by token id; one token(...) takes many ids"
+                f"a combined selection may have at most {MAX_JOINED} parts, {MAX_DEPTH} levels and "
+                f"{MAX_ID_SELECTIONS} selections by token id; token(...) accepts several ids"
             )
 
     def __str__(self) -> str:
@@ -519,7 +517,7 @@ def parse_tokens(text: TokensLike) -> Tokens:
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
     if not isinstance(text, str):
-        raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
+        raise ProgramError(f"expected tokens such as 'prompt[-1]', got {type(text).__name__} {text!r}")
     if len(text) > MAX_TEXT:
         raise ProgramError(f"expected a selection of at most {MAX_TEXT} characters, got {len(text)}")
     selection, end = _joined(text, 0, 0)
@@ -530,8 +528,8 @@ def parse_tokens(text: TokensLike) -> Tokens:
 
 def _malformed(text: str) -> ProgramError:
     return ProgramError(
-        f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
-        "joined by |, & and -"
+        f"invalid selection {text!r}; expected 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
+        "or several joined by |, & and -"
     )
 
 
@@ -578,13 +576,13 @@ def _image(match: re.Match[str], text: str) -> ImageTokens:
         return image
     number = parse_index(match["n"])
     if not isinstance(number, int):
-        raise ProgramError(f"{text!r}: one image is named by its number, as in image[0] | image[1]; image is all")
+        raise ProgramError(f"{text!r}: expected the index of one image, as in image[0] | image[1]; image selects all")
     return ImageTokens(number, _keys(match["keys"], text))
 
 
 def _group(match: re.Match[str], text: str) -> Positions:
     if match["of"] not in GROUPS:
-        raise unknown("group of tokens", match["of"], (*GROUPS, "image"))
+        raise unknown("token group", match["of"], (*GROUPS, "image"))
     return Positions(match["of"], _keys(match["keys"], text))
 
 
@@ -598,7 +596,7 @@ def _keys(keys: str | None, text: str) -> Indices | None:
     indices = [parse_index(key) for key in listed.split(",")]
     numbers = tuple(index for index in indices if isinstance(index, int))
     if len(numbers) < len(indices):
-        raise ProgramError(f"{text!r}: a list of positions holds numbers only")
+        raise ProgramError(f"{text!r}: expected only numbers in a list of positions")
     return numbers
 
 

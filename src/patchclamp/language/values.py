@@ -76,11 +76,11 @@ class _Converting(PublicMeta):
             names = cls.__struct_fields__
             if unknown := re.fullmatch("Unexpected keyword argument '(.*)'", str(error)):
                 words = f"{cls.__name__} has no argument {unknown[1]!r}{near(unknown[1], names)}"
-                raise UnknownName(f"{words}; there are: {', '.join(names)}", unknown[1]) from None
+                raise UnknownName(f"{words}; available: {', '.join(names)}", unknown[1]) from None
             if twice := re.fullmatch("Argument '(.*)' given by name and position", str(error)):
                 raise ProgramError(f"{cls.__name__} got {twice[1]} both by position and by name", twice[1]) from None
             if str(error) == "Extra positional arguments provided":
-                raise ProgramError(f"{cls.__name__} takes {', '.join(names)}, got {len(args)} values") from None
+                raise ProgramError(f"{cls.__name__} takes {', '.join(names)}, got {len(args)} arguments") from None
             raise
 
 
@@ -109,7 +109,7 @@ def check_dense(tensor: Any, path: str | None = None) -> None:
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
         raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
     if tensor.is_meta:
-        raise ShapeError("expected numbers, got a meta tensor, which has none", path)
+        raise ShapeError("expected numbers, got a meta tensor, which has no data", path)
 
 
 def as_plain(value: Any, path: str | None = None) -> Any:
@@ -154,7 +154,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
     kind = type(numbers).__name__
     try:
         if isinstance(numbers, np.ma.MaskedArray):
-            raise ShapeError("a masked array has no numbers where it is masked; expected numbers: fill it first", path)
+            raise ShapeError("expected numbers, got a masked array: fill it first", path)
         if hasattr(numbers, "detach"):
             if not numbers.is_floating_point() and "int" not in str(numbers.dtype):
                 raise ShapeError(f"expected real numbers, got a tensor of {numbers.dtype}", path)
@@ -200,13 +200,13 @@ class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (1, 2) or min(self.shape) < 1:
-            raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {list(self.shape)}")
+            raise ShapeError(f"expected a non-empty vector [D] or [n, D], got {list(self.shape)}")
         import numpy as np
 
         if len(self.data) != 4 * math.prod(self.shape):
-            raise ShapeError(f"{len(self.data)} bytes are not {list(self.shape)} fp32 numbers")
+            raise ShapeError(f"expected fp32 numbers of shape {list(self.shape)}, got {len(self.data)} bytes")
         if not np.isfinite(self.array()).all():
-            raise ShapeError("a vector's numbers must be finite; this one has NaN or infinity")
+            raise ShapeError("expected finite numbers, got NaN or infinity")
 
     @classmethod
     def of(cls, numbers: Any) -> Vector:
@@ -262,13 +262,13 @@ class RunLike(Protocol):
 def _run_key(run: RunLike | str) -> str:
     key = run if isinstance(run, str) else getattr(run, "key", None)
     if not isinstance(key, str):
-        raise ProgramError(f"From takes a Run (what lm.run returned), not {type(run).__name__}")
+        raise ProgramError(f"expected a Run (a result of lm.run), got {type(run).__name__}")
     return key
 
 
 def _position(value: TokensLike) -> Tokens:
     if isinstance(value, int) and value < 0:
-        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]")
+        raise ProgramError(f"position {value} depends on the run's length; use pc.prompt[{value}]")
     return parse_tokens(value)
 
 
@@ -306,7 +306,7 @@ class SameRun(Converted, frozen=True, tag="same_run"):
 def check_name(name: object) -> str:
     """Check a name in the bank: 1 to 200 characters that safetensors can store. Raises `ProgramError`."""
     if not isinstance(name, str) or not name or len(name) > 200:
-        raise ProgramError(f"a name is text, not empty and of at most 200 characters: not {name!r:.300}")
+        raise ProgramError(f"expected a name of 1 to 200 characters, got {name!r:.300}")
     if name == "__metadata__" or re.search("[\ud800-\udfff]", name):
         raise ProgramError(f"{name!r} cannot be written to a file: choose another name")
     return name
@@ -340,9 +340,7 @@ def as_value(value: ValueLike) -> Value:
     if isinstance(value, str):
         return Named(value)
     if isinstance(value, Site):
-        raise ProgramError(
-            f"a value is a vector, its name in the bank, pc.From(run, site) or pc.SameRun(site), not {value!r}"
-        )
+        raise ProgramError(f"expected a vector, its bank name, pc.From(run, site) or pc.SameRun(site), got {value!r}")
     return Vector.of(value)
 
 
@@ -366,7 +364,7 @@ def as_number(value: SupportsFloat) -> float:
     if not math.isfinite(number):
         raise ProgramError(f"expected a finite number, got {number}")
     if abs(number) > MAX_FP32:
-        raise ProgramError(f"expected a number of fp32, at most {MAX_FP32:.2e}, got {number}")
+        raise ProgramError(f"expected a number in the range of fp32 (at most {MAX_FP32:.2e}), got {number}")
     return number
 
 
@@ -381,7 +379,7 @@ def as_seed(value: SupportsIndex) -> int:
     try:
         seed = as_integer(value)
     except ProgramError:
-        raise ProgramError(f"expected a whole number as a seed, got {value!r:.200}") from None
+        raise ProgramError(f"expected an integer seed, got {value!r:.200}") from None
     if not 0 <= seed < 1 << 63:
         raise ProgramError(f"expected a seed of at least 0 and below 2**63, got {seed}")
     return seed
@@ -415,7 +413,7 @@ def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
 def as_numbers(value: ValueLike) -> Vector | Named:
     vector = as_value(value)
     if not isinstance(vector, (Vector, Named)):
-        raise ProgramError(f"expected numbers, got a row that is not read yet; write run[site][i] for {value}")
+        raise ProgramError(f"expected numbers, got a reference to a row; use run[site][i] for {value}")
     return vector
 
 
@@ -439,7 +437,7 @@ def as_mask(value: ValueLike) -> Vector | Named:
 def as_directions(value: ValueLike) -> Vector | Named:
     """Convert to numbers [D] or [k, D]. Raises `ShapeError` for a row of zeros."""
     if isinstance(vector := as_numbers(value), Vector) and not vector.array().any(axis=-1).all():
-        raise ShapeError("a direction is all zeros")
+        raise ShapeError("expected nonzero directions, got a row of zeros")
     return vector
 
 

@@ -173,7 +173,7 @@ class Lowered(msgspec.Struct, frozen=True):
 @functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
     """Lower an op to numbers. Errors get the field's name as their path."""
-    raise NotImplementedError(f"no lowering of {type(op).__name__}")
+    raise NotImplementedError(f"no lowering for {type(op).__name__}")
 
 
 @lower.register
@@ -209,7 +209,7 @@ def _features(op: ops.Features, context: Context) -> Lowered:
     dictionary = context.dictionary(op.ids or ())
     card = dictionary.card
     if op.top is not None and op.top > card.features:
-        raise ProgramError(f"expected at most {card.features}, the features of {op.name!r}, got {op.top}", "top")
+        raise ProgramError(f"expected at most {card.features} (the features of {op.name!r}), got {op.top}", "top")
     first, _ = dictionary.at.columns or (0, 0)
     reader = FeatureReader(op.name, op.ids, card.content, first)
     top = len(op.ids) if op.ids else op.top or 0
@@ -255,7 +255,9 @@ def _encoded(
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
     """The matrix of a readout, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite("logits are not projected: capture final_norm, by W times the unembedding", "at")
+        raise UnsupportedSite(
+            "logits cannot be projected: capture final_norm, projected by W times the unembedding", "at"
+        )
     context.needs_whole_rows(op)
     matrix = context.vector(value, field)
     if len(matrix.rows()) > matrix.shape[-1]:
@@ -278,7 +280,7 @@ def _replace(op: ops.Replace, context: Context) -> Lowered:
         *several, width = op.value.shape
         _, _, limit = context.heads()
         if width > limit:
-            raise ShapeError(f"expected rows of at most {limit} keys, got {list(op.value.shape)}", "value")
+            raise ShapeError(f"expected rows of at most {limit} numbers, got {list(op.value.shape)}", "value")
         action = Attended(context.edges(None), op.alpha, context.put(op.value))
         return Lowered(action, rows=context.rows(several[0]) if several else None)
     values, rows = context.value(as_value(op.value))
@@ -331,7 +333,7 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
     weight, rotation = context.vector(op.weight, "weight"), context.vector(op.rotation, "rotation")
     rank = len(weight.rows())
     if len(rotation.rows()) != rank or rank > weight.shape[-1]:
-        raise ShapeError(f"expected [k, D] as the weight, {list(weight.shape)}, got {list(rotation.shape)}", "rotation")
+        raise ShapeError(f"expected the weight's shape {list(weight.shape)}, got {list(rotation.shape)}", "rotation")
     if op.bias is not None and op.bias.shape != (rank,):
         raise ShapeError(f"expected [{rank}] numbers, got {list(op.bias.shape)}", "bias")
     change = Vector.of(weight.rows().astype(np.float64) - rotation.rows())
@@ -342,10 +344,10 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
     """The action that adds multiples of the rows of `added`, by products with the rows of `along`."""
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite(f"{type(op).__name__} does not edit logits: edit final_norm", "at")
+        raise UnsupportedSite(f"{type(op).__name__} does not support logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
     if len(rows) > 2 * MAX_RANK:
-        raise ShapeError(f"{type(op).__name__} has a rank of at most {MAX_RANK}, got {len(rows) // 2}")
+        raise ShapeError(f"{type(op).__name__} supports a rank of at most {MAX_RANK}, got {len(rows) // 2}")
     return Factored(len(rows) // 2, context.put(Vector.of(rows)), toward)
 
 
@@ -370,7 +372,7 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
 def _rotate(op: ops.Rotate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite("logits are not rotated: rotate final_norm, in the plane of two directions there", "at")
+        raise UnsupportedSite("logits cannot be rotated: rotate final_norm in the plane of two directions there", "at")
     basis = orthonormal(check_plane(context.vector(op.plane, "plane"), "plane"))
     angle = math.radians(op.degrees)
     return Lowered(Rotation(math.cos(angle), math.sin(angle), op.relative), (context.put(basis),))
@@ -392,7 +394,7 @@ def _apply(op: ops.Apply, context: Context) -> Lowered:
 def _directions(context: Context, value: ValueLike, field: str) -> Vector:
     directions = context.vector(value, field)
     if not directions.array().any(axis=-1).all():
-        raise ShapeError("a direction is all zeros", field)
+        raise ShapeError("expected nonzero directions, got a row of zeros", field)
     return directions
 
 
@@ -545,15 +547,19 @@ class _Binder:
     def _used(self, op: Use, users: tuple[str, ...]) -> list[Op]:
         """The edits of the program that a `Use` names, scaled."""
         if len(users) == MAX_USE_DEPTH:
-            raise ProgramError(f"programs use programs more than {MAX_USE_DEPTH} deep", "name")
+            raise ProgramError(f"pc.Use is nested more than {MAX_USE_DEPTH} levels deep", "name")
         if op.name in users:
             raise ProgramError(f"{' uses '.join((*users, op.name))}: a program cannot use itself", "name")
         program = self.entry(op.name, "name")
         if not isinstance(program, Program):
-            raise ProgramError(f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name")
+            raise ProgramError(
+                f"expected a program, got {type(program).__name__} {op.name!r}: use it as a value", "name"
+            )
         self._used_edits += len(program.edits)
         if self._used_edits > MAX_USED_EDITS:
-            raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
+            raise ProgramError(
+                f"expected at most {MAX_USED_EDITS} edits in used programs, got {self._used_edits}", "name"
+            )
         return [op.scaled(edit) for edit in program.edits]
 
     def _when(self, path: str, op: When) -> list[BoundOp]:
@@ -573,15 +579,15 @@ class _Binder:
                 if points.setdefault(self.sites.depth(point.number), point) != point:
                     other = points[self.sites.depth(point.number)].number
                     raise UnsupportedSite(
-                        f"the probes of a condition read {self.sites.label(other)} and {self.sites.label(point.number)}"
-                        ", two sites of one layer: use one of them, or sites of two layers", "at"
+                        "expected one site per layer in a condition's probes, got "
+                        f"{self.sites.label(other)} and {self.sites.label(point.number)}", "at"
                     )  # fmt: skip
         except PatchclampError as error:
             raise error.under("condition") from None
         last = points[max(points)]
         where = position_ranges(np.flatnonzero(within), None)
         if not where:
-            raise TokensError("no token is read by all its probes, so that it never holds", "condition")
+            raise TokensError("no token is read by all of the condition's probes, so it can never hold", "condition")
 
         def decide(action: Action) -> int:
             ops.append(BoundOp(f"{path}.condition", action, (last.number,), (), where))
@@ -611,7 +617,7 @@ class _Binder:
                 where = tuple(PositionRange(end, end + 1) for each in where if each.start <= end < each.stop)
                 if not where:
                     raise TokensError(
-                        "its probes do not read the last token of the prompt, where it is decided", "condition"
+                        "the condition is evaluated at the last prompt token, which its probes do not read", "condition"
                     )
             decide(Latch(guard.bit, latch))
             guard = Guard(0, latch)
@@ -631,18 +637,18 @@ class _Binder:
         if not isinstance(features, Features):
             return condition
         if features.ids is None or not -len(features.ids) <= condition.output < len(features.ids):
-            raise ProgramError("a condition compares features of a list: pc.Features(name, ids=[...])[0] > t", "ids")
+            raise ProgramError("expected a feature of a list, as in pc.Features(name, ids=[...])[0] > t", "ids")
         number, dictionary = features.ids[condition.output], self.dictionary(features.name)
         card, limit = dictionary.card, condition.threshold
         if number >= card.features:
             raise ProgramError(f"expected a feature from 0 to {card.features - 1}, got {number}", "ids")
         if not card.is_local:
             raise ProgramError(
-                f"a feature of {card.name!r} depends on the others or on the norm of the row: a condition needs an SAE "
+                f"features of {card.name!r} depend on each other or on the row's norm: a condition requires an SAE "
                 "without k and normalisation", "name"
             )  # fmt: skip
         if limit < 0 or (limit == 0 and condition.inclusive):
-            raise ProgramError(f"expected a number above 0, since no feature is below it, got {limit}", "threshold")
+            raise ProgramError(f"expected a positive number, since features are at least 0, got {limit}", "threshold")
         rows = dictionary.rows([number])
         active = float(rows.threshold[0])
         threshold, inclusive = (limit, condition.inclusive) if limit > active else (active, False)
@@ -657,9 +663,9 @@ class _Binder:
         bit = next(self._bits)
         if bit >= BITS:
             raise ProgramError(
-                f"too many conditions and delimiters: the program needs more than {BITS} bits. A comparison or a "
-                "joined condition takes 1, a pair of delimiters in generated text 2, and 1 more if tokens outside are "
-                "selected", field
+                f"too many conditions and delimiters: the program needs more than {BITS} bits. Each comparison or "
+                "joined condition takes 1, each pair of delimiters in generated text 2, or 3 to select tokens outside",
+                field
             )  # fmt: skip
         return bit
 
@@ -667,8 +673,8 @@ class _Binder:
         latch = next(self._latches)
         if latch >= LATCHES:
             raise ProgramError(
-                f"expected at most {LATCHES} pairs of delimiters in generated text and conditions with scope prompt or "
-                "onwards in a program, got more: use fewer, or delimiters in the prompt, prompt & between(...)", field
+                f"a program supports at most {LATCHES} pairs of delimiters in generated text and conditions with scope "
+                "prompt or onwards: use fewer, or delimiters in the prompt, prompt & between(...)", field
             )  # fmt: skip
         return latch
 
@@ -677,14 +683,13 @@ class _Binder:
         changed since, unless it is only named to compare the existing scores."""
         if self._probes.setdefault(probe.name, probe) != probe:
             raise ProgramError(
-                f"two probes are named {probe.name!r}, or a probe and a feature of a condition: give the probe another "
-                "name", "name"
-            )  # fmt: skip
+                f"duplicate name {probe.name!r} (a probe, or a feature in a condition): rename the probe", "name"
+            )
         counts = [self._edits_at[ref.point] for ref in self._resolve(probe)]
         if probe.name in self._read_after:
             if self._read_after[probe.name] != counts and not is_compared:
                 raise ProgramError(
-                    f"{probe.at} is edited between two reads of the probe {probe.name!r}: give the second another name",
+                    f"{probe.at} is edited between two reads of probe {probe.name!r}: rename the second",
                     "name",
                 )
             return []
@@ -695,18 +700,17 @@ class _Binder:
         """Assign a bit to a comparison. Returns the point its probe reads, and the positions."""
         probe = each.probe
         if probe.pool is not None:
-            raise ProgramError(f"the probe {probe.name!r} is pooled, which is known when its request has ended", "pool")
+            raise ProgramError(f"probe {probe.name!r} is pooled, so its score is only available after the run", "pool")
         refs, cases = self._resolve(probe), self.select(probe.tokens, self._resolve(probe)[0])
         point = self.sites.points[refs[0].point]
         if len(refs) > 1 or self.sites.shard_count(point.number) > 1 or self.sites.stages > 1:
-            raise UnsupportedSite(
-                f"a condition reads one layer, which all workers have whole, and not {probe.at}", "at"
-            )
+            raise UnsupportedSite(f"a condition requires an unsharded site of one layer, got {probe.at}", "at")
         if point.rows == "sampled":
-            raise UnsupportedSite(f"{refs[0]} exists only where a token is sampled: a condition cannot read it", "at")
+            raise UnsupportedSite(f"{refs[0]} exists only at sampled positions, so a condition cannot read it", "at")
         if len(cases) != 1 or not cases[0].alone:
             raise TokensError(
-                f"{probe.tokens} depends on tokens to come: a condition's probe reads positions", "tokens"
+                f"expected fixed positions for a condition's probe; {probe.tokens} depends on generated tokens",
+                "tokens",
             )
         if each in self._bit_of:
             return point, cases[0].positions
@@ -715,7 +719,7 @@ class _Binder:
         outputs, columns = len(matrix.rows()), refs[0].columns
         if not -outputs <= each.output < outputs:
             raise ProgramError(
-                f"expected one of the {outputs} outputs of the probe {probe.name!r}, got {each.output}", "output"
+                f"output {each.output} is out of range for probe {probe.name!r} with {outputs} outputs", "output"
             )
         ranges = tuple(one._replace(row=each.output % outputs) for one in position_ranges(cases[0].positions, None))
         test = BoundOp(
@@ -732,29 +736,26 @@ class _Binder:
         try:
             bound = self._bind(path, edit)
             if any(op.guard is not None for op in bound):
-                raise TokensError(f"{edit.tokens}: generated tokens between delimiters have one condition", "tokens")
+                raise TokensError(f"{edit.tokens} in generated text is not supported in pc.When", "tokens")
             for op in bound:
                 if isinstance(op.action, Encoded):
-                    raise ProgramError(
-                        "a condition guards features of an SAE whose encoder is local, and this one needs a whole row",
-                        "name",
-                    )
+                    raise ProgramError("a condition supports only features of an SAE with a local encoder", "name")
                 if isinstance(op.action, Attended):
-                    raise ProgramError("a condition does not guard edits of attention: edit q, k, v or z", "at")
+                    raise ProgramError("a condition does not support edits of attention: edit q, k, v or z", "at")
                 for point in op.points if op.is_edit else ():
                     depth = self.sites.depth(point) - self.sites.depth(last.number)
                     if depth < 0 or (depth == 0 and point != last.number):
                         raise UnsupportedSite(
-                            f"{self.sites.label(point)} is not after {self.sites.label(last.number)}, where the "
-                            "condition is decided", "at"
+                            f"expected a site after {self.sites.label(last.number)}, where the condition is "
+                            f"evaluated, got {self.sites.label(point)}", "at"
                         )  # fmt: skip
                     if depth == 0 and guard.latch >= 0 and first < len(self.prompt.ids) - 1:
                         raise UnsupportedSite(
-                            "with scope onwards, an edit at the probe's own site needs a probe of generated tokens: "
-                            "give the probe tokens=pc.generated, or edit a later layer", "at"
+                            "with scope onwards, an edit at the probe's own site requires a probe of generated "
+                            "tokens: give the probe tokens=pc.generated, or edit a later layer", "at"
                         )  # fmt: skip
                     if self.sites.points[point].rows == "sampled":
-                        raise UnsupportedSite(f"{self.sites.label(point)} cannot be edited under a condition", "at")
+                        raise UnsupportedSite(f"{self.sites.label(point)} does not support conditional edits", "at")
         except PatchclampError as error:
             raise error.under(path.rpartition(".")[2]) from None
         guarded = [
@@ -763,7 +764,7 @@ class _Binder:
         ]
         if not any(op.ranges for op in guarded if op.is_edit):
             raise TokensError(
-                "it selects no token at which the condition could hold", f"{path.rpartition('.')[2]}.tokens"
+                "the selection has no token at which the condition could hold", f"{path.rpartition('.')[2]}.tokens"
             )
         return guarded
 
@@ -775,7 +776,7 @@ class _Binder:
             return _OpBinder(self, path, op, refs, Case(self.known.merged_of(cases)), len(cases) > 1).bound()
         cases = [case for case in cases if len(case.positions)]
         if not cases:
-            raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
+            raise TokensError(f"{op.tokens} selects no positions in this request, so nothing would be edited", "tokens")
         self._edits_at.update(ref.point for ref in refs)
         return [bound for case in cases for bound in self._bind_case(path, op, refs, case)]
 
@@ -784,7 +785,7 @@ class _Binder:
         if case.inside is None:
             return bound
         if isinstance(op, Apply) or self.sites.points[refs[0].point].rows == "sampled":
-            raise TokensError("code and logits are not edited between delimiters of generated tokens", "tokens")
+            raise TokensError("Apply and logits edits are not supported between delimiters in generated text", "tokens")
         guard = self._span(path, op.tokens, case.inside)
         return [msgspec.structs.replace(each, guard=guard) if each.is_edit else each for each in bound]
 
@@ -802,9 +803,7 @@ class _Binder:
 
         if (pair, True) not in self._spans:
             if self.sites.stages > 1:
-                raise UnsupportedSite(
-                    f"{between} in generated tokens: a model in pipeline stages has no such state", "at"
-                )
+                raise UnsupportedSite(f"{between} in generated text is not supported with pipeline parallelism", "at")
             latch, bit, opened = self._next_latch("tokens"), self._next_bit("tokens"), self._next_bit("tokens")
             is_open = [each for each in self.prompt.ids if each in pair][-1:] == [pair[0]]
             [last] = self.sites.resolve(Site("resid_post", self.sites.layers - 1))
@@ -821,7 +820,7 @@ class _Binder:
         """The SAE attached under a name."""
         found = self.sites.dictionaries.get(name)
         if found is None:
-            raise unknown("attached SAE", name, self.sites.dictionaries, "name")
+            raise unknown("SAE", name, self.sites.dictionaries, "name")
         return found
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
@@ -854,7 +853,8 @@ class _Binder:
             raise error.under("tokens") from None
         for case in cases:
             if case.positions.size and case.positions.max() >= self.limit:
-                raise TokensError(f"{tokens}: there is no position {case.positions.max()}", "tokens")
+                last = case.positions.max()
+                raise TokensError(f"{tokens}: position {last} is out of range (0..{self.limit - 1})", "tokens")
             if sampled:
                 self._check_sampled(case.positions)
         return cases
@@ -864,19 +864,15 @@ class _Binder:
         ids = [leaf.ids[-1] for leaf in ids_in(tokens)]
         ids += [each for leaf in delimiters for each in (leaf.opening, leaf.closing) if isinstance(each, int)]
         if beyond := [each for each in ids if each >= self.sites.d_vocab]:
-            raise TokensError(
-                f"token id {beyond[0]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
-                field,
-            )
+            raise TokensError(f"token id {beyond[0]} is out of range for a vocabulary of {self.sites.d_vocab}", field)
 
     def _check_sampled(self, positions: np.ndarray) -> None:
         """Raise for positions without logits, which exist only at sampled positions; `every` means all of these."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
-                f"logits exist only where a token is sampled (position {first} on), not at {positions.min()}; "
-                "use prompt[-1] or generated, or every & ... for those of a selection that are, or capture "
-                "final_norm and apply the unembedding",
+                f"logits exist only at sampled positions ({first} on), not at {positions.min()}; select prompt[-1], "
+                "generated or every & ..., or capture final_norm and apply the unembedding",
                 "tokens",
             )
 
@@ -891,12 +887,12 @@ class _Binder:
         """The key and the captures of a run, by its key or its bank name."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
-            raise ProgramError(f"{name!r} in the bank is {type(named).__name__}, not a run")
+            raise ProgramError(f"expected a run, got {type(named).__name__} {name!r} in the bank")
         key = name if named is None else named.key
         try:
             return key, self._source(key)
         except MissingSource as error:
-            raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
+            raise error if key == name else MissingSource(f"bank entry {name!r}: {error.message}") from None
 
     def put(self, vector: Vector) -> str:
         """Add a vector to the request's vectors; return its bank key."""
@@ -907,9 +903,7 @@ class _Binder:
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
         """Assign a new number to an op's code at each binding, so that requests never share its cached blocks."""
         if self._code is None:
-            raise ProgramError(
-                "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
-            )
+            raise ProgramError("Apply runs Python code in the engine: enable pc.LM(..., allow_code=True)", "fn")
         number = next(code_numbers)
         self._code[number] = Code(path, op.fn, op.wanted_arguments(), sites)
         return number
@@ -967,9 +961,9 @@ class _OpBinder:
 
     def check_lens(self, lens: ops.Lens) -> None:
         if why := self._sites.withdrawn.get(LENS):
-            raise UnsupportedSite(f"this model has no lens: {why}")
+            raise UnsupportedSite(f"lenses are not available on this model: {why}")
         if lens.top > self._sites.d_vocab:
-            raise ProgramError(f"expected at most {self._sites.d_vocab} tokens, the vocabulary, got {lens.top}", "top")
+            raise ProgramError(f"expected at most {self._sites.d_vocab} (the vocabulary size), got {lens.top}", "top")
         lens.check_width(self._sites.d_model)
 
     def heads(self) -> tuple[int, int, int]:
@@ -982,19 +976,19 @@ class _OpBinder:
         for field, case in (("tokens", self._case), *(("keys", case) for case in cases)):
             if case.ids or case.inside is not None or not case.alone:
                 raise TokensError(
-                    "expected positions for an edit of attention, got a selection that depends on generated tokens: "
-                    "use prompt & ... for those of the prompt", field
+                    "expected fixed positions for an edit of attention, got a selection that depends on generated "
+                    "tokens: use prompt & ... to select in the prompt", field
                 )  # fmt: skip
         if keys is None:
             return ()
         positions, queries = self._binder.known.merged_of(cases), self._case.positions
         if not len(positions):
-            raise TokensError(f"{keys} selects no position of this request, so nothing would be edited", "keys")
+            raise TokensError(f"{keys} selects no positions in this request, so nothing would be edited", "keys")
         blind = queries[np.searchsorted(positions, queries, "right") == queries + 1]
         if removed and len(blind):
             raise TokensError(
-                f"the token at position {blind[0]} would attend to nothing: leave it at least one key, or select other "
-                "tokens", "tokens"
+                f"the token at position {blind[0]} would have no keys left: keep at least one, or select other tokens",
+                "tokens"
             )  # fmt: skip
         return tuple((each.start, each.stop) for each in position_ranges(positions, None))
 
@@ -1023,8 +1017,8 @@ class _OpBinder:
         if not self._sites.whole(ref):
             what = "a projection" if isinstance(op, Readout) else type(op).__name__
             raise UnsupportedSite(
-                f"{what} needs a sum over the row, and {ref} is cut among {self._sites.shard_count(ref.point)} GPUs: "
-                f"name one head, as in {ref.name}[{ref.layer}, 0], or run with tensor_parallel_size=1",
+                f"{what} needs whole rows, and {ref} is sharded across {self._sites.shard_count(ref.point)} GPUs: "
+                f"select one head, as in {ref.name}[{ref.layer}, 0], or use tensor_parallel_size=1",
                 "at",
             )
 
@@ -1033,7 +1027,7 @@ class _OpBinder:
         vectors = self._vectors(value, field)
         if len({vector.content for vector in vectors}) > 1:
             assert isinstance(value, Named)
-            raise ShapeError(f"expected one row for all sites, got one for each under {value.name!r}", field)
+            raise ShapeError(f"expected one row for all sites, got one per site in {value.name!r}", field)
         return vectors[0]
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
@@ -1053,12 +1047,10 @@ class _OpBinder:
 
     def rows(self, count: int) -> np.ndarray:
         if not self._case.alone:
-            raise ShapeError(
-                f"how many tokens {self._op.tokens} selects is known when they are there: give one row [D]", "value"
-            )
+            raise ShapeError(f"expected one row [D], since {self._op.tokens} depends on generated tokens", "value")
         if count != len(self._case.positions):
             raise ShapeError(
-                f"the selection has {len(self._case.positions)} positions; the vector has {count} rows", "value"
+                f"expected one row per selected position ({len(self._case.positions)}), got {count} rows", "value"
             )
         return np.arange(count)
 
@@ -1068,7 +1060,7 @@ class _OpBinder:
         Raises `MissingSource` for a name missing from the bank, `ShapeError` for a vector of the wrong width.
         """
         if isinstance(value, (From, SameRun)):
-            raise ProgramError(f"expected numbers, got a row of a run; write run[site][i] for {value}", field)
+            raise ProgramError(f"expected numbers, got a reference to a row; use run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
 
@@ -1092,14 +1084,14 @@ class _OpBinder:
             return vector
         if columns == end - first:
             return _padded(vector, first, width - end)
-        raise ShapeError(f"{ref} is {end - first} wide; the vector is {list(vector.shape)}", field)
+        raise ShapeError(f"expected a vector of width {end - first} for {ref}, got {list(vector.shape)}", field)
 
     def _named(self, value: Named, field: str) -> list[Vector]:
         entry = self._binder.entry(value.name, field)
         if isinstance(entry, Program):
-            raise ProgramError(f"{value.name!r} is a program: pc.Use({value.name!r}) uses it", field)
+            raise ProgramError(f"{value.name!r} is a program: use pc.Use({value.name!r})", field)
         if is_run(entry):
-            raise ProgramError(f"{value.name!r} is a run: pc.From({value.name!r}, site) reads it", field)
+            raise ProgramError(f"{value.name!r} is a run: use pc.From({value.name!r}, site)", field)
         if isinstance(entry, Vector):
             return [entry]
         return [self._mean(value.name, entry, ref, field) for ref in self._refs]
@@ -1109,7 +1101,7 @@ class _OpBinder:
         for label in self._sites.labels(ref.point):
             if label in means.rows:
                 return means.rows[label]
-        raise MissingSource(f"{name!r} has no mean of {ref}; it has {', '.join(means.rows)}", field)
+        raise MissingSource(f"{name!r} has no mean of {ref}; available: {', '.join(means.rows)}", field)
 
     def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
         """The bank keys of another run's rows, and the row for each written position."""
@@ -1119,28 +1111,28 @@ class _OpBinder:
         written = self._case.positions
         positions = written if value.position is None else self._source_positions(value.position, run, source)
         if len(positions) not in (1, len(written)):
-            raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
+            raise ShapeError(f"expected 1 or {len(written)} source positions, got {len(positions)} ({value.position})")
         row, *others = [self._binder.known.rows_of(source.positions_of(ref.point), positions, run, ref) for ref in read]
         if not all(other is row or np.array_equal(other, row) for other in others):
-            raise MissingSource(f"run {value.run} captured other positions at some of the layers of {read[0].name}")
+            raise MissingSource(f"run {value.run} captured different positions in different layers of {read[0].name}")
         keys = tuple(run_key(run, ref.point) for ref in read)
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
         """The bank keys of rows this run stores for the op, and the row for each written position."""
         if value.site.name in DERIVED:
-            raise UnsupportedSite(f"{value.site} has a number for each key, and is computed when a step ends")
+            raise UnsupportedSite(f"{value.site} is computed only after the step, so the same run cannot read it")
         read, written = self._sites.resolve(value.site), self._case.positions
         self._check_alike(value, read)
         for i, ref in enumerate(self._refs):
             check_comes_before(self._sites, read[i if len(read) > 1 else 0], ref)
         positions = written if value.position is None else self._own_positions(value.position, read[0])
         if len(positions) not in (1, len(written)):
-            raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
+            raise ShapeError(f"expected 1 or {len(written)} source positions, got {len(positions)} ({value.position})")
         late = np.flatnonzero(positions > written)
         if len(late):
             first = written[late[0]], (positions if len(positions) > 1 else np.repeat(positions, len(written)))[late[0]]
-            raise TokensError(f"position {first[1]} comes after {first[0]}, which cannot depend on it", "position")
+            raise TokensError(f"expected a source position up to {first[0]}, got {first[1]}", "position")
         stored = np.unique(positions)
         number = next(self._binder.own_keys)
         keys = tuple(own_key(number, ref.point) for ref in read)
@@ -1153,7 +1145,7 @@ class _OpBinder:
         """The positions of a selection, in order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
-            raise ShapeError(f"which tokens {tokens} selects is known when they are there: name positions", "position")
+            raise ShapeError(f"expected fixed positions; {tokens} depends on generated tokens", "position")
         return cases[0].positions
 
     def _source_positions(self, tokens: Tokens, run: str, source: SourceRun) -> np.ndarray:
@@ -1164,22 +1156,24 @@ class _OpBinder:
             selected[tokens, run] = positions
         positions = selected[tokens, run]
         if len(positions) != 1 and not self._case.alone:
-            raise ShapeError(f"{tokens} names {len(positions)} positions; for tokens yet to come it must be one")
+            raise ShapeError(
+                f"expected one source position for tokens not yet generated; {tokens} selects {len(positions)}"
+            )
         return positions
 
     def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
         """Raise if the rows read do not fit the points they are written to."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
-            raise ShapeError(f"{value.site} names {len(read)} layers; {len(written)} are written: give one, or as many")
+            raise ShapeError(f"expected 1 or {len(written)} source layers, got {len(read)} ({value.site})")
         if sites.points[read[0].point].width != sites.points[written[0].point].width:
-            raise ShapeError(f"{read[0]} and {written[0]} differ in width")
+            raise ShapeError(f"width mismatch between {read[0]} and {written[0]}")
         if sites.shard_count(read[0].point) != sites.shard_count(written[0].point):
             raise UnsupportedSite(
-                f"{read[0]} and {written[0]} are cut differently among GPUs: give the rows of run[...]"
+                f"{read[0]} and {written[0]} are sharded differently across GPUs: pass the rows of run[...]"
             )
         if not is_part_alike(read[0], written[0]):
-            raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
+            raise ShapeError(f"{read[0]} and {written[0]} are different parts of a row: pass the rows of run[...]")
 
 
 def product_above(each: Above) -> float:
@@ -1187,7 +1181,7 @@ def product_above(each: Above) -> float:
     exceed the comparison's. The decision then agrees with the rounded score exactly."""
     probe = each.probe
     if probe.activation == "softmax":
-        raise ProgramError("a softmax depends on all outputs: compare those of a probe without it", "activation")
+        raise ProgramError("a condition does not support softmax, which depends on all outputs", "activation")
     bias = 0.0 if probe.bias is None else float(probe.bias.array()[each.output])
     return _greatest_below(bias, probe.activation, each.threshold, each.inclusive)
 
@@ -1209,7 +1203,7 @@ def _greatest_below(bias: float, activation: str | None, threshold: float, inclu
     below, above = -(greatest := int(np.array([MAX_FP32], np.float32).view(np.int32)[0])), greatest
     if holds(below) or not holds(above):
         raise ProgramError(
-            f"expected a threshold that a score can cross, got {threshold} (activation {activation})", "threshold"
+            f"expected a threshold within the range of scores, got {threshold} (activation {activation})", "threshold"
         )
     while above - below > 1:
         middle = (below + above) // 2
@@ -1233,15 +1227,15 @@ def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
 def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
     """Raise `UnsupportedSite` unless a run computes one site before it writes the other."""
     if sites.points[read.point].rows == "sampled":
-        raise UnsupportedSite(f"{read} is the end of a step: a run cannot write it elsewhere")
+        raise UnsupportedSite(f"{read} is computed at the end of a step, so the same run cannot write it elsewhere")
     if sites.stages > 1:
         raise UnsupportedSite(
-            f"{read} and {written} may be in two pipeline stages: capture the one in a run, and read it with pc.From "
-            "in another"
+            f"{read} and {written} may be in different pipeline stages: capture {read} in one run and read it with "
+            "pc.From in another"
         )
     if sites.depth(read.point) >= sites.depth(written.point):
         raise UnsupportedSite(
-            f"{read} is not of a layer before that of {written}: capture the one in a run, and read it with pc.From "
+            f"expected a site in a layer before {written}, got {read}: capture it in one run and read it with pc.From "
             "in another"
         )
 
@@ -1281,8 +1275,8 @@ def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> n
     missing = wanted[(rows == len(captured)) | (captured[np.minimum(rows, len(captured) - 1)] != wanted)]
     if len(missing):
         raise MissingSource(
-            f"run {run} did not capture {ref} at position {missing[0]} (it has {len(captured)}, {captured[0]} to "
-            f"{captured[-1]}); capture it there, or select fewer tokens"
+            f"run {run} did not capture {ref} at position {missing[0]} (only at {len(captured)} positions from "
+            f"{captured[0]} to {captured[-1]}); capture it there, or select fewer tokens"
         )
     return rows.astype(np.int64)
 

@@ -460,8 +460,8 @@ def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
             first = ways.setdefault(point, op)
             if first is not op and way_of(first) != way_of(op):
                 raise ProgramError(
-                    f"{label(point)} is captured by {first.path[:200]} too, and otherwise: in a run a site is captured "
-                    "whole, pooled, or by one matrix; put the rows of both into one, use pc.Probe, or make two runs",
+                    f"{label(point)} is captured differently by {first.path[:200]}: each run captures a site whole, "
+                    "pooled, or by one matrix; combine the matrices, use pc.Probe, or make two runs",
                     op.path[:200]
                 )  # fmt: skip
 
@@ -475,9 +475,9 @@ def check_attention(ops: Iterable[BoundOp]) -> None:
             size += 4 * op.action.numbers * tokens * len(op.points)
             if size > MAX_ATTENTION_BYTES:
                 raise CapacityError(
-                    f"with {op.action.reader.site} of {tokens} tokens in {len(op.points)} layers, the program captures "
-                    f"{size:,} bytes of attention; at most {MAX_ATTENTION_BYTES:,} fit: select tokens, heads or "
-                    "layers, or top=", f"{op.path[:200]}.tokens"
+                    f"expected at most {MAX_ATTENTION_BYTES:,} bytes of captured attention, got {size:,} with "
+                    f"{op.action.reader.site} of {tokens} tokens in {len(op.points)} layers: select fewer tokens, "
+                    "heads or layers, or use top=", f"{op.path[:200]}.tokens"
                 )  # fmt: skip
 
 

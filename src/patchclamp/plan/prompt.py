@@ -92,8 +92,8 @@ class Prompt(msgspec.Struct):
         known = self._token_of(delimiter)
         if known is None:
             raise TokensError(
-                f"{selection}: {delimiter!r} is not one token of this model, so only the prompt is searched for it; "
-                "select prompt & between(...)"
+                f"{selection}: {delimiter!r} is several tokens, which are found only in the prompt; use "
+                "prompt & between(...)"
             )
         return known
 
@@ -111,7 +111,7 @@ class Prompt(msgspec.Struct):
         if not spans or len(self.ids) >= limit:
             return self._cases(tokens, limit, lowest, False)
         if len(spans) > 1:
-            raise TokensError(f"{tokens}: a selection of generated tokens has one pair of delimiters, got {len(spans)}")
+            raise TokensError(f"{tokens}: expected one pair of delimiters for generated tokens, got {len(spans)}")
         of_sides = {inside: self._cases(tokens, limit, lowest, inside) for inside in (True, False)}
         certain = np.intersect1d(of_sides[True][0].positions, of_sides[False][0].positions)
         conditional = [
@@ -174,7 +174,7 @@ class Prompt(msgspec.Struct):
             return np.asarray(tokens.find(offsets, text), np.int64)
         if isinstance(tokens, Role):
             if self.turns is None:
-                raise TokensError(f"{tokens}: the prompt is not a chat, so it has no messages; give messages=")
+                raise TokensError(f"{tokens}: the prompt is not a chat and has no messages; use messages=")
             return np.asarray(tokens.find(self.turns()), np.int64)
         if isinstance(tokens, ImageTokens):
             return np.asarray(tokens.find(self.images), np.int64)

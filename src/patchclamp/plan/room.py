@@ -249,13 +249,13 @@ class Room:
     def _check_fits(self, records: int, sizes: Sizes) -> None:
         if records > self.records:
             raise CapacityError(
-                f"the program needs {records} records and there are {self.records}; raise max_records, or act on fewer "
-                "sites or runs of tokens"
+                f"the program needs {records} records, more than the limit of {self.records}; raise max_records, or "
+                "use fewer sites or token ranges"
             )
         if self._packed(sizes) > self.numbers:
             raise CapacityError(
-                f"the program's vectors need {4 * self._packed(sizes)} bytes of the bank, which has "
-                f"{4 * self.numbers}; raise bank_bytes"
+                f"the program's vectors need {4 * self._packed(sizes)} bytes, more than the bank's {4 * self.numbers}; "
+                "raise bank_bytes"
             )
 
     @staticmethod

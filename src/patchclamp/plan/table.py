@@ -485,7 +485,7 @@ def _when_records(records: np.ndarray, guards: Sequence[Guard]) -> np.ndarray:
 def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
     """Write the fields of the programs' actions, all of `first`'s kind, to records [N, P, Q] viewed with that kind's
     field names. `ordinal`: the op's number."""
-    raise NotImplementedError(f"no record for {type(first).__name__}")
+    raise NotImplementedError(f"{type(first).__name__} has no records")
 
 
 @_write.register

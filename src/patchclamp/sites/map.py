@@ -97,7 +97,7 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         missing = "num_hidden_layers" if width else "hidden_size"
         raise ModelError(
             f"expected one {missing} for all layers in the config of {', '.join(architectures_of(config))}, got none: "
-            "sites are for decoders with equal layers"
+            "sites require a decoder with equal layers"
         )
     kinds = layer_kinds(config, layers)
     heads = setting("num_attention_heads", otherwise=0)
@@ -179,12 +179,12 @@ def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
 
 
 NONE_HAS = {  # the reason for an error, by the kind of layer that a model does not have
-    "dense": "each of its layers has experts, which run in one fused kernel",
-    "sparse": "none of its layers has experts",
-    "attention": "none of its layers has attention",
-    "recurrent": "each of its layers has attention",
-    "mlp": "none of its layers has an MLP",
-    "all": "no layer of it has one",
+    "dense": "all layers have experts, which run in one fused kernel",
+    "sparse": "no layer has experts",
+    "attention": "no layer has attention",
+    "recurrent": "all layers have attention",
+    "mlp": "no layer has an MLP",
+    "all": "no layer has one",
 }
 LAYERS_WITH = {
     "dense": ", the layers with an ordinary MLP",
@@ -283,10 +283,10 @@ def placed(
     """Place an SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
-        raise ProgramError(f"expected a pc.SAE, as of pc.SAE.load(path), got {type(sae).__name__}", "sae")
+        raise ProgramError(f"expected a pc.SAE, such as pc.SAE.load(path), got {type(sae).__name__}", "sae")
     read = str(at or sae.site)
     if not read:
-        raise ProgramError("expected the site that the SAE reads, which its file does not say", "at")
+        raise ProgramError("expected the site that the SAE reads, since its file names none", "at")
     written = str(to or (sae.site_out if at is None else "") or read)
     card = DictionaryCard(
         as_probe_name(name), read, written, sae.n_features, sae.is_local, sae.normalize != "none", sae.content, dtype
@@ -294,7 +294,7 @@ def placed(
     dictionary = sites.dictionary(card, lambda ids: FeatureRows.of(sae, ids))
     for ref, width, field in ((dictionary.at, sae.width, "at"), (dictionary.to, len(sae.decoder_bias), "to")):
         if sites.width(ref) != width:
-            raise ShapeError(f"{ref} is {sites.width(ref)} wide; the SAE has rows of {width}", field)
+            raise ShapeError(f"{ref} has width {sites.width(ref)}, the SAE {width}", field)
     return dictionary._replace(sae=sae)
 
 
@@ -329,7 +329,7 @@ class SiteMap:
     @property
     def unchecked(self) -> str:
         """The reason why self-checks cannot compare `embed` with the embedding matrix; "" if they can."""
-        return self.family.unchecked or ("" if self._has("embed") else "it has no site embed")
+        return self.family.unchecked or ("" if self._has("embed") else "the model has no site embed")
 
     def __repr__(self) -> str:
         return f"<{len(self.names)} sites of {self.family.name}, {self.layers} layers: {', '.join(self.names)}>"
@@ -423,9 +423,9 @@ class SiteMap:
         """Place an attached SAE at its sites. Raises `UnsupportedSite` for an unsupported site."""
         at, to = (self._of_dictionary(text, field) for text, field in ((card.at, "at"), (card.to, "to")))
         if self.depth(at.point) > self.depth(to.point):
-            raise UnsupportedSite(f"expected a site at or after {at}, which is read, got {to}", "to")
+            raise UnsupportedSite(f"expected a site at or after {at}, which the SAE reads, got {to}", "to")
         if self.stages > 1 and at.layer != to.layer:
-            message = f"expected a site of layer {at.layer}, since layers are in several stages, got {to}"
+            message = f"expected a site of layer {at.layer}, since layers are in several pipeline stages, got {to}"
             raise UnsupportedSite(message, "to")
         return Dictionary(card, at, to, rows)
 
@@ -435,9 +435,7 @@ class SiteMap:
         except PatchclampError as error:
             raise error.under(field) from None
         if others or self.points[ref.point].rows == "sampled" or self.shard_count(ref.point) > 1:
-            raise UnsupportedSite(
-                f"expected a site of one layer, which each worker has whole, for each token, got {text}", field
-            )
+            raise UnsupportedSite(f"expected an unsharded site of one layer with a row per token, got {text}", field)
         return ref
 
     def width(self, ref: SiteRef) -> int:
@@ -479,11 +477,11 @@ class SiteMap:
         having = kind.layers if kind else "all"
         why = self.family.lacks.get(name) or NONE_HAS[having if isinstance(having, str) else "all"]
         if name in DERIVED and kind is None:
-            why = "the table of this model names no attention layer with queries and keys of its own"
+            why = "this model's site table has no attention layer with separate queries and keys"
         if kind is not None and kind.layout == "partial sum":
-            why = "each tensor-parallel worker has a part of the sum, and none has the whole"
+            why = "each tensor-parallel worker only has a partial sum"
         raise UnsupportedSite(
-            f"{name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
+            f"{name} is not available on {self.family.name} models: {why}; available: {', '.join(self.names)}"
         )
 
     def _columns(self, site: Site) -> tuple[int, int]:
@@ -493,16 +491,16 @@ class SiteMap:
         (count, size), kind = parts, SPECS[site.name].index
         if count * size > MAX_INDEXED_COLUMNS:
             raise UnsupportedSite(
-                f"{site}: rows of {count * size} numbers cannot be indexed; at most {MAX_INDEXED_COLUMNS} can"
+                f"{site}: indexing supports rows of at most {MAX_INDEXED_COLUMNS} numbers, got {count * size}"
             )
         assert index is not None
         if not _fits(index, count):
-            raise UnsupportedSite(f"{site}: this model has {count} {kind}s (0 to {count - 1})")
+            raise UnsupportedSite(f"{site}: {kind} is out of range for a model with {count} {kind}s (0..{count - 1})")
         chosen = range(index % count, index % count + 1) if isinstance(index, int) else index.indices(count)
         if not chosen:
-            raise UnsupportedSite(f"{site}: the range has no {kind} in it; it ends where it begins, or before")
+            raise UnsupportedSite(f"{site}: expected at least one {kind}, got an empty range")
         if chosen.step != 1:
-            raise UnsupportedSite(f"{site}: name each {kind}, or neighbours, as in {site.name}[0, 0:{min(count, 2)}]")
+            raise UnsupportedSite(f"{site}: expected a range with step 1, as in {site.name}[0, 0:{min(count, 2)}]")
         return chosen.start * size, chosen.stop * size
 
     def _layers(self, site: Site) -> list[int]:
@@ -518,14 +516,15 @@ class SiteMap:
             named = index if isinstance(index, tuple) else (index,)
             chosen, fits = [i % self.layers for i in named], all(_fits(i, self.layers) for i in named)
         if not chosen or not fits:
-            raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
+            known = f"{self.layers} layers (0..{self.layers - 1})"
+            raise UnsupportedSite(f"{site}: layer is out of range for a model with {known}")
         if len(set(chosen)) < len(chosen):
             raise UnsupportedSite(f"{site}: expected distinct layers, got {chosen}")
         lacking = [layer for layer in chosen if layer not in having] if len(having) < self.layers else []
         if lacking:
             kinds = self.family.points[kind].layers
             kinds = LAYERS_WITH[kinds] if isinstance(kinds, str) else ""
-            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {having}{kinds}")
+            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; available at {having}{kinds}")
         return chosen
 
     def _point(self, name: str, layer: int) -> int:

@@ -83,8 +83,8 @@ STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that nam
 }  # fmt: skip
 
 ROTATED = "rot_q"  # the point of queries after rotary embedding, from which attention patterns are computed
-UNCHECKED = "what enters its first layer is more than a multiple of the token's embedding"
-PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # the reason in `lacks`
+UNCHECKED = "the input of the first layer is more than a multiple of the token embedding"
+PARALLEL = "attention and MLP run in parallel on the stream before the layer"  # the reason in `lacks`
 
 
 class Family(msgspec.Struct, frozen=True, dict=True):
@@ -143,9 +143,9 @@ L, NORM = "model.layers.{l}", "model.norm"
 ATTENTION, MLP = L + ".self_attn", L + ".mlp"
 QKV: tuple[Size, ...] = ("Q", "K", "K")
 PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
-ATTENTION_ONLY = {"mixer_out": "each of its layers has attention: what that adds is attn_out"}
-NO_EXPERTS = ATTENTION_ONLY | {"router": "its layers have one MLP each, and no experts to choose from"}
-FUSED = ATTENTION_ONLY | {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
+ATTENTION_ONLY = {"mixer_out": "all layers have attention, whose output is attn_out"}
+NO_EXPERTS = ATTENTION_ONLY | {"router": "its layers have a single MLP and no experts"}
+FUSED = ATTENTION_ONLY | {"neurons": "its experts run in one fused kernel that does not expose their activations"}
 
 
 def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
@@ -267,7 +267,7 @@ GEMMA3 = without(
     q=sharded(Tap(ATTENTION + ".q_norm", "out", by_head=True), Tap(ATTENTION + ".q_norm", "out")),
     k=sharded(Tap(ATTENTION + ".k_norm", "out", by_head=True), Tap(ATTENTION + ".k_norm", "out"), "K"),
 )  # fmt: skip
-_UNLIKE = "its layers with a window have heads of another size than its layers without"
+_UNLIKE = "its sliding-window layers have a different head size than the others"
 _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 
@@ -276,7 +276,7 @@ def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: P
     return without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
-        fields={"needs": needs, "afterwards": "an embedding of the layer, and a factor"},
+        fields={"needs": needs, "afterwards": "a per-layer embedding and a factor"},
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ GEMMA4 = (
     _gemma4(
         "gemma4_moe",
         {word: why for word, why in _GEMMA4.items() if word != "router"}
-        | {"mlp_in": "its MLP, its experts and their router each read the stream through a norm of their own"},
+        | {"mlp_in": "its MLP, experts and router each have their own norm"},
         {}, router=same(L + ".router.proj", width="X", layers="sparse"),
     ),
 )  # fmt: skip
@@ -304,8 +304,8 @@ GLM4 = without(
     attn_out=same(L + ".post_self_attn_layernorm"), mlp_out=same(L + ".post_mlp_layernorm"),
 )  # fmt: skip
 NO_INPUT_NORMS = NO_EXPERTS | {
-    "attn_in": "its attention reads the stream itself, resid_pre",
-    "mlp_in": "its MLP reads the stream itself, resid_mid",
+    "attn_in": "its attention reads resid_pre directly, without a norm",
+    "mlp_in": "its MLP reads resid_mid directly, without a norm",
 }
 BY_HEAD = {word: GEMMA3.points[word] for word in ("q", "k")}
 EXAONE4 = without(
@@ -362,24 +362,24 @@ OLMOE = without(
     LLAMA, "olmoe", "OlmoeForCausalLM", FUSED, **NORMED, router=DENSE_AND_SPARSE["router"],
     fields={"needs": {"clip_qkv": None}},
 )  # fmt: skip
-_NORMED_INSIDE = "vLLM norms them in one function of the whole attention, and no module makes them alone"
+_NORMED_INSIDE = "vLLM norms them inside attention, so no module returns them"
 MINIMAX_M2 = without(
     LLAMA, "minimax_m2", "MiniMaxM2ForCausalLM", FUSED | {"q": _NORMED_INSIDE, "k": _NORMED_INSIDE},
     router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
     mlp_out=kind(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
 )  # fmt: skip
 _FEED = L + ".feed_forward"
-REORDERED = "vLLM orders the numbers of each head otherwise"
+REORDERED = "vLLM orders the columns of each head differently"
 LLAMA4 = without(
     LLAMA, "llama4", "Llama4ForCausalLM", ATTENTION_ONLY
     | {"q": REORDERED, "k": REORDERED,
-       "router": "on Transformers the module that makes its logits also makes of them what the experts are given"},
+       "router": "on Transformers the module that computes its logits also computes the experts' weights"},
     neurons=sharded(Tap(_FEED + ".down_proj", "in"), width="M", layers="dense"), mlp_out=same(_FEED),
 )  # fmt: skip
-LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
+LATENT = "its attention keeps one latent row for all heads, from which the kernel computes keys and values"
 DEEPSEEK = without(
     LLAMA, "deepseek", "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
-    ATTENTION_ONLY | {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
+    ATTENTION_ONLY | dict.fromkeys("qkv", LATENT),
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
     **DENSE_AND_SPARSE,
     fields={"divided_by": "routed_scaling_factor"},
@@ -530,11 +530,11 @@ GRANITE_HYBRID = without(
 )  # fmt: skip
 GRANITE_HYBRID_EXPERTS = without(
     GRANITE_HYBRID, "granite_hybrid_experts", "GraniteMoeHybridForCausalLM",
-    {"mlp_out": "its experts and its shared MLP are added to each other and to the stream outside of any module",
-     "neurons": "its experts run in one fused kernel, beside a shared MLP",
+    {"mlp_out": "its experts and shared MLP are summed and added to the stream outside any module",
+     "neurons": "its experts run in one fused kernel beside a shared MLP",
      "router": "its router is inside the module that runs its experts"},
 )  # fmt: skip
-_NORMED_IN_KERNEL = "on a GPU vLLM norms them in the kernel that rotates them, and no module makes them alone"
+_NORMED_IN_KERNEL = "on a GPU, vLLM norms and rotates them in one kernel, so no module returns them"
 QWEN3_NEXT = without(
     LLAMA, "qwen3_next", "Qwen3NextForCausalLM Qwen3_5ForCausalLM", dict.fromkeys("qk", _NORMED_IN_KERNEL),
     **{word: point for word, point in in_attention_layers(LLAMA.points).items() if word not in "qk"} | {
@@ -563,7 +563,7 @@ NEMOTRON_H = Family(  # each layer is one block: attention, a state space, an ML
         "mlp_out": same(_MIXER, layers="mlp"),
         **end("model.norm_f", pair=True),
     },
-    lacks={"resid_mid": "each of its layers is a mixer or an MLP alone, and nothing is between them"},
+    lacks={"resid_mid": "each of its layers is either a mixer or an MLP"},
 )  # fmt: skip
 _B = "backbone.layers.{l}"
 _MLP_SITES = (*(word for word, spec in SITES.items() if spec.block == "mlp"), "resid_mid")
@@ -575,7 +575,7 @@ MAMBA2 = Family(
         "mixer_out": recurrent(Tap(_B + ".mixer", "out")),
         **end("backbone.norm_f", pair=True),
     },
-    lacks=dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "none of its layers has attention")
+    lacks=dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "no layer has attention")
     | dict.fromkeys(_MLP_SITES, "its layers have no MLP"),
 )
 # Attention and a state space read the normed stream, each times its own factor, and both add to it
@@ -669,7 +669,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
         if decoder and getattr(config, "model_type", decoder.model_type) == decoder.model_type:
             return within(decoder, name)
     tabled = sorted(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(tabled)}")
+    raise ModelError(f"no site table for {list(architectures or ())}; available: {', '.join(tabled)}")
 
 
 def _unmet(family: Family, config: Any) -> str:
@@ -677,7 +677,7 @@ def _unmet(family: Family, config: Any) -> str:
     for name, needed in family.needs.items():
         right = getattr(config, needed, None) if isinstance(needed, str) else needed
         if config is not None and getattr(config, name, right) != right:
-            return f"the table of {family.name} models is for {name}={needed}, and this one has {getattr(config, name)}"
+            return f"{family.name} models require {name}={needed}, got {getattr(config, name)}"
     return ""
 
 

@@ -180,7 +180,7 @@ class Flow:
         if len(fitting) != 1:
             listed = ", ".join(f"{path} ({number})" for path, number in lists.items())
             names = listed or ", ".join(record.children("")) or "no modules"
-            raise NotFound(f"not one list of {self.count} layers, each called once, was found among: {names}")
+            raise NotFound(f"expected one module list of {self.count} layers, each called once, got: {names}")
         return fitting[0]
 
     def wide(self, call: ModuleCall) -> dict[Key, int]:
@@ -205,9 +205,8 @@ class Flow:
                 return (changing[0],), call, end_keys, False
         given = {key: list(shape) for key, shape in self.calls[-1].shapes.items()}
         raise NotFound(
-            f"{self.layers}.{self.count - 1} should be called with the stream [{self.tokens}, {self.width}], or with "
-            "two tensors whose sum it is, and a norm after it with what it returns; it was called with "
-            f"{given or 'no tensor'}"
+            f"expected {self.layers}.{self.count - 1} to take the stream [{self.tokens}, {self.width}], or two tensors "
+            f"that sum to it, and a norm to take its result; it takes {given or 'no tensor'}"
         )
 
     def _last_norms(self) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
@@ -372,7 +371,7 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
 
 def _final_norm(flow: Flow) -> FoundTensor:
     if not flow.end.returns(0, flow.width, flow.tokens):
-        raise NotFound(f"{flow.end.path}, which takes the stream after the last layer, does not return rows as wide")
+        raise NotFound(f"{flow.end.path}, which takes the final stream, does not return rows of the stream's width")
     return FoundTensor(flow.end.path, "out")
 
 
@@ -385,13 +384,13 @@ def _embed(flow: Flow) -> FoundTensor | None:
     first = flow.carried(0)
     sources = set().union(*(record.sources(value) for value in first))
     if call is None or call.result[0] not in sources:
-        raise NotFound("no module that returns rows as wide as the stream takes the token ids")
+        raise NotFound("no module returns rows of the stream's width for the token ids")
     result = call.result[0]
     total = flow.total(first, frozenset([result]))
     if len(total) > 1 and result in total:
         return FoundTensor(call.path, "out", factor=total[result])
     if sum(record.values[value].op == "embedding" for value in sources) > 1:
-        raise NotFound("its embeddings of tokens and of something else are not simply added")
+        raise NotFound("its token embeddings are not simply added to its other embeddings")
     return None
 
 
@@ -416,13 +415,13 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 def _added(flow: Flow, part: str) -> FoundTensor:
     """The result of attention, or of the MLP, as added to the stream."""
     if not flow.adds:
-        raise NotFound("its layers do more to the stream than to add to it")
+        raise NotFound("its layers do more to the stream than add to it")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
     if not terms:
-        raise NotFound("no layer of it adds what attention makes" if part == "attention" else "its layers have no MLP")
+        raise NotFound("no layer adds an attention result" if part == "attention" else "its layers have no MLP")
     for layer, found in terms.items():
         if len(found) > 1:
-            raise NotFound(f"layer {layer} adds {len(found)} results of {part} to the stream, and none is their sum")
+            raise NotFound(f"layer {layer} adds {len(found)} separate {part} results to the stream")
     return _alike([_returning(flow, layer, *found[0]) for layer, found in terms.items()], tuple(terms))
 
 
@@ -433,17 +432,17 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
         if call.path.startswith(inside) and flow.unread(term, call.end):
             return FoundTensor(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
     value = flow.record.values[term]
-    raise NotFound(f"what is added to the stream is no module's result: {value.op} in {value.path} makes it")
+    raise NotFound(f"the term added to the stream is not a module's result but that of {value.op} in {value.path}")
 
 
 def _mid(flow: Flow) -> FoundTensor:
     """The stream between attention and MLP."""
     if not flow.adds:
-        raise NotFound("its layers do more to the stream than to add to it")
+        raise NotFound("its layers do more to the stream than add to it")
     mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
     layers = [layer for layer, gains in enumerate(flow.gains) if mlp[layer] and len(gains) > len(mlp[layer])]
     if not layers:
-        raise NotFound("no layer of it has attention and then an MLP")
+        raise NotFound("no layer has attention followed by an MLP")
     return _alike([_taking(flow, layer, mlp[layer]) for layer in layers], tuple(layers))
 
 
@@ -465,7 +464,7 @@ def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
     """Merge the spots of several layers into one. Raises `NotFound` if they differ."""
     if len(set(spots)) > 1:
         differing = ", ".join(sorted({spot.path for spot in spots}))
-        raise NotFound(f"layers differ in where it is, or by which factor it is added: {differing}")
+        raise NotFound(f"its module or factor differs between layers: {differing}")
     return msgspec.structs.replace(spots[0], layers=layers)
 
 
@@ -491,7 +490,7 @@ def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) 
     shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
     if len(shared) != 1:
         layer = next((layer for layer in layers if not {*names} & {*children[layer]}), layers[0])
-        raise NotFound(f"of {', '.join(names)} not one is in every {path} ({layer}: {', '.join(children[layer])})")
+        raise NotFound(f"expected one of {', '.join(names)} in every {path}; {layer} has {', '.join(children[layer])}")
     return shared[0]
 
 
@@ -501,10 +500,10 @@ def _check_taken(flow: Flow, path: str, width: int) -> None:
     taken = calls[0].given.get(0) if len(calls) == 1 else None
     if taken is None or not calls[0].takes(0, width, flow.tokens):
         shape = "no tensor" if taken is None else list(calls[0].shapes[0])
-        raise NotFound(f"{path} has {shape} where [{flow.tokens}, {width}] would be right")
+        raise NotFound(f"expected [{flow.tokens}, {width}] as the input of {path}, got {shape}")
     for call, _ in record.returned.get(taken, ()):
         if record.is_norm(call.path):
-            raise NotFound(f"what {path} takes was normed by {call.path}")
+            raise NotFound(f"the input of {path} is normed by {call.path}")
 
 
 # Ops whose result has the content of their first argument, if it has as many elements
@@ -654,12 +653,12 @@ def _arithmetic(
 
 T = 5
 OTHERWISE = {  # modules with misleading names, by model type and site
-    "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
+    "diffllama": {"z": "its projection reads half as many heads, twice as wide: normed differences of two"},
 }
 SEVERAL_STREAMS = {  # models without a single residual stream, by model type
-    "gemma3n_text": "each of its layers makes four streams of four (AltUp), and none of them is the residual stream",
+    "gemma3n_text": "its layers carry four streams (AltUp), none of them the residual stream",
 }
-UNKNOWN = "this model has no site table, and without one it is not known where that is made"
+UNKNOWN = "it was not found in the modules of this model, which has no site table"
 LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled")
 
 
@@ -681,7 +680,9 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
         raise
     except Exception as error:
         names = ", ".join(architectures_of(config))
-        raise ModelError(f"no site table for {names}, and none can be made: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"no site table for {names}, and none can be derived: {type(error).__name__}: {error}"
+        ) from error
     below = {  # on vLLM's Transformers backend, the base model is at `model`
         name: msgspec.structs.replace(spot, path=f"model{spot.path.removeprefix(prefix)}")
         for name, spot in found.spots.items()
@@ -712,9 +713,8 @@ def family_of_places(name: str, config: Any, transformers: Places | None, vllm: 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
     """The error for a config whose text decoder is one part of the model."""
     return ModelError(
-        f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
-        f"for images or sound. Of such models there are tables for {', '.join(DECODERS)}; many families have "
-        "checkpoints of text alone, too"
+        f"no site table for {list(architectures)}, and none can be derived for a multimodal model. Multimodal models "
+        f"with a table: {', '.join(DECODERS)}; many families also have text-only checkpoints"
     )
 
 
@@ -737,7 +737,7 @@ def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, s
 
 
 def refuse(architecture: str, why: str) -> ModelError:
-    return ModelError(f"no site table for {architecture}, and none can be made of its modules: {why}")
+    return ModelError(f"no site table for {architecture}, and none can be derived from its modules: {why}")
 
 
 def _record(net: Any, sizes: Sizes) -> Record:
@@ -752,4 +752,4 @@ def _record(net: Any, sizes: Sizes) -> Record:
             return record_of(net, sizes, ids, functools.partial(net, input_ids=ids, use_cache=False, **options))
         except Exception as error:
             failed = failed or error
-    raise refuse(type(net).__name__, f"a run of it without data fails, {type(failed).__name__}: {failed}")
+    raise refuse(type(net).__name__, f"a run on meta tensors failed: {type(failed).__name__}: {failed}")
