@@ -66,7 +66,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
     """Proves the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
     if enabled(client.vllm_config) is None:
         raise EngineError(
-            "this server's engine was started without patchclamp: use `patchclamp serve`, or give "
+            "this server's engine was started without patchclamp: use `patchclamp serve`, or pass "
             "--additional-config '{\"patchclamp\": {}}'"
         )
     state.patchclamp = front_of(client)
@@ -111,7 +111,9 @@ class NoVariants:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             asked = None  # the route reports the error
         if await split_variant(asked, scope["app"].state.openai_serving_models) is not None:
-            error = MissingSource(f"{path} does not run programs; ask {' or '.join(PATHS)} for {asked}", "model")
+            error = MissingSource(
+                f"programs are not supported on {path}; use {' or '.join(PATHS)} for {asked}", "model"
+            )
             response = await answer_error(Request(scope), error)
             return await response(scope, receive, send)
 

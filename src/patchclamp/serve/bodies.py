@@ -23,7 +23,7 @@ async def read_body(request: Request, limits: ServeLimits, limit: str = "body_by
     """Reads a body. Raises `TooLarge` over a limit: before reading if Content-Length exceeds it, else as soon as the
     data does. Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise ProgramError("a body is sent as it is, without a Content-Encoding", "body")
+        raise ProgramError("Content-Encoding is not supported: send the body unencoded", "body")
     limits.check(limit, said_bytes(request), "bytes of the body", "body")
     body, values = bytearray(), 0
     async for chunk in request.stream():

@@ -86,7 +86,9 @@ async def run(request: Request) -> Response:
     await front.ready()
     batch = await _read(request, wire.WireBatch)
     if len(batch.requests) > wire.MAX_REQUESTS:
-        raise CapacityError(f"expected at most {wire.MAX_REQUESTS} in a batch, got {len(batch.requests)}", "requests")
+        raise CapacityError(
+            f"expected at most {wire.MAX_REQUESTS} requests in a batch, got {len(batch.requests)}", "requests"
+        )
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
@@ -109,11 +111,11 @@ async def grade(request: Request) -> Response:
     await front.ready()
     asked = await _read(request, wire.WireJobs)
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
-        raise ProgramError("expected jobs, with the same kl and top", "jobs")
+        raise ProgramError("expected one or more jobs with the same kl and top", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
     jobs = await asyncio.to_thread(_jobs, front, owner, asked, vectors)
     programs = sum(job.count + 1 for job in jobs)
-    front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
+    front.limits.check("sweep_cells", programs, "programs to grade, including each prompt", "programs")
     numbers = sum((job.count + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in jobs)
     if numbers > MAX_NUMBERS:
         raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
@@ -132,7 +134,7 @@ async def fetch(request: Request) -> Response:
     for name, point, *_ in wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
-            raise ProgramError(f"there is no point {point}", "wanted")
+            raise ProgramError(f"point {point} is out of range", "wanted")
     file = await numbered_file(front.engine, wanted)
     return await answer(file, front.engine.fetch_windows, lambda error: front.failed(error, owner))
 
@@ -149,7 +151,7 @@ async def lens(request: Request) -> Response:
         )
     for _, point, *_ in asked.wanted:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
-            raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
+            raise ProgramError(f"a lens cannot read point {point}", "wanted")
     if asked.translator is not None and asked.translator.matrix.shape[0] != sites.d_model:
         raise ShapeError(
             f"expected a matrix [{sites.d_model}, {sites.d_model}], got {list(asked.translator.matrix.shape)}",
@@ -231,7 +233,7 @@ async def tokenizer(request: Request) -> Response:
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
-        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
+        raise ProgramError(f"unknown method {asked.method!r}; available: {', '.join(ARGUMENTS)}", "method")
     owner = front.engine if asked.method == "text_of" else front.engine.tokenizer
     method: Callable[..., Any] = getattr(owner, asked.method)
     try:
@@ -240,7 +242,7 @@ async def tokenizer(request: Request) -> Response:
             front.engine.check_sampling(args[1])
         result = await asyncio.to_thread(method, *args)
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-        raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
+        raise ProgramError(f"invalid arguments of {asked.method}: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
 
@@ -409,11 +411,11 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     async for chunk in request.stream():
         data += chunk
         if len(data) > wire.MAX_BODY_BYTES:
-            raise CapacityError(f"the body has more than {wire.MAX_BODY_BYTES} bytes: send less at once")
+            raise CapacityError(f"expected a body of at most {wire.MAX_BODY_BYTES} bytes: send less at once")
     try:
         return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ProgramError(f"not what is said here (patchclamp.engines.wire): {error}") from None
+        raise ProgramError(f"expected a message of patchclamp.engines.wire: {error}") from None
 
 
 def _vectors(data: bytes) -> dict[str, np.ndarray]:
@@ -422,14 +424,14 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
     try:
         vectors = safetensors.numpy.load(data)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ProgramError(f"not safetensors: {error}", "vectors") from None
+        raise ProgramError(f"expected safetensors: {error}", "vectors") from None
     for key, rows in vectors.items():
         if rows.dtype != np.float32 or rows.ndim != 2:
             raise ProgramError(
                 f"expected rows [n, W] of fp32, got {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
             )
         if not is_content(key, rows):  # keys are shared between clients by content
-            raise ProgramError("its key is not the hash of its content", f"vectors.{key}"[:200])
+            raise ProgramError("the key is not the hash of its content", f"vectors.{key}"[:200])
     return vectors
 
 
@@ -439,9 +441,11 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
     if not ids or not all(0 <= token < model.d_vocab for token in (*ids, *asked.score)):
-        raise ProgramError(f"a prompt is token ids from 0 to {model.d_vocab - 1}", asked.run)
+        raise ProgramError(f"expected a prompt of token ids from 0 to {model.d_vocab - 1}", asked.run)
     if asked.max_tokens < 1 or len(ids) + asked.max_tokens > model.max_model_len:
-        raise ProgramError(f"{len(ids)} + {asked.max_tokens} tokens do not fit {model.max_model_len}", asked.run)
+        raise ProgramError(
+            f"expected at most {model.max_model_len} tokens, got {len(ids)} + {asked.max_tokens}", asked.run
+        )
     front.engine.check_sampling(asked.sampling)
     bound = None if asked.carried is None else _carried(front, owner, asked).bound
     used = {} if bound is None else _used(asked, vectors)
@@ -469,7 +473,7 @@ def _job(
     _request(front, owner, wire.WireRequest(asked.name, asked.prompt, longest, score=tokens), {})
     for number, offset, _ in itertools.chain(*asked.terms):
         if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
-            raise ProgramError("a score is of no sequence", asked.name)
+            raise ProgramError("a score's sequence or offset is out of range", asked.name)
     if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
         raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
     try:
@@ -501,19 +505,19 @@ def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.
         except ValueError:
             read = None
         if read is None or not 0 <= read[1] < len(points):
-            raise ProgramError(f"{key[:80]} is not a run's", "rows")
+            raise ProgramError(f"{key[:80]} is not the key of a run's rows", "rows")
         _check_owned(owner, read[0])
         runs.add(read[0])
         sizes[key] = rows, points[read[1]].width
     if any(rows > front.engine.model.max_model_len for rows, _ in sizes.values()):
-        raise ProgramError("more rows than a run has", "rows")
+        raise ProgramError("more rows than a run can have", "rows")
     sources = tuple(_DeclaredRun(run, dict(sizes)) for run in runs)
     sizes |= {key: (rows.shape[0], rows.shape[1]) for key, rows in vectors.items()}
     return [_job(front, owner, job, vectors, sizes, sources) for job in asked.jobs]
 
 
 def _never(number: int) -> BoundProgram | None:
-    raise AssertionError("a client's programs to grade run in batches alone")
+    raise AssertionError("a client's programs to grade run only in batches")
 
 
 class _DeclaredRun:
@@ -547,11 +551,11 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"the program cannot be read: {error}", asked.run) from None
     if carried.bound.run != asked.run:
-        raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
+        raise ProgramError(f"expected the program of {asked.run}, got that of {carried.bound.run}", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
     if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
-        raise ProgramError("it reads more rows than a run has", asked.run)
+        raise ProgramError("it reads more rows than a run can have", asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
@@ -565,4 +569,4 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
 def _check_owned(owner: str, name: str) -> None:
     """Raises `MissingSource` for a run of another owner, without revealing if it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
-        raise MissingSource(f"there is no run {name[:128]!r} of yours")
+        raise MissingSource(f"unknown run {name[:128]!r} for this client")

@@ -138,7 +138,7 @@ class Owned(ChainMap[str, Any]):
         for name, run in runs.items():
             if key in (name, run.key):
                 return run
-        raise MissingSource(f"there is no run {key}; there are: {', '.join(runs) or 'none'}")
+        raise MissingSource(f"unknown run {key}; available: {', '.join(runs) or 'none'}")
 
 
 class _Owner:
@@ -190,7 +190,7 @@ class KeptObjects:
         entries = self.entries(owner, kind)
         if name not in entries:
             names = ", ".join(list(entries)[:20]) or "none"
-            raise MissingSource(f"there is no {kind} {name!r}{near(name, entries)}; there are: {names}")
+            raise MissingSource(f"unknown {kind} {name!r}{near(name, entries)}; available: {names}")
         return entries[name]
 
     def put(self, owner: str, kind: str, name: str, entry: Vector | Means | Program) -> None:
@@ -199,7 +199,7 @@ class KeptObjects:
         self.check_free(owner, name, kind)
         size, others = bytes_of(entry), [each for key, each in self._owners[owner].sizes.items() if key != name]
         self.limits.check_room("bank_names", len(others), 1, "names in the bank")
-        self.limits.check_room("named_bytes", sum(others), size, "bytes of the bank")
+        self.limits.check_room("named_bytes", sum(others), size, "bytes in the bank")
         self._owners[owner].set(name, entry, size)
         if isinstance(entry, Program):
             self._say(owner, name, kind, lambda: entry.to_json().encode())
@@ -217,7 +217,7 @@ class KeptObjects:
         mine = self._owners[owner]
         has = "run" if name in mine.runs else kind_of(mine.bank[name]) if name in mine.bank else kind
         if has != kind:
-            raise NameTaken(f"{name!r} is a {has} here: delete that first, or choose another name")
+            raise NameTaken(f"{name!r} is already a {has}: delete it first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
         """A snapshot of the names that an owner's programs may use, safe to read on any thread."""
@@ -228,7 +228,7 @@ class KeptObjects:
         """Reserves memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
         mine = self._owners[owner]
         used = mine.expected_bytes + sum(kept.captured_bytes for kept in mine.runs.values())
-        what = "bytes that a run of so many max_tokens may capture"
+        what = "bytes that a run with this max_tokens may capture"
         self.limits.check_room("run_bytes", used, captured_bytes, what, "capture")
         mine.expected_bytes += captured_bytes
         try:
@@ -244,7 +244,7 @@ class KeptObjects:
         runs = self._owners[owner].runs
         others = [kept.captured_bytes for key, kept in runs.items() if key != name]
         self.limits.check_room("kept_runs", len(others), 1, "runs", "run")
-        self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes that run {name} captured", "run")
+        self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes captured by run {name}", "run")
         if name in runs:
             self._close(owner, name, "another run took its name")
         runs[name] = _KeptRun(run, run.captured_bytes, self._clock())
@@ -262,8 +262,8 @@ class KeptObjects:
                 self._say(owner, name, "touched", bytes)
             return kept.run
         if (owner, name) in self._gone:
-            raise Gone(f"run {name} is no more: {self._gone[owner, name]}")
-        raise MissingSource(f"there is no run {name}")
+            raise Gone(f"run {name} is gone: {self._gone[owner, name]}")
+        raise MissingSource(f"unknown run {name}")
 
     def runs(self, owner: str) -> dict[str, Run]:
         self.drop_old()
@@ -278,14 +278,14 @@ class KeptObjects:
         """Frees a run that is not to be kept, unless another run has taken its name."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
-            self._close(owner, name, "its captures went along with its answer, and nobody asked to keep it")
+            self._close(owner, name, "its captures were returned with its answer, and keep was not set")
 
     def drop_old(self) -> None:
         """Frees runs that were not read for `run_ttl_s` seconds."""
         oldest = self._clock() - self.limits.run_ttl_s
         for owner, mine in self._owners.items():
             for name in [name for name, kept in mine.runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
-                self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
+                self._close(owner, name, f"it expired after {self.limits.run_ttl_s:g} seconds without access")
 
     def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
         if self._channel is not None:
@@ -343,7 +343,7 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
     while rest:
         used = rest.pop()
         if used == name:
-            raise ProgramError(f"{name!r} would use itself: a program cannot", "name")
+            raise ProgramError(f"{name!r} would use itself", "name")
         if used in seen or used not in owned:
             continue
         seen.add(used)
@@ -393,7 +393,7 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 def check_name(name: str, path: str) -> str:
     """Returns a valid name of a run, a vector or a program. Raises `ProgramError` for others."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ProgramError(f"a name has up to 64 letters, digits, '_', '-' and '.', not {name!r}", path)
+        raise ProgramError(f"expected a name of up to 64 letters, digits, '_', '-' and '.', got {name!r}", path)
     return name
 
 
@@ -440,7 +440,7 @@ class SweepJournals:
         key = owner, check_name(name, "resume")
         self._drop_old()
         if key not in self._journals:
-            self._limits.check_room("kept_sweeps", len(self._of(owner)), 1, "sweeps that can go on", "resume")
+            self._limits.check_room("kept_sweeps", len(self._of(owner)), 1, "resumable sweeps", "resume")
             self._journals[key] = SweepJournal(lambda more: self._reserve(owner, more))
         self._journals[key].users += 1
         return self._journals[key]
@@ -460,7 +460,7 @@ class SweepJournals:
     def _reserve(self, owner: str, more: int) -> None:
         """Called on the threads of sweeps."""
         used = sum(journal.nbytes for journal in self._of(owner))
-        self._limits.check("kept_sweep_bytes", used + more, "bytes of sweeps that can go on", "resume")
+        self._limits.check("kept_sweep_bytes", used + more, "bytes of resumable sweeps", "resume")
 
     def _drop_old(self) -> None:
         oldest = self._clock() - self._limits.run_ttl_s

@@ -134,9 +134,9 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     if not has_object and variant is None and not is_fuzzed:
         return None
     if has_object and "patchclamp" in xargs:
-        raise ProgramError("it stands in the request and in vllm_xargs: give one of them", "patchclamp")
+        raise ProgramError("given both in the request and in vllm_xargs: use one of them", "patchclamp")
     if getattr(request, "use_beam_search", False):
-        raise ProgramError("programs do not go with beam search", "patchclamp")
+        raise ProgramError("programs are not supported with beam search", "patchclamp")
     body = await raw_request.body()
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
     await check_values(body, front.limits, has_object)

@@ -66,7 +66,7 @@ class Variant(msgspec.Struct, frozen=True):
     def said_of(self, error: PatchclampError) -> PatchclampError:
         """The error with a note that its path counts the variant's edits first."""
         edits = len(self.program.edits)
-        return type(error)(f"{error.message} (the first {edits} edits are the model's, {self.asked})", error.path)
+        return type(error)(f"{error.message} (the first {edits} edits are those of the model {self.asked})", error.path)
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
@@ -186,7 +186,7 @@ class ProgramCall:
         every = [op for _, op in self.program.ops]
         for path, op in self.program.ops:
             if isinstance(op, Capture) and op.at.name in DERIVED:
-                raise UnsupportedSite(f"{op.at} is captured through pc.LM(url), and not in files of captures", path)
+                raise UnsupportedSite(f"{op.at} is not supported in files of captures: use pc.LM(url)", path)
         captures = sum(isinstance(op, Readout) for op in every)
         kept.limits.check("program_ops", len(every), "ops of the program", "edits")
         kept.limits.check("program_captures", captures, "captures of the program", "capture")
@@ -330,7 +330,7 @@ class ProgramCall:
             answer["features"] = await asyncio.to_thread(lambda: feature_answers(run.features))
         if run.has_captures:
             if not self.on_own_route:
-                self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
+                self._limits.check("inline_bytes", run.captured_bytes, "captured bytes in a response of this route")
             file = None
             if run.captured_bytes <= limit:
                 file = base64.b64encode(await asyncio.to_thread(captured_file, run)).decode()
@@ -436,7 +436,7 @@ def of_extra_args(
         try:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ProgramError(f"not JSON: {error}", "vllm_xargs.patchclamp") from None
+            raise ProgramError(f"expected JSON: {error}", "vllm_xargs.patchclamp") from None
     return ProgramCall(data, owner, extra, kept, variant, on_own_route)
 
 
@@ -503,7 +503,7 @@ def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
     call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
     if front.has_keys:
         raise ProgramError(
-            "on this server programs go through /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
+            "this server supports programs only on /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
         )
     if call.name is not None:
         raise ProgramError("a program in vllm_xargs cannot name its run", "vllm_xargs.patchclamp.run")
@@ -512,8 +512,8 @@ def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
     for wrong, what in ((streamed, "stream"), (several, "several prompts or n > 1"), (call.compare, "compare")):
         if wrong:
             raise ProgramError(
-                f"{what}: a program in vllm_xargs goes with one prompt, n=1, not streamed; start the server with "
-                "`patchclamp serve` and give the patchclamp object for more",
+                f"{what}: a program in vllm_xargs supports only one prompt, n=1, no streaming; start the server with "
+                "`patchclamp serve` and use the patchclamp object instead",
                 "vllm_xargs.patchclamp",
             )
     return call
@@ -679,7 +679,7 @@ class ProgramRun:
         try:
             with self._call.noting_errors(), _resending_images(engine.client, self._prompt), room:
                 found = lens_bytes(self._call.program, request.bound)
-                what = "bytes of the tokens of its lenses, and of its features"
+                what = "bytes of lens tokens and features"
                 self._front.kept.limits.check("inline_bytes", found, what, "capture")
                 yield
         finally:
@@ -698,12 +698,12 @@ class ProgramRun:
 def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
-        raise ProgramError("a program needs a prompt of text or token ids")
+        raise ProgramError("a program requires a prompt of text or token ids")
     kind = prompt.get("type", "token")
     if kind == "multimodal":
         return prompt["prompt_token_ids"], None, images.images_in(prompt)
     if kind != "token":
-        raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
+        raise ProgramError(f"programs support only text and images, but this prompt is {kind}: omit one or the other")
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 

@@ -70,7 +70,7 @@ async def list_runs(request: Request) -> schema.RunList:
     """Lists the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
     front, owner = caller(request)
     if not front.has_keys:
-        raise Unlisted("this server has no API keys, so that a run is found by its name alone")
+        raise Unlisted("runs are not listed on a server without API keys: request them by name")
     return schema.RunList(runs=[_describe(name, run) for name, run in front.kept.runs(owner).items()])
 
 
@@ -89,7 +89,7 @@ async def read_captures(run: Name, request: Request) -> Response:
 
     async def fetch(windows: list[Window]) -> list[Captured]:
         if front.kept.run(owner, run) is not kept:  # each time, which also keeps it from expiring
-            raise Gone(f"run {run} is no more: another run took its name")
+            raise Gone(f"run {run} is gone: another run took its name")
         return await front.engine.fetch_windows(windows)
 
     file = await asyncio.to_thread(file_of, kept)

@@ -43,7 +43,7 @@ def owner_of(authorization: str | None, has_keys: bool) -> str:
     if not has_keys:
         return OPEN
     if not authorization:
-        raise NoKey("this server wants an API key: Authorization: Bearer KEY")
+        raise NoKey("this server requires an API key: Authorization: Bearer KEY")
     key = authorization.partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
@@ -244,7 +244,7 @@ class Front:
     def check_under_way(self, owner: str) -> None:
         """Raises `TooLarge` if as many studies of the owner run as may."""
         wait = "wait until one has finished, or cancel one"
-        self.limits.check_room("sweeps", self.under_way[owner], 1, "studies at once", fix=wait)
+        self.limits.check_room("sweeps", self.under_way[owner], 1, "concurrent studies", fix=wait)
 
     def failed(self, error: PatchclampError, owner: str) -> None:
         """Counts and logs an error response to an owner's request."""
