@@ -68,7 +68,7 @@ Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32
 
 @router.get("/info")
 async def info(request: Request) -> Response:
-    """Returns the properties of the engine that a client needs, as msgpack."""
+    """Return the properties of the engine that a client needs, as msgpack."""
     front, owner = caller(request)
     sites = front.engine.sites
     told = wire.Info(
@@ -81,7 +81,7 @@ async def info(request: Request) -> Response:
 
 @router.post("/run")
 async def run(request: Request) -> Response:
-    """Runs a batch and streams the results as its requests end."""
+    """Run a batch and stream the results as its requests end."""
     front, owner = caller(request)
     await front.ready()
     batch = await _read(request, wire.WireBatch)
@@ -99,14 +99,14 @@ async def run(request: Request) -> Response:
 
 @router.get("/batches")
 async def batches(request: Request) -> Response:
-    """Returns the reason why the server takes no jobs to grade, as msgpack."""
+    """Return the reason why the server takes no jobs to grade, as msgpack."""
     front, _ = caller(request)
     return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
 
 
 @router.post("/grade")
 async def grade(request: Request) -> Response:
-    """Grades the programs of jobs and streams the results as they arrive."""
+    """Grade the programs of jobs and stream the results as they arrive."""
     front, owner = caller(request)
     await front.ready()
     asked = await _read(request, wire.WireJobs)
@@ -128,7 +128,7 @@ async def grade(request: Request) -> Response:
 
 @router.post("/fetch")
 async def fetch(request: Request) -> Response:
-    """Returns captured rows as safetensors."""
+    """Return captured rows as safetensors."""
     front, owner = caller(request)
     wanted = (await _read(request, wire.Fetch)).wanted
     for name, point, *_ in wanted:
@@ -141,7 +141,7 @@ async def fetch(request: Request) -> Response:
 
 @router.post("/lens")
 async def lens(request: Request) -> Response:
-    """Returns the likeliest tokens of captured rows, as msgpack."""
+    """Return the likeliest tokens of captured rows, as msgpack."""
     front, owner = caller(request)
     asked = await _read(request, wire.LensWanted)
     sites = front.engine.sites
@@ -173,7 +173,7 @@ async def lens(request: Request) -> Response:
 
 @router.post("/dictionary")
 async def dictionary(request: Request) -> Response:
-    """Returns some features of an attached SAE, as safetensors."""
+    """Return some features of an attached SAE, as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.DictionaryWanted)
     rows = _dictionary(front, asked.name, asked.ids).rows(asked.ids)
@@ -193,7 +193,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, bool]:
-    """Frees the captures of runs, and aborts or ends runs."""
+    """Free the captures of runs, and abort or end runs."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
@@ -209,7 +209,7 @@ async def free(request: Request) -> dict[str, bool]:
 
 @router.get("/live/{session}")
 async def live(session: Session, request: Request) -> Response:
-    """Streams a heartbeat for as long as the client is connected. When the connection closes and the client does not
+    """Stream a heartbeat for as long as the client is connected. When the connection closes and the client does not
     reconnect, the captures of its runs are freed."""
     front, owner = caller(request)
     name = f"{owner}-{session}"
@@ -229,7 +229,7 @@ async def live(session: Session, request: Request) -> Response:
 
 @router.post("/tokenizer")
 async def tokenizer(request: Request) -> Response:
-    """Calls a method of the tokenizer and returns its result as msgpack."""
+    """Call a method of the tokenizer and return its result as msgpack."""
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
@@ -248,7 +248,7 @@ async def tokenizer(request: Request) -> Response:
 
 @router.post("/weight")
 async def weight(request: Request) -> Response:
-    """Returns one of the model's weights as safetensors."""
+    """Return one of the model's weights as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.Weight)
     layers = checked_layers(front.engine.sites, asked.name, asked.layer)
@@ -265,7 +265,7 @@ async def weight(request: Request) -> Response:
 
 @router.post("/sampling")
 async def sampling(request: Request) -> dict[str, bool]:
-    """Checks sampling parameters; an error response if the engine does not support them."""
+    """Check sampling parameters; an error response if the engine does not support them."""
     front, _ = caller(request)
     front.engine.check_sampling(await _read(request, dict))
     return {"ok": True}
@@ -273,7 +273,7 @@ async def sampling(request: Request) -> dict[str, bool]:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Returns counts of the objects that the engine holds."""
+    """Return counts of the objects that the engine holds."""
     front, _ = caller(request)
     return JSONResponse(await front.engine.status_async())
 
@@ -297,7 +297,7 @@ class _Running:
         self._records: dict[int, int] = {}  # of running requests, by index
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields frames of events until every request has ended."""
+        """Yield frames of events until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
                 request.listener = _PartQueue(i, self._events)
@@ -313,7 +313,7 @@ class _Running:
             yield wire.frame(events)
 
     def stop(self) -> None:
-        """Aborts the requests that have not ended."""
+        """Abort the requests that have not ended."""
         programs = sum(request.bound is not None for request in self._requests)
         log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
             took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
@@ -324,7 +324,7 @@ class _Running:
             self._front.engine.abort(list(self._left))
 
     def _start(self) -> None:
-        """Starts as many waiting requests as fit now."""
+        """Start as many waiting requests as fit now."""
         most, used, numbers = self._front.limits.program_records, sum(self._records.values()), []
         for i, records in self._waiting.items():
             if used and used + records > most:
@@ -339,14 +339,14 @@ class _Running:
             future.add_done_callback(lambda done, i=i: self._end(i, done))
 
     def _abort(self, run: str) -> None:
-        """Aborts a request that has not started."""
+        """Abort a request that has not started."""
         for i in [i for i in self._waiting if self._requests[i].run == run]:
             del self._waiting[i]
             self._events.put_nowait(wire.Failed(i, pack(EngineError(ABORTED))))
         self._front.waiting.pop(run, None)
 
     def _end(self, i: int, future: Future[Answer]) -> None:
-        """Posts the answer or the error of a request; called on the event loop's thread."""
+        """Post the answer or the error of a request; called on the event loop's thread."""
         del self._records[i]
         if self._waiting:
             self._start()
@@ -372,7 +372,7 @@ class _Grading(ClientWork):
         super().__init__(front, owner)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields frames of events until every program is graded, or one of the error."""
+        """Yield frames of events until every program is graded, or one of the error."""
         while (event := await self.events.get()) is not None:
             if isinstance(event, PatchclampError):
                 self.front.failed(event, self.owner)
@@ -406,7 +406,7 @@ class _PartQueue:
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
-    """Reads and decodes a body. Raises `ProgramError` if it is invalid, and `CapacityError` if it is too large."""
+    """Read and decode a body. Raises `ProgramError` if it is invalid, and `CapacityError` if it is too large."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -436,7 +436,7 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """Checks a request for the engine. patchclamp's client has checked it, others may not have."""
+    """Check a request for the engine. patchclamp's client has checked it, others may not have."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
@@ -466,7 +466,7 @@ def _job(
     front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
     sources: tuple[SourceRun, ...],
 ) -> GradeJob:  # fmt: skip
-    """Checks a job, and its programs as those of a request."""
+    """Check a job, and its programs as those of a request."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
@@ -497,7 +497,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Checks the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
+    """Check the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -542,7 +542,7 @@ def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
-    """Verifies the program of a request. It may read only runs of its owner."""
+    """Verify the program of a request. It may read only runs of its owner."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
@@ -567,6 +567,6 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
 
 
 def _check_owned(owner: str, name: str) -> None:
-    """Raises `MissingSource` for a run of another owner, without revealing if it exists."""
+    """Raise `MissingSource` for a run of another owner, without revealing if it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
         raise MissingSource(f"unknown run {name[:128]!r} for this client")

@@ -43,7 +43,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Adds routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
+    """Add routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
         seam.compare(inspect.signature(stock[path].endpoint) if path in stock else None)
@@ -162,7 +162,7 @@ def _chat_of(body: dict[str, Any]) -> Chat:
 
 
 async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Response:
-    """Awaits vLLM's response with the call set for `generate`."""
+    """Await vLLM's response with the call set for `generate`."""
     token = current.set(call)
     try:
         return await response

@@ -122,7 +122,7 @@ class ProgramCall:
     """A request's `patchclamp` object.
 
     program: its edits and captures; the variant's edits come first
-    condition: what ends its runs (`stop_when`), or None; its probes are in the program
+    condition: the condition that ends its runs (`stop_when`), or None; its probes are in the program
     owner: the owner of the request
     name: the name to store its runs under, if given; otherwise each run gets its own
     keep: store the captures for later requests
@@ -235,13 +235,13 @@ class ProgramCall:
             raise
 
     def bind_later(self, job: Callable[[], Binding]) -> int:
-        """Queues a job for `bound` and returns its index there."""
+        """Queue a job for `bound` and return its index there."""
         assert self._binding is None
         self._unbound.append(job)
         return len(self._unbound) - 1
 
     async def bound(self) -> list[Binding]:
-        """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller. Raises
+        """Run the queued jobs once, off the event loop's thread, and return their bindings to every caller. Raises
         the errors of binding; then no run of the call has begun, except those bound immediately."""
         if self._binding is None:
             if not self._unbound:
@@ -259,7 +259,7 @@ class ProgramCall:
             raise
 
     def add(self, choice: int, run: Run, request: Request, kept: KeptObjects) -> None:
-        """Adds the run of a choice, and stores it if it has captures."""
+        """Add the run of a choice, and store it if it has captures."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
         if run.has_captures:
@@ -301,7 +301,7 @@ class ProgramCall:
         }  # fmt: skip
 
     def leave(self, kept: KeptObjects) -> None:
-        """Frees runs that are not kept, after the client disconnected or got an error instead of the answer."""
+        """Free runs that are not kept, after the client disconnected or got an error instead of the answer."""
         for name, run in self.runs.values():
             if not run.has_captures:
                 run.close()
@@ -409,7 +409,7 @@ class Records:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Returns a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
+        """Return a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 
@@ -422,7 +422,7 @@ class Records:
         return count
 
     def stop(self) -> None:
-        """Stops binding after the client disconnected."""
+        """Stop binding after the client disconnected."""
         self._stopped = True
 
 
@@ -444,7 +444,7 @@ def of_extra_args(
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
+    """Run vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
     errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
     vLLM's own routes an error is converted to one of vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
@@ -556,7 +556,7 @@ def _bound(
 
 
 def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callable[[], Binding]:
-    """Returns a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
+    """Return a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
     ids, text, images_of_prompt = prompt_in(prompt)
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     count = call.records.of_prompt(params.n)
@@ -672,7 +672,7 @@ class ProgramRun:
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Reserves memory for the run's captures, records an error in the call, and frees a run that did not finish."""
+        """Reserve memory for the run's captures, record an error in the call, and free a run that did not finish."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
@@ -716,7 +716,7 @@ async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGe
 
 
 async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:
-    """Joins the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
+    """Join the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
     outputs in one."""
     whole = params.output_kind.name == "FINAL_ONLY"
     arrived: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()

@@ -270,7 +270,7 @@ def _written(kind: Any) -> Any:
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
-    """Creates the pydantic model of an op."""
+    """Create the pydantic model of an op."""
     fields: dict[str, Any] = {"type": (Literal[name], ...)}
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
@@ -332,7 +332,7 @@ class LensAnswer(BaseModel):
 
 
 class FeaturesAnswer(BaseModel):
-    """Features of an attached SAE, the largest first or as they were asked for, for each position."""
+    """Features of an attached SAE at each position: the largest first, or the requested ones."""
 
     positions: list[int] = Field(description="positions of the tokens that were read")
     ids: list[list[int]] = Field(description="[tokens, k]")
@@ -379,7 +379,7 @@ BODIES = (ProgramBody, PatchclampRequest, PatchclampAnswer)
 
 
 def attach(app: FastAPI) -> None:
-    """Adds the `patchclamp` object, with examples, to an app's OpenAPI page."""
+    """Add the `patchclamp` object, with examples, to an app's OpenAPI page."""
     stock = app.openapi
 
     @functools.wraps(stock)
@@ -392,7 +392,7 @@ def attach(app: FastAPI) -> None:
 
 
 def _extend(page: dict[str, Any], model: str) -> None:
-    """Adds the models and examples to a page."""
+    """Add the models and examples to a page."""
     _, ours = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFS)
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(ours["$defs"])
@@ -419,5 +419,5 @@ def error_object(error: PatchclampError) -> dict[str, Any]:
 
 
 def _sendable(text: str) -> str:
-    """Makes text valid UTF-8 and cuts it to `MAX_MESSAGE` characters."""
+    """Make text valid UTF-8 and cut it to `MAX_MESSAGE` characters."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

@@ -126,7 +126,7 @@ def owners_lm(front: Front, owner: str) -> LM:
 
 @router.get("/studies")
 async def list_studies(request: Request) -> StudyList:
-    """Lists the studies, with the schema of the body of each, or the reason why the server does not run it."""
+    """List the studies, with the schema of the body of each, or the reason why the server does not run it."""
     caller(request)
     return StudyList(studies=[
         StudyCard(name=name, summary=(kind.__doc__ or "").split("\n", 1)[0], not_served=kind.not_served or None,
@@ -152,7 +152,7 @@ BODY: dict[str, Any] = {
 async def study(
     name: Annotated[str, Path(description="a study", examples=["patch_sweep"])], request: Request
 ) -> StreamingResponse:
-    """Runs a study and streams server-sent events.
+    """Run a study and stream server-sent events.
 
     A grid sends `start` (its axes, the pairs of prompts, and the metric of both sides), `cells` (the cells finished in
     all pairs: site, layer and column indices, and the value), `spread` if it has several pairs (for each cell its
@@ -271,7 +271,7 @@ class RunningStudy(ClientWork, Reporter):
 
 
 def check_sweep(limits: Any, plan: GridPlan) -> None:
-    """Raises `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
+    """Raise `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
     the plan takes time in proportion to it."""
     limits.check("sweep_grid", plan.grid, "cells of the grid, over all pairs", "sites")
     limits.check("sweep_cells", plan.runs, "cells of the sweep, over all pairs, draws and answer tokens", "sites")

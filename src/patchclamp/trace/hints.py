@@ -87,7 +87,7 @@ def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
 
 
 def check_options(others: Iterable[str], call: str, known: Iterable[str], hints: Iterable[str] = OPTIONS) -> None:
-    """Raises `UnknownName` for unknown arguments of a call. `hints`: the names in `OPTIONS` that apply to it."""
+    """Raise `UnknownName` for unknown arguments of a call. `hints`: the names in `OPTIONS` that apply to it."""
     known, hints = list(known), set(hints)
     for name in others:
         instead = f": {OPTIONS[name]}" if name in hints else f"{near(name, known)}; available: {', '.join(known)}"
@@ -95,7 +95,7 @@ def check_options(others: Iterable[str], call: str, known: Iterable[str], hints:
 
 
 def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
-    """Wraps a function to refuse unknown arguments with what to write instead, as `lm.trace` does."""
+    """Wrap a function to refuse unknown arguments with what to write instead, as `lm.trace` does."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)

@@ -46,7 +46,7 @@ class Arithmetic:
         raise NotImplementedError
 
     def save(self) -> Any:
-        """Saves the value as a tensor that is filled in after the trace."""
+        """Save the value as a tensor that is filled in after the trace."""
         return save(self.expression())
 
     def clone(self) -> Any:
@@ -62,7 +62,7 @@ class Arithmetic:
         return self.clone()
 
     def check_to_come(self) -> None:
-        """Raises if the value will never be available, or not before a further step of the caller."""
+        """Raise if the value will never be available, or not before a further step of the caller."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -158,7 +158,7 @@ _TORCH_INSTEAD = {
 
 
 def refuse(what: str, first: str = "") -> NoReturn:
-    """Raises the error for an operation that no program can compute."""
+    """Raise the error for an operation that no program can compute."""
     raise ProgramError(f"{what} is not supported in a program: {first}{INSTEAD}")
 
 
@@ -286,7 +286,7 @@ def _combined(operation: Any, a: Number, b: Number) -> Number:
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
-    """Raises for an attribute that a tensor may have and a value of a trace does not."""
+    """Raise for an attribute that a tensor may have and a value of a trace does not."""
     if name.startswith("__"):
         raise AttributeError(name)
     in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
@@ -334,7 +334,7 @@ class InPlace(Arithmetic):
     """Base of the values that can be written: `+=`, `-=`, `*=` and `/=` call `change`, as does `=` to brackets."""
 
     def change(self, sign: str, value: Any) -> Any:
-        """Performs `self <sign> value`, and returns what the statement assigns."""
+        """Perform `self <sign> value`, and return what the statement assigns."""
         raise NotImplementedError
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -377,7 +377,7 @@ class Activation(InPlace):
         return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
-        """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
+        """Copy the value at this point, so that later writes at this place do not change it. The copy can be changed
         in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
         line."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
@@ -421,7 +421,7 @@ class Activation(InPlace):
             self.write(as_expression(value, "="))
 
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
-        """Applies `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
+        """Apply `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
@@ -432,7 +432,7 @@ class Activation(InPlace):
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
-        """Applies `pc.Add`: adds scale · value, for numbers or a read of the trace, with norm="match" scaled to the
+        """Apply `pc.Add`: add scale · value, for numbers or a read of the trace, with norm="match" scaled to the
         length of each row."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
@@ -443,23 +443,23 @@ class Activation(InPlace):
             self._record(Add, self._vector(as_number(value, "as a value:")), scale=scale, norm=norm)
 
     def ablate(self, directions: Any) -> None:
-        """Applies `pc.Ablate`: removes the span of the directions."""
+        """Apply `pc.Ablate`: remove the span of the directions."""
         self._record(Ablate, directions)
 
     def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
-        """Applies `pc.Clamp`: bounds the projection onto a direction."""
+        """Apply `pc.Clamp`: bound the projection onto a direction."""
         self._record(Clamp, direction, low=low, high=high)
 
     def rotate(self, plane: Any, degrees: float, relative: bool = False) -> None:
-        """Applies `pc.Rotate`: rotates within a plane to an angle, or by it."""
+        """Apply `pc.Rotate`: rotate within a plane to an angle, or by it."""
         self._record(Rotate, plane, degrees, relative=relative)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
-        """Applies `pc.Noise`: adds seeded noise."""
+        """Apply `pc.Noise`: add seeded noise."""
         self._record(Noise, std, seed=seed, relative=relative)
 
     def apply(self, fn: Callable[..., Any]) -> None:
-        """Applies `pc.Apply`: calls Python on the rows; needs `allow_code=True`."""
+        """Apply `pc.Apply`: call Python on the rows; needs `allow_code=True`."""
         if self._recording.lm.engine.remote:
             raise ProgramError(
                 "Apply is not supported on a server: save the rows, compute, and write them in a second trace, or "
@@ -468,13 +468,13 @@ class Activation(InPlace):
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
-        """Records an op here, with given values or with the rows of a read."""
+        """Record an op here, with given values or with the rows of a read."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Records ops that set the rows to their own value times `own` (None: without it) plus an expression."""
+        """Record ops that set the rows to their own value times `own` (None: without it) plus an expression."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 
@@ -514,7 +514,7 @@ class Activation(InPlace):
         return same and not self._recording.is_written_since(read)
 
     def _scale(self, factor: Number) -> None:
-        """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
+        """Multiply rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
         if np.ndim(factor) == 0:
             self._record(Scale, float(factor))
             return
@@ -555,7 +555,7 @@ class Activation(InPlace):
 
 @contextlib.contextmanager
 def all_or_nothing(recording: Recording) -> Iterator[None]:
-    """Discards the entries recorded in the block if a `PatchclampError` leaves it."""
+    """Discard the entries recorded in the block if a `PatchclampError` leaves it."""
     count = len(recording.entries)
     try:
         yield
@@ -608,7 +608,7 @@ class Draft(InPlace):
         return Activation(self._of._recording, self._spot).shape
 
     def __getitem__(self, key: Any) -> Draft:
-        """Selects tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
+        """Select tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
         if self._is_whole:
             return Draft(self._of, self._read, self._changes, self._part(key))
         if self._spot.site == self._of._spot.site or not self._of._spot.whole:
@@ -619,7 +619,7 @@ class Draft(InPlace):
             raise type(error)(f"{error.message}; index a clone in a single pair of brackets") from None
 
     def change(self, sign: str, value: Any) -> Draft:
-        """Records a change, and checks it so that errors raise at its line."""
+        """Record a change, and check it so that errors raise at its line."""
         if sign == "=" and isinstance(value, Draft) and (value._changes is self._changes and value._spot == self._spot):
             return self  # `draft[-1] += v` assigns its own result
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
@@ -670,7 +670,7 @@ class Draft(InPlace):
         return numbered(chosen, isinstance(rows.index, int))
 
     def write_into(self, target: Activation) -> None:
-        """Writes a changed copy: the changed parts, and the rest as it was when cloned."""
+        """Write a changed copy: the changed parts, and the rest as it was when cloned."""
         with all_or_nothing(target._recording):
             if not target.is_unwritten_since(self._read):
                 target.write(Expression({self._read: 1.0}))
@@ -950,7 +950,7 @@ class Pending(Arithmetic, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """Refuses calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
+        """Refuse calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
@@ -981,14 +981,14 @@ class Saved:
         return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raises if the value failed, will never be available, or needs a further step of the caller."""
+        """Raise if the value failed, will never be available, or needs a further step of the caller."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
             check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Turns the tensor that the caller holds into a plain one with a copy of these numbers."""
+        """Turn the tensor that the caller holds into a plain one with a copy of these numbers."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             try:
@@ -1007,7 +1007,7 @@ NOT_READ = {  # why a saved value is not available, by the state of its recordin
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raises if a recording's saved values will never be available, or only after a further step by the caller."""
+    """Raise if a recording's saved values will never be available, or only after a further step by the caller."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error ended the trace before it ran")
     if recording.state in NOT_READ:
@@ -1015,7 +1015,7 @@ def check_to_come(recording: Recording, name: str) -> None:
 
 
 def save(expression: Expression) -> Pending:
-    """Requests the value of an expression after the trace."""
+    """Request the value of an expression after the trace."""
     if not expression.terms:
         raise ProgramError("expected a value of the model to save, got only numbers")
     saved = Saved(expression, callers_line())
@@ -1027,7 +1027,7 @@ def save(expression: Expression) -> Pending:
 
 
 def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torch.Tensor:
-    """Evaluates an expression on the rows of its reads."""
+    """Evaluate an expression on the rows of its reads."""
     if (only := expression.one_read) is not None:
         return rows[only]
     total: Any = torch.as_tensor(expression.constant)
@@ -1086,7 +1086,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return [self.recording]
 
     def fill(self, run: Run | None) -> None:
-        """Stores a run's captures of the sites, without the positions that only other captures added."""
+        """Store a run's captures of the sites, without the positions that only other captures added."""
         assert run is not None
         wanted, rows = run.select(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():

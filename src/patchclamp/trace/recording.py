@@ -106,7 +106,7 @@ class Spot(msgspec.Struct, frozen=True):
         return spot
 
     def _without_batch(self, keys: list[Any]) -> Spot:
-        """Consumes the batch index at the front of the brackets."""
+        """Consume the batch index at the front of the brackets."""
         first = keys.pop(0)
         if _is_whole(first):
             return self
@@ -118,7 +118,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, batched=False)
 
     def _part(self, key: Any) -> Spot:
-        """Selects heads, neurons or experts."""
+        """Select heads, neurons or experts."""
         if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
             part, name = SPECS[self.site.name].index, self.site.name
             raise ProgramError(
@@ -129,7 +129,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, site=site, parted=True)
 
     def _select(self, key: Any) -> Spot:
-        """Selects tokens of the group."""
+        """Select tokens of the group."""
         if _is_whole(key):
             return self
         if isinstance(key, (Selection, str)):
@@ -160,7 +160,7 @@ class Spot(msgspec.Struct, frozen=True):
         return key
 
     def _sampled(self, key: Any) -> Spot:
-        """Selects from a prompt's logits, which have one row: the last token's."""
+        """Select from a prompt's logits, which have one row: the last token's."""
         if key not in (0, -1):
             raise ProgramError(
                 f"logits[{written(key)}]: logits exist only at sampled positions, in the prompt at its last "
@@ -282,7 +282,7 @@ class Entry:
         return [depth(self.recording.lm, point) for point in self.points]
 
     def want(self, recording: Recording, captured: bool = True) -> None:
-        """Requests the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
+        """Request the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
@@ -363,7 +363,7 @@ class Recording:
         self.run: Run | None = None
 
     def drop(self, error: BaseException) -> None:
-        """Marks the block as exited with an error, so that it does not run."""
+        """Mark the block as exited with an error, so that it does not run."""
         self.state = "left"
         if isinstance(error, PatchclampError):
             self.failure = error
@@ -391,7 +391,7 @@ class Recording:
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
-        """Records a read, which sees the writes before it and not those after it."""
+        """Record a read, which sees the writes before it and not those after it."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
         self.check(op)
@@ -414,7 +414,7 @@ class Recording:
         return any(not e.is_read and e.points & read.points for e in self.entries[read.number :])
 
     def check(self, op: SiteOp) -> None:
-        """Checks one op by binding it to the prompt. Errors name its site, because it has no path yet."""
+        """Check one op by binding it to the prompt. Errors name its site, because it has no path yet."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)
             return
@@ -441,7 +441,7 @@ class Recording:
         return other
 
     def check_width(self, spot: Spot, read: Entry) -> None:
-        """Raises `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
+        """Raise `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
         written, width = self.width(spot), read.recording.width(read.spot)
         if written != width:
             raise ShapeError(
@@ -450,7 +450,7 @@ class Recording:
             )
 
     def _check_source(self, write: Entry, read: Entry) -> None:
-        """Raises `ProgramError` if the source of a write is computed after it or depends on it."""
+        """Raise `ProgramError` if the source of a write is computed after it or depends on it."""
         if read.recording is not self:
             return
         if self.has_generated(read):

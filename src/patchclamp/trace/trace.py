@@ -69,7 +69,7 @@ class Invoke(TokenGroup):
         return TokenGroup(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        """Saves many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
+        """Save many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
         a selection, by default the prompt's tokens."""
         recording = self._recording
         recording.check_open()
@@ -162,7 +162,7 @@ class Trace(NonTensor):
         self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = (),
         **others: Any,
     ) -> Invoke:  # fmt: skip
-        """Adds a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
+        """Add a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
         check_options(others, "t.invoke", OF_INVOKE)
         if not self._entered:
             raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, with invokes inside it")
@@ -232,7 +232,7 @@ class Trace(NonTensor):
             self._execution.answer = error
 
     def _end(self, left: bool) -> Iterable[RunArguments]:
-        """Closes the recordings and returns the calls to make now, if any."""
+        """Close the recordings and return the calls to make now, if any."""
         recordings = [invoke._recording for invoke in self._invokes]
         self._state = "left" if left else "ended"
         for recording in recordings:
@@ -273,7 +273,7 @@ class Trace(NonTensor):
 
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[Stream]:
-        """Makes all calls except the last, the prompt's own, and yields that one as a stream. Fills in the saved values
+        """Make all calls except the last, the prompt's own, and yield that one as a stream. Fill in the saved values
         at the end; if the stream is left before, they raise an error when read."""
         if not self._streamed:
             raise ProgramError("only a trace with stream=True can be iterated: lm.trace(prompt, stream=True)")
@@ -406,7 +406,7 @@ class Execution:
         self.calls: Iterator[RunArguments] = self._calls()
 
     def finish(self, answer: list[Run] | PatchclampError) -> None:
-        """Ends the last call. Raises the trace's first error."""
+        """End the last call. Raises the trace's first error."""
         self.answer = answer
         next(self.calls, None)
 
@@ -485,7 +485,7 @@ class Execution:
     # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """Attributes a call's error to the prompt whose index is in its path, or to all."""
+        """Attribute a call's error to the prompt whose index is in its path, or to all."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
@@ -494,7 +494,7 @@ class Execution:
             self._fail(planned, error)
 
     def _fail(self, planned: Planned, error: PatchclampError) -> None:
-        """Fails the recording of a failed run; the first error is kept."""
+        """Fail the recording of a failed run; the first error is kept."""
         recording = planned.recording
         recording.failure = recording.failure or at_line(error, self._line(planned, error))
 
@@ -515,7 +515,7 @@ class Execution:
     # -- results
 
     def _finish(self) -> None:
-        """Fills in every value it can, then raises the first error."""
+        """Fill in every value it can, then raise the first error."""
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         saved = [*(each for rec in self._recordings for each in rec.saved),
                  *(cache for rec in self._recordings for cache in rec.caches)]  # fmt: skip
@@ -528,7 +528,7 @@ class Execution:
             raise errors[0]
 
     def _fill(self, saved: Saved | Cache) -> PatchclampError | None:
-        """Fills in a saved value. Returns its error, if any, unless its recording has already failed."""
+        """Fill in a saved value. Returns its error, if any, unless its recording has already failed."""
         saved.failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
         if saved.failure is not None:
             return None
