@@ -179,9 +179,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (4_005, 12), "sites": (2_044, 4), "plan": (4_721, 10), "kernels": (1_872, 12), "store": (1_807, 7),
-    "runtime": (3_062, 10), "engines": (4_409, 13), "engines/vllm": (9_042, 26), "trace": (2_441, 5),
-    "studies": (13_771, 40), "plots": (1_652, 7), "serve": (4_397, 16), "cli": (1_324, 4), "": (5_629, 14),
+    "language": (4_005, 12), "sites": (2_044, 4), "plan": (4_721, 10), "kernels": (1_872, 12), "store": (1_805, 7),
+    "runtime": (3_062, 10), "engines": (4_414, 13), "engines/vllm": (9_035, 26), "trace": (2_441, 5),
+    "studies": (13_771, 40), "plots": (1_652, 7), "serve": (4_408, 16), "cli": (1_324, 4), "": (5_629, 14),
 }  # fmt: skip
 
 
