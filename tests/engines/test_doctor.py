@@ -43,7 +43,8 @@ def test_a_plugin_that_vllm_will_not_load_is_a_problem(monkeypatch, only, status
     if only is not None:
         monkeypatch.setenv("VLLM_PLUGINS", only)
     (found,) = [finding for finding in report.machine() if finding.name == "plugin"]
-    assert (found.status, found.detail) == (status, told)
+    assert found.status == status
+    assert told in found.detail
 
 
 def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
