@@ -65,9 +65,9 @@ def test_a_run_that_another_process_reads_knows_where_its_images_were(lm):
 def test_a_name_is_of_one_kind():
     kept = KeptObjects()
     kept.put("a", "vector", "x", ROW)
-    with pytest.raises(NameTaken, match="'x' .* vector"):
+    with pytest.raises(NameTaken, match=r"'x' .* vector"):
         kept.put("a", "program", "x", HALF)
-    with pytest.raises(NameTaken, match="'x' .* vector"):
+    with pytest.raises(NameTaken, match=r"'x' .* vector"):
         kept.check_free("a", "x", "run")
     kept.check_free("b", "x", "run")
     kept.delete("a", "vector", "x")

@@ -115,7 +115,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
         bank.mean("x", [], pc.embed)
     with pytest.raises(pc.MissingSource, match="was not captured"):
         bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed])], pc.resid_mid)
-    with pytest.raises(pc.ProgramError, match="tokens: .*embed"):
+    with pytest.raises(pc.ProgramError, match=r"tokens: .*embed"):
         bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed @ pc.prompt[0]])], pc.embed, pc.prompt[1])
     assert "x" not in bank
 
